@@ -34,7 +34,7 @@ from dlp.quant.mxfp8 import Mxfp8, MxScaling
 from dlp.quant.nvfp4 import Nvfp4, Nvfp4Scaling
 from dlp.quant.quantized_linear import PLAIN, Use, autocasts, decoded, number_of, quantized_linear
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, caps_of
-from dlp.quant.tensor import SHARED, UNSAID, Format, HighPrecision, QuantizedTensor
+from dlp.quant.tensor import SHARED, UNSAID, Format, HighPrecision, QuantizedTensor, as_bytes
 
 LOG = logging.getLogger("dlp")
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -156,7 +156,7 @@ class QuantizedParameter(Tensor):
         return QuantizedParameter(QuantizedTensor(use.format, parts), dtype, use, inner.get("x_scale"), turned, shape)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self.parts, self.dtype, _spelled(self.use), self.x_scale, self.turned)
+        return _rebuild, (tuple(map(as_bytes, self.parts)), self.dtype, _spelled(self.use), self.x_scale, self.turned)
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
@@ -212,7 +212,7 @@ def _of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any
 
 def _bytes(part: Tensor) -> Tensor:
     """FP8 codes as bytes, which every backend sends."""
-    return part.contiguous().view(torch.uint8) if part.dtype.itemsize == 1 else part
+    return as_bytes(part.contiguous()) if part.dtype.itemsize == 1 else part
 
 
 def _spelled(value: Any) -> Any:
@@ -234,7 +234,8 @@ def _rebuild(
     parts: tuple[Tensor, ...], dtype: torch.dtype, use: Any, x_scale: Tensor | None, turned: bool
 ) -> QuantizedParameter:
     how: Use = _read(use)
-    return QuantizedParameter(QuantizedTensor(how.format, tuple(parts)), dtype, how, x_scale, turned)
+    typed = [tensor.view(part.dtype or tensor.dtype) for part, tensor in zip(how.format.parts, parts, strict=True)]
+    return QuantizedParameter(QuantizedTensor(how.format, tuple(typed)), dtype, how, x_scale, turned)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:

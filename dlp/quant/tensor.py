@@ -40,6 +40,11 @@ class Part:
         return (self.rows, self.contraction)[dim]
 
 
+def as_bytes(part: Tensor) -> Tensor:
+    """A part whose elements are bytes as uint8, which gloo sends and pickle reads back; another part as it is."""
+    return part.view(torch.uint8) if part.dtype.itemsize == 1 else part
+
+
 @dataclass(frozen=True)
 class QuantizedTensor:
     """A GEMM operand [rows, contraction]: the parts of `format`, in its order. A plain record, unknown to autograd."""

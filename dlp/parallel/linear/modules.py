@@ -12,7 +12,7 @@ are layers that read the same x, share one core and run as one layer. A forward 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -43,6 +43,7 @@ from dlp.parallel.style import shard_sizes, style
 from dlp.parallel.weight.base import Member
 from dlp.parallel.weight.held import hold_quantized
 from dlp.parallel.weight.local import fill, local, local_weights, place
+from dlp.parallel.weight.parameters import classes_kept
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import QuantizedTensor
@@ -191,6 +192,8 @@ class LinearCore(LayerState):
         bound, record = active_spec(self), torch.is_grad_enabled()
         cast_weights = self.weights.operands_for(bound, inputs[0].dtype)
         parameters = self.parameters()
+        if self.weights.held:
+            self.weights.check_in_place(parameters)
         call = call_of(bound, record, inputs, parameters, cast_weights)
         if call.differentiable:
             results: tuple[Tensor, ...] = apply_directly(call, cast_weights, *inputs, *parameters)
@@ -209,6 +212,8 @@ class LinearCore(LayerState):
         trace = trace_with(bound.trace_id, *prologue) if prologue else bound.trace_id
         cast_weights = self.weights.operands_for(bound, inputs[0].dtype)
         weights, biases = self.weight_tensors(), self.biases()
+        if self.weights.held and not torch.compiler.is_dynamo_compiling():
+            self.weights.check_in_place(self.parameters())
         cached = [] if cast_weights is None else cast_weights.parts
         record = torch.is_grad_enabled()
         if not (record and any(t is not None and t.requires_grad for t in (*inputs, *weights, *biases))):
@@ -261,6 +266,21 @@ class ParallelLinear(nn.Module):
     core: LinearCore
     tp_partial: tuple[str, ...] = ()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelLinear:
+        """What `to`, `half`, `to_empty` and the like do: weights that are held as codes move by themselves."""
+        held = {weight.member.weight: weight for weight in self.core.weights if _is_held(weight, self)}
+        for weight in held.values():
+            weight.check_move(fn(torch.empty(0, device=self.core.device)).device)
+        self._parameters.update(dict.fromkeys(held))
+        try:
+            with classes_kept(self):
+                super()._apply(fn, recurse)
+        finally:
+            self._parameters.update({name: weight.parameter for name, weight in held.items()})
+        for weight in held.values():
+            weight.move(fn)
+        return self
+
     def extra_repr(self) -> str:
         spec = self.core.spec
         return f"{spec.style.name}, tp={spec.tp}, recipe={spec.recipe}"
@@ -274,6 +294,11 @@ class ParallelLinear(nn.Module):
     def _save_to_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         with self.core.weights.shown():
             super()._save_to_state_dict(*args, **kwargs)
+
+
+def _is_held(weight: Any, module: nn.Module) -> bool:
+    """Whether a weight exists as codes only, and belongs to this module."""
+    return weight.held and weight.member.module is module
 
 
 def partial_names(spec: LinearSpec, members: Sequence[Member]) -> tuple[str, ...]:

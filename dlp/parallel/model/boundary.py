@@ -52,6 +52,7 @@ from dlp.parallel.model.survey import check_no_fsdp1, guard
 from dlp.parallel.weight.base import MAIN_GRADS, refresh
 from dlp.parallel.weight.fsdp2 import Managed, cast_managed, gather_quantized, managed
 from dlp.parallel.weight.held import Arguments, Closure, closure_of, masters_of, with_closure
+from dlp.parallel.weight.parameters import is_placeholder
 from dlp.quant import recipe as recipes
 from dlp.quant.patterns import must_match
 from dlp.quant.recipe import Recipe
@@ -243,6 +244,12 @@ def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
 def _check_owns(model: nn.Module, optimizer: Optimizer, held: Sequence[Tensor]) -> None:
     """ValueError for an optimizer that holds no parameter of the model. `held`: masters, which it may hold instead."""
     own = {id(parameter): name for name, parameter in model.named_parameters()} | {id(master): "" for master in held}
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if is_placeholder(p) and p.requires_grad and id(p) in own:
+            raise ValueError(
+                f"dlp.attach: this {type(optimizer).__name__} holds {own[id(p)]}, which exists as codes only, so that its step "
+                f"would train nothing: make the optimizer by dlp.with_master_weights"
+            )
     if own and not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             f"dlp.attach: this {type(optimizer).__name__} holds none of the model's {len(own)} parameters "

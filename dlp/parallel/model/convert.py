@@ -20,7 +20,7 @@ forward sees the plain tensors of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,7 @@ from dlp.parallel.model.survey import explain, guard
 from dlp.parallel.weight.base import Member
 from dlp.parallel.weight.held import check_untied
 from dlp.parallel.weight.local import local, num_axes, place
+from dlp.parallel.weight.parameters import classes_kept
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,10 @@ class ReplicatedMixin(nn.Module):
     tp_sums: PartialGradients | None = None
     token_rows: int | None = None
     layer_name: str = ""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        with classes_kept(self):
+            return super()._apply(fn, recurse)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_tokens(next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None))

@@ -15,6 +15,7 @@ What follows gather_tokens must be computed alike on every tp rank, as it is on 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from dlp.comm import collectives, observer
 from dlp.comm.mesh import tp_group_of
 from dlp.kernels import ops
 from dlp.parallel.weight.local import fill, local
+from dlp.parallel.weight.parameters import classes_kept
 
 IGNORED = -100
 
@@ -98,6 +100,10 @@ class VocabParallelEmbedding(nn.Embedding):
         memo[id(self.group)] = self.group  # a process group cannot be copied
         vars(new).update(copy.deepcopy(vars(self), memo))
         return new
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        with classes_kept(self):
+            return super()._apply(fn, recurse)
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = local(self.weight, self.name)

@@ -97,6 +97,7 @@ class Weight(Protocol):
                   casts it
     managed       FSDP manages it, and the layer may see a copy of `stored`
     gathered      its operands are made before a pass, by FSDP's hooks
+    held          it exists as codes only, and its parameter is a placeholder
     fresh         the operands in use, if there are any, were cast at a step boundary
     why, noted    why its operands are not gathered as the recipe says, None if they are; and the reason that was logged last
     """
@@ -106,6 +107,7 @@ class Weight(Protocol):
     num_rowwise: int
     managed: bool
     gathered: bool
+    held: bool
     fresh: bool
     why: str | None
     noted: str | None
@@ -147,6 +149,9 @@ class Weight(Protocol):
 
     def shown(self, *, written: bool) -> AbstractContextManager[None]:
         """A context in which the parameter holds its values; `written`: they may be overwritten there."""
+
+    def check_in_place(self, parameter: Any) -> None:
+        """ValueError for a parameter of the module that the layer would not compute with."""
 
 
 class Target(NamedTuple):
@@ -211,7 +216,7 @@ def _local(tensor: Tensor) -> Tensor:
 class MemberWeight:
     """Base of weights: what each knows of its layer, of which it is member `index`."""
 
-    managed = gathered = fresh = False
+    managed = gathered = fresh = held = False
 
     def __init__(self, owner: LayerWeights, index: int) -> None:
         self.owner, self.index = owner, index
@@ -244,6 +249,9 @@ class MemberWeight:
 
     def shown(self, *, written: bool) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def check_in_place(self, parameter: Any) -> None:
+        """Layers compute with whatever parameter their module has."""
 
 
 class WeightParts:
@@ -291,6 +299,7 @@ class LayerWeights:
     caches       weights that are whole on this rank are cast at the step boundary, else in each pass
     dtype        of x when the layer last ran: values are rounded to it before they are cast
     parts        the cast operands of all of them; None: at least one has none
+    held         at least one exists as codes only
     main_grads   for each member where its wgrads go, None: to autograd; empty: all go to autograd
     """
 
@@ -300,7 +309,7 @@ class LayerWeights:
         self.dtype: torch.dtype | None = None
         self.parts: WeightParts | None = None
         self.members: list[Weight] = []
-        self._gathered = False
+        self.held = self._gathered = False
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied layer casts its weights in each pass, until it is attached to an optimizer of its own."""
@@ -317,6 +326,7 @@ class LayerWeights:
         """Replace the members: from now on the weights live elsewhere."""
         self.members = list(members)
         self._gathered = any(weight.gathered for weight in members)
+        self.held = any(weight.held for weight in members)
         self.collect()
 
     def collect(self) -> None:
@@ -374,6 +384,12 @@ class LayerWeights:
         """ValueError for a recipe that the layer cannot run under."""
         for weight in self.members:
             weight.check(recipe)
+
+    def check_in_place(self, parameters: Sequence[Any]) -> None:
+        """ValueError where a tensor stands in a module that the layer would not compute with. `parameters`: those of the
+        modules, in the order of members."""
+        for weight, parameter in zip(self.members, parameters, strict=False):
+            weight.check_in_place(parameter)
 
     def drop(self) -> None:
         """Forget all operands, see `Weight.drop`."""

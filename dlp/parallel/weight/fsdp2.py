@@ -9,7 +9,7 @@ have to be unwrapped by each of them.)
     unhooked    FSDP gathers the values by itself, in `mp_policy.param_dtype`
 
 The gathered parameter that a layer sees is a placeholder: it has shape, dtype and autograd identity of the weight, no memory,
-and reads as NaN. The layer reads codes and scales (`dlp.parallel.weight.sharded`). FSDP allocates and frees gathered memory,
+and torch calls that need values raise (`dlp.parallel.weight.parameters`). The layer reads codes and scales (`dlp.parallel.weight.sharded`). FSDP allocates and frees gathered memory,
 prefetches, reshards and reduces gradients as always.
 
 Gradients may be sent over dp_shard in fewer bits than the dtype of their reduction (`set_grad_wire`).
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -39,7 +40,15 @@ from dlp.kernels.ops import sum_in_order
 from dlp.parallel.model.session import Session, in_backward
 from dlp.parallel.transfer import WIRES
 from dlp.parallel.weight.base import LayerWeights, Weight, note_reasons, refresh, weights_in
-from dlp.parallel.weight.local import LocalWeight, ManagedWeight, is_placeholder, placeholder, show
+from dlp.parallel.weight.local import LocalWeight, ManagedWeight
+from dlp.parallel.weight.parameters import (
+    ShardedParameter,
+    hide_values,
+    is_placeholder,
+    placeholder,
+    show_values,
+    take_class,
+)
 from dlp.parallel.weight.sharded import RowShards, ShardedWeight, ShardLayout
 
 
@@ -84,6 +93,8 @@ def fully_shard(
     early = module.register_forward_pre_hook(_before_attach)
     module.dlp_gathering = Gathering(dims.group(DP_SHARD), quantize_from_master, refused, early)  # type: ignore[assignment]
     for owner, name, record in managed(module):
+        if type(record.stored) is not ShardedParameter:
+            take_class(record.stored, ShardedParameter)
         sums: Any = getattr(owner, "tp_sums", None)
         if sums is not None:
             sums.fsdp[id(owner), name] = record
@@ -222,9 +233,23 @@ class _Gather:
             elif name in vars(local):
                 delattr(local, name)
         self._param._init_extensions()
-        if hook != self._hooked and hasattr(self._param, "_unsharded_param"):
-            show(self._param._unsharded_param, self._placeholder() if hook else self._values())
-        self._hooked = hook
+        self._hooked, before = hook, self._hooked
+        self._param.init_unsharded_param = self._first_gather if hook else partial(_first_gather, self._param)
+        if hook:
+            self._hide()
+        elif before and hasattr(self._param, "_unsharded_param"):
+            show_values(self._param._unsharded_param, self._values())
+
+    def _first_gather(self) -> None:
+        """FSDP2's `init_unsharded_param`, which makes the gathered parameter at the first gather."""
+        _first_gather(self._param)
+        self._hide()
+
+    def _hide(self) -> None:
+        """Let the gathered parameter refuse torch calls that need its values."""
+        gathered = getattr(self._param, "_unsharded_param", None)
+        if gathered is not None and not is_placeholder(gathered):
+            hide_values(gathered, self.weight, self._placeholder())
 
     def _placeholder(self) -> Tensor:
         return placeholder(self.weight.rows.shape, self.weight.rows.dtype, self._param.device)
@@ -278,6 +303,11 @@ class _Strided:
         assert function is torch.as_strided and tuple(args[1]) == tuple(args[0].tensor.shape), function
         tensor: Tensor = args[0].tensor
         return tensor
+
+
+def _first_gather(param: Any) -> None:
+    """FSDP2's own `init_unsharded_param`."""
+    type(param).init_unsharded_param(param)
 
 
 def _cast_late(session: Session) -> None:

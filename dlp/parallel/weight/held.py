@@ -4,7 +4,8 @@
         model = Net()                                    # dlp's own layers, or dlp.convert of a model
     optimizer = dlp.with_master_weights(model, lambda parameters: AdamW(parameters, lr=1e-3))
 
-The parameter of such a layer is a placeholder: it has shape, dtype and gradient of the weight, but no memory, and reads as NaN.
+The parameter of such a layer is a placeholder (`dlp.parallel.weight.parameters`): it has shape, dtype and gradient of the weight,
+but no memory, and torch calls that need values raise. `Module.to`, `bfloat16` and the like move codes, not values.
 State dicts hold the decoded values, and loading quantizes what is loaded. A plain optimizer's step on codes would be lost in
 rounding, so `with_master_weights` makes an optimizer step on fp32 weights of its own, the masters:
 
@@ -32,11 +33,13 @@ from dlp.parallel.casts import BOTH, Cast
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import quantize, unflatten
 from dlp.parallel.weight.base import LayerWeights, Values, weights_in
-from dlp.parallel.weight.local import LocalWeight, local_values, placeholder, show
+from dlp.parallel.weight.local import LocalWeight, local_values
+from dlp.parallel.weight.parameters import hide_values, show_values
 from dlp.quant import recipe as recipes
 from dlp.quant.fake import is_fake
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Recipe
+from dlp.quant.tensor import as_bytes
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ class HeldWeight(LocalWeight):
     master      the fp32 weight that an optimizer steps on (`with_master_weights`); None: there is no such optimizer
     """
 
+    held = True
+
     def __init__(self, owner: LayerWeights, index: int, preserve: bool) -> None:
         super().__init__(owner, index)
         self.recipe = self.bound.spec.recipe
@@ -115,14 +120,15 @@ class HeldWeight(LocalWeight):
         values = local_values(self.parameter)
         self.write(values)
         self.initial = values.cpu().clone() if preserve else None
-        self._show(None)
+        self._hide(values)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self)
+        return vars(self) | {"parts": [(as_bytes(part), part.dtype) for part in self.parts]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._show(None)
+        self.parts = [part.view(dtype) for part, dtype in state["parts"]]
+        self._hide(self._local)
 
     def _check_can_hold(self) -> None:
         name = self.bound.spec.name
@@ -149,6 +155,19 @@ class HeldWeight(LocalWeight):
                 f"make the layer outside of quantized_model_init to change its recipe"
             )
 
+    @property
+    def no_values(self) -> str:
+        """What a placeholder's refusal says."""
+        return (
+            f"is held as {self.recipe} codes only: read the values in the state_dict() of the model, write them by "
+            f"load_state_dict() or by reset_parameters(), and train them by the optimizer of dlp.with_master_weights"
+        )
+
+    def check_in_place(self, parameter: Any) -> None:
+        placeholders = parameter is self.parameter or 0 in parameter.stride()  # the latter in a left-out module
+        if not placeholders:
+            raise ValueError(f"{self.bound.spec.name}: a tensor was put in the place of a weight that {self.no_values}")
+
     def serves(self, spec: LinearSpec) -> bool:
         self.check(spec.recipe)
         return True
@@ -168,31 +187,68 @@ class HeldWeight(LocalWeight):
         (operands,) = quantize(self.bound, "w", [rounded], BOTH, members=[self.name])
         self.keep(operands)
 
+    @property
+    def _local(self) -> Tensor:
+        """The tensor that the parameter holds on this rank."""
+        return self.parameter._local_tensor if isinstance(self.parameter, DTensor) else self.parameter
+
     def decoded(self) -> Tensor:
         """The values [N, K] that the codes stand for, in the dtype of the parameter."""
         (operands,) = unflatten(self.recipe.w, self.parts, 1)
-        rows, columns = local_values(self.parameter).shape
+        rows, columns = self._local.shape
         return operands.at(columnwise=False).dequantize(self.parameter.dtype)[:rows, :columns]
 
     @contextmanager
     def shown(self, *, written: bool) -> Iterator[None]:
-        self._show(self.decoded())
+        show_values(self.parameter, self.decoded())
         try:
             yield
             if written:
+                self._follow()
                 self._load(local_values(self.parameter))
         finally:
-            self._show(None)
+            self._hide(self._local)
+
+    def _follow(self) -> None:
+        """Take over the parameter that `load_state_dict(assign=True)` has put in the place of the present one."""
+        put, before = getattr(self.member.module, self.member.weight), self.parameter
+        if put is not before:
+            put.requires_grad_(before.requires_grad)
+            self.parameter = put
+            hide_values(before, self, local_values(before))
 
     @torch.no_grad()
     def _load(self, values: Tensor) -> None:
-        """Quantize loaded values and make them the master, unless they are the decoded codes of the master: then its own, finer
-        values stay."""
+        """Quantize loaded values and make them the master. Values that are the decoded codes change nothing: the codes, and the
+        finer values of master and `initial`, stay."""
+        decoded = self.decoded()
+        if decoded.dtype == values.dtype and torch.equal(decoded, values):
+            return
         if self.master is not None:
-            if not torch.equal(self.decoded(), values):
-                local_values(self.master).copy_(values)
+            local_values(self.master).copy_(values)
             values = local_values(self.master)
         self.write(values)
+
+    def check_move(self, device: torch.device) -> None:
+        """ValueError for a device without memory."""
+        if device.type == "meta":
+            raise ValueError(
+                f"{self.bound.spec.name}: its weight is held as {self.recipe} codes only, which the meta device would lose"
+            )
+
+    @torch.no_grad()
+    def move(self, apply: Callable[[Tensor], Tensor]) -> None:
+        """What `Module.to`, `half`, `to_empty` and the like do to a parameter, by `apply`: the codes move to its device, and
+        values read in its dtype from then on; the codes stay the same."""
+        now, grad = apply(self._local.new_empty(0)), self.parameter.grad
+        self.parts = [part.to(now.device) for part in self.parts]
+        self.owner.collect()
+        self.parameter.grad = None
+        self._hide(now.new_empty(()).expand(self._local.shape))
+        if grad is not None:
+            self.parameter.grad = apply(grad)
+        if self.master is not None:
+            show_values(self.master, local_values(self.master).to(now.device))
 
     def take_master(self) -> nn.Parameter:
         """The master; a new one has the preserved initial values, or, if there are none, the decoded ones."""
@@ -207,9 +263,8 @@ class HeldWeight(LocalWeight):
             self.master = nn.Parameter(values)
         return self.master
 
-    def _show(self, values: Tensor | None) -> None:
-        local = local_values(self.parameter)
-        show(self.parameter, placeholder(local.shape, local.dtype, local.device) if values is None else values)
+    def _hide(self, values: Tensor) -> None:
+        hide_values(self.parameter, self, values)
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

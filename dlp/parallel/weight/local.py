@@ -18,6 +18,7 @@ from dlp.kernels.ops import rounded
 from dlp.parallel.casts import COLUMNWISE, ROWWISE, Cast, operand_shape
 from dlp.parallel.linear.state import Operands, flatten, quantize, unflatten, weight_casts
 from dlp.parallel.weight.base import Layer, LayerWeights, Member, MemberWeight, Use, Values
+from dlp.parallel.weight.parameters import PlacedParameter, take_class
 from dlp.quant.quantizer import Wanted
 from dlp.quant.tensor import QuantizedTensor
 
@@ -215,24 +216,6 @@ def local(parameter: Tensor, name: str, axes: int = 1, before: Callable[[], None
     return result
 
 
-def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor in the place of a weight that is held in another form: it has this shape and no memory, and reads as NaN."""
-    return torch.full((), torch.nan, dtype=dtype, device=device).expand(*shape)
-
-
-def is_placeholder(parameter: Tensor) -> bool:
-    return 0 in local_values(parameter).stride()
-
-
-def show(parameter: Tensor, tensor: Tensor) -> None:
-    """Replace the tensor that a parameter holds on this rank. The parameter object stays, since a backward may still lead to
-    it."""
-    if isinstance(parameter, DTensor):
-        parameter._local_tensor = tensor
-    else:
-        parameter.data = tensor
-
-
 def place(tensor: Tensor, tp: DeviceMesh | None, shard_dim: int | None) -> nn.Parameter:
     """A full tensor, equal on all tp ranks (rank 0's is used) -> a parameter that holds this rank's part of it, with the
     attributes that users have set on the tensor."""
@@ -242,7 +225,7 @@ def place(tensor: Tensor, tp: DeviceMesh | None, shard_dim: int | None) -> nn.Pa
         part = distribute_tensor(part, tp, [placement])
     parameter = nn.Parameter(part, requires_grad=tensor.requires_grad)
     vars(parameter).update(vars(tensor))
-    return parameter
+    return parameter if tp is None else take_class(parameter, PlacedParameter)
 
 
 @torch.no_grad()

@@ -205,6 +205,14 @@ class ShardedWeight(MemberWeight):
     def stored(self) -> Tensor:
         return self._stored()
 
+    @property
+    def no_values(self) -> str:
+        """What a placeholder's refusal says."""
+        return (
+            "FSDP has gathered as codes only: call reshard() of the modules that were given to dlp.fully_shard and use the "
+            "parameters that they have then, or gather values (dlp.fully_shard(..., quantized_gather=False))"
+        )
+
     def drop(self, *, retyped: bool = False) -> None:
         """Shards are cast anew before the next gather, maybe in other layouts. A new dtype of x changes nothing: shards are
         rounded to FSDP's `param_dtype`."""

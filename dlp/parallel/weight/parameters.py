@@ -1,0 +1,247 @@
+"""Classes of parameters: what ordinary torch calls may do with a parameter that is more, or less, than a tensor of values.
+
+    PlacedParameter       a DTensor on tp: `p.data = t` takes effect, which torch loses for DTensors
+    ShardedParameter      a DTensor that FSDP shards: `p.data = t` raises, since FSDP gathers the memory that it knows
+    PlaceholderParameter  stands for a weight that exists as codes only: reading or writing values raises
+    PlaceholderDTensor    the same, on tp
+
+A parameter gets such a class by `take_class`, and stays the same object, which optimizers and autograd hold. None of the classes
+is part of a checkpoint: state dicts, copies and pickles hold what a plain parameter would.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
+
+
+class _SpreadParameter(DTensor):
+    """Base of DTensor parameters whose `data` can, or cannot, be replaced."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with _as_plain(self) as plain:
+            made = copy.deepcopy(plain, memo)
+        return take_class(made, type(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _as_plain(self) as plain:
+            return plain.__reduce_ex__(protocol)
+
+    @classmethod
+    def __tensor_unflatten__(cls, *given: Any) -> Any:
+        """A tensor of the same class, as torch.compile asks."""
+        return take_class(DTensor.__tensor_unflatten__(*given), cls)
+
+
+class PlacedParameter(_SpreadParameter):
+    """A parameter on tp. `p.data = t`, t a DTensor on the same mesh with the same placements, replaces its memory."""
+
+    @property
+    def data(self) -> Tensor:
+        found: Tensor = _DATA.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """ValueError for a tensor of another shape or placement."""
+        like = isinstance(value, DTensor) and (value.device_mesh, value.placements) == (
+            self.device_mesh,
+            self.placements,
+        )
+        if not like or value.shape != self.shape:
+            given = (
+                f"placements {value.placements}" if isinstance(value, DTensor) else f"a plain {type(value).__name__}"
+            )
+            raise ValueError(
+                f"p.data = t: the parameter is a DTensor {tuple(self.shape)} with placements {self.placements}; t has the shape "
+                f"{tuple(value.shape)}, and is {given}: give it a DTensor alike "
+                f"(torch.distributed.tensor.distribute_tensor(t, p.device_mesh, p.placements))"
+            )
+        assert isinstance(value, DTensor)
+        set_local(self, value._local_tensor)
+
+
+class ShardedParameter(_SpreadParameter):
+    """A parameter that FSDP shards. ValueError for `p.data = t`."""
+
+    @property
+    def data(self) -> Tensor:
+        found: Tensor = _DATA.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise ValueError(
+            "p.data = t: FSDP gathers the memory that it has sharded, so that new memory would not be read; copy the values "
+            "(with torch.no_grad(): p.copy_(t))"
+        )
+
+
+class Valueless(Protocol):
+    """The weight that a placeholder stands for. no_values: what it is held as, and what to do, as a clause."""
+
+    @property
+    def bound(self) -> Any: ...
+
+    @property
+    def no_values(self) -> str: ...
+
+
+# the torch calls that need no values: properties and methods of a tensor that say what it is, and its gradient
+METADATA = frozenset({
+    "__hash__", "__len__", "__repr__", "_is_view", "dim", "element_size", "data_ptr", "empty_like", "full_like", "get_device",
+    "has_names", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference", "is_neg", "is_pinned",
+    "is_same_size", "is_shared", "is_signed", "isnan", "ndimension", "nelement", "new_empty", "new_full", "new_ones",
+    "new_tensor", "new_zeros", "numel", "ones_like", "rand_like", "randn_like", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage_offset", "stride", "to_local_shape",
+    "untyped_storage", "zeros_like",
+})  # fmt: skip
+OURS = frozenset({"linear_fwd", "linear_bwd"})  # dlp's ops that take weights, and read codes in place of placeholders
+VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # the properties that are views of values
+
+
+def _needs_values(function: Any, args: Sequence[Any]) -> str | None:
+    """The name of a torch function, or of a property, that reads or writes values; None for one that does not."""
+    name = getattr(function, "__name__", str(function))
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = str(function.__self__.__name__)
+        return attribute if attribute in VALUES else None
+    if name in METADATA or name in OURS:
+        return None
+    if name in ("view_as", "expand_as") and args[0] is args[1]:  # how autograd finds the node of a gradient
+        return None
+    return str(name)
+
+
+class _Placeholder:
+    """A tensor whose values do not exist: it has shape, dtype and gradient of a weight, and no memory. ValueError for what
+    reads or writes values. `dlp_weight`: the weight that it stands for."""
+
+    dlp_weight: Valueless | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked = _needs_values(func, args)
+        if asked is not None:
+            _check_values(asked, (*args, *(kwargs or {}).values()))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *_: Any, **__: Any) -> str:
+        shape, dtype = tuple(self.shape), self.dtype  # type: ignore[attr-defined]
+        return f"{type(self).__name__}({shape}, {dtype}, without values)"
+
+
+def _check_values(asked: str, given: Sequence[Any]) -> None:
+    """ValueError for a torch call that is given the placeholder of a weight, also in a list. torch.compile traces with copies of
+    placeholders, which stand for no weight."""
+    flat = [each for value in given for each in (value if isinstance(value, list | tuple) else (value,))]
+    for each in flat:
+        weight = each.dlp_weight if isinstance(each, _Placeholder) else None
+        if weight is not None:
+            raise ValueError(f"{weight.bound.spec.name}: {asked} needs values of a weight that {weight.no_values}")
+
+
+class PlaceholderParameter(_Placeholder, nn.Parameter):
+    """The placeholder of a plain parameter."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = _placeholder_parameter(*_described(self))
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _placeholder_parameter, _described(self)
+
+
+class PlaceholderDTensor(_Placeholder, _SpreadParameter):
+    """The placeholder of a parameter on tp."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            local = placeholder(self._local_tensor.shape, self.dtype, self._local_tensor.device)
+            spread = DTensor(local, self._spec, requires_grad=False)  # type: ignore[call-arg]
+            memo[id(self)] = take_class(nn.Parameter(spread, self.requires_grad), PlaceholderDTensor)
+        return memo[id(self)]
+
+
+def _described(parameter: Tensor) -> tuple[Any, ...]:
+    return tuple(parameter.shape), parameter.dtype, parameter.device, parameter.requires_grad
+
+
+def _placeholder_parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> nn.Parameter:
+    return take_class(nn.Parameter(placeholder(shape, dtype, device), requires_grad), PlaceholderParameter)
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor in the place of a weight that is held in another form: it has this shape and no memory, and reads as NaN."""
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(*shape)
+
+
+def is_placeholder(parameter: Any) -> bool:
+    return isinstance(parameter, _Placeholder)
+
+
+def take_class(parameter: Any, cls: type) -> Any:
+    """Give a parameter another class; returns it."""
+    parameter.__class__ = cls
+    return parameter
+
+
+def show_values(parameter: Any, values: Tensor) -> None:
+    """Replace the tensor that a parameter holds on this rank, by one with values. The parameter object stays, since a backward
+    may still lead to it."""
+    spread = isinstance(parameter, DTensor)
+    if is_placeholder(parameter):
+        take_class(parameter, getattr(parameter, "dlp_class", PlacedParameter if spread else nn.Parameter))
+    if spread:
+        set_local(parameter, values)
+    else:
+        parameter.data = values
+
+
+def hide_values(parameter: Any, weight: Valueless, values: Tensor) -> None:
+    """Replace the tensor that a parameter holds on this rank by a placeholder, of the shape, dtype and device of `values`."""
+    show_values(parameter, placeholder(values.shape, values.dtype, values.device))
+    parameter.dlp_class, parameter.dlp_weight = type(parameter), weight
+    take_class(parameter, PlaceholderDTensor if isinstance(parameter, DTensor) else PlaceholderParameter)
+
+
+def set_local(parameter: DTensor, local: Tensor) -> None:
+    """Replace the local tensor of a DTensor parameter, of the same shape, by one of any dtype and device."""
+    if (parameter.dtype, parameter.device) != (local.dtype, local.device):
+        mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+        made = DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+        _DATA.__set__(parameter, made)
+        parameter._spec = made._spec
+    parameter._local_tensor = local
+
+
+@contextmanager
+def _as_plain(parameter: Any) -> Iterator[Any]:
+    """A context in which a parameter on tp is a plain DTensor."""
+    cls = type(parameter)
+    try:
+        yield take_class(parameter, DTensor)
+    finally:
+        take_class(parameter, cls)
+
+
+@contextmanager
+def classes_kept(module: nn.Module) -> Iterator[None]:
+    """A context in which the parameters of a module may be swapped for others of their plain class, as `Module.to` does."""
+    classes = {name: type(parameter) for name, parameter in module._parameters.items() if parameter is not None}
+    yield
+    for name, parameter in module._parameters.items():
+        if type(parameter) is DTensor and issubclass(classes[name], _SpreadParameter):
+            take_class(parameter, classes[name])
