@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,7 +69,7 @@ def test_all_are_computed_once(three):
     for name in NAMES:
         assert_close(getattr(three, name)(x), three.exact(name, x), 1e-5)
     assert three.core.runs == 1
-    assert three.core.shared._inputs == (), "x is kept although everything was collected"
+    assert three.core.shared._of_thread == {}, "x is kept although everything was collected"
 
 
 def test_one_without_gradients_leaves_the_others_theirs(three):
@@ -110,7 +113,7 @@ def test_a_step_and_a_load_forget_what_nobody_collected(three):
     three.k.load_state_dict({"weight": torch.ones(16, 16)})
     assert_close(three.k(x), x.sum(1, keepdim=True).expand(8, 16), 1e-5)
     optimizer.step()
-    assert three.core.shared._ys == {}
+    assert three.core.shared._of_thread == {}
 
 
 def test_in_inference_mode_all_are_computed_once(three):
@@ -125,3 +128,39 @@ def test_another_tensor_is_refused_by_name(three):
     three.q(values(0))
     with pytest.raises(ValueError, match="k: siblings must read the same tensor, but this one got another"):
         three.k(values(0))
+
+
+@pytest.mark.parametrize("hooked", NAMES)
+def test_a_full_backward_hook_on_one_changes_nothing(three, hooked):
+    """torch calls a module with such a hook with another tensor over the memory of x."""
+    expected, seen = values(0).requires_grad_(), []
+    sum(3**i * three.exact(name, expected).sum() for i, name in enumerate(NAMES)).backward()
+    gradients = {name: getattr(three, name).weight.grad.clone() for name in NAMES}
+    three.zero_grad()
+    getattr(three, hooked).register_full_backward_hook(lambda module, given, grads: seen.append(given[0]))
+    for _ in range(2):
+        x = values(0).requires_grad_()
+        sum(3**i * getattr(three, name)(x).sum() for i, name in enumerate(NAMES)).backward()
+        assert_close(x.grad, expected.grad, 1e-5)
+    own = 3 ** NAMES.index(hooked) * torch.ones(8, 16) @ getattr(three, hooked).weight
+    assert_close(seen[0], own, 1e-5, "the gradient of this layer alone")
+    for name in NAMES:
+        assert_close(getattr(three, name).weight.grad, 2 * gradients[name], 1e-5, name)
+
+
+def test_each_thread_has_its_own_tensors(three):
+    barrier = threading.Barrier(2)
+
+    def serve(seed: int) -> float:
+        worst = 0.0
+        for call in range(10):
+            x = values(2 * call + seed)
+            for name in NAMES:
+                barrier.wait(10)
+                with torch.no_grad():
+                    worst = max(worst, float((getattr(three, name)(x) - three.exact(name, x)).abs().max()))
+        return worst
+
+    with ThreadPoolExecutor(2) as threads:
+        assert max(threads.map(serve, range(2))) < 1e-5
+    assert three.core.shared._of_thread == {}

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from dlp.parallel.linear.modules import LinearCore, ParallelLinear
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.model.boundary import layer_modules, match_layers
+from dlp.parallel.model.boundary import check_siblings, layer_modules, match_layers
+from dlp.parallel.model.session import converted_root
 from dlp.parallel.weight.held import HeldWeight
 from dlp.parallel.weight.local import num_axes
+from dlp.parallel.weight.quantizable import check_has_values, check_unshared, check_without_history, refuse_codes
 from dlp.quant import recipe as recipes
 from dlp.quant.fake import deployed
 from dlp.quant.fp8 import Fp8Tensor, static
@@ -66,11 +68,7 @@ def check_mode(recipe: Recipe, mode: str, asked_by: str) -> None:
         raise ValueError(f"{asked_by}: mode must be one of {', '.join(get_args(Mode))}; got {mode!r}")
     if recipe.w.rowwise.format.keeps_source:
         raise ValueError(f"{asked_by}: {recipe} keeps weights in high precision; choose one that quantizes them")
-    if caps_of(recipe.w.rowwise).slot is not None:
-        raise ValueError(
-            f"{asked_by}: {recipe} scales weights by their history, which ends where nothing is trained: choose fp8_current or "
-            f"another recipe with current or block scales"
-        )
+    check_without_history(asked_by, recipe)
     if mode == "dynamic" and caps_of(recipe.x.rowwise).slot is not None:
         raise ValueError(f"{asked_by}: {recipe} scales x by its history: choose mode 'static', or a recipe without one")
     if mode == "static" and not isinstance(recipe.x.rowwise.format, Fp8Tensor):
@@ -97,14 +95,15 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
     are freed; their parameters read as NaN and get no gradient. Returns their names. Call it on all ranks.
 
     Raises ValueError, before anything is changed, for a pattern that matches no layer, for a recipe that does not serve `mode`,
-    for static without `calibrate`, for weights that FSDP shards or that are codes already, and for layers of a CUDA graph.
+    for static without `calibrate`, for weights that FSDP shards, that another module shares or that are codes already, and for
+    layers of a CUDA graph.
     """
     names, modules = match_layers(model, pattern, "freeze"), layer_modules(model)
     made = recipes.as_recipe(recipe)
     chosen = {name: deployed(made.for_layer(name)) for name in names}
     for name in names:
         check_mode(chosen[name], mode, name)
-        _check(name, modules, mode, names)
+        _check(model, name, modules, mode, names)
     cores = {modules[name].core: name for name in reversed(names)}
     specs = {core: core.with_recipe(frozen_recipe(chosen[name], mode)) for core, name in cores.items()}
     for core in cores:
@@ -129,29 +128,25 @@ def calibrated(module: nn.Module, name: str) -> Tensor:
     return scale
 
 
-def _names_of(core: LinearCore, modules: Mapping[str, ParallelLinear]) -> list[str]:
-    return [name for name, module in modules.items() if module.core is core]
-
-
-def _check(name: str, modules: Mapping[str, ParallelLinear], mode: str, names: list[str]) -> None:
+def _check(
+    model: nn.Module, name: str, modules: Mapping[str, ParallelLinear], mode: str, names: list[str]
+) -> None:  # fmt: skip
     core = modules[name].core
     if mode == "static":
         calibrated(modules[name], name)
-    left = [other for other in _names_of(core, modules) if other not in names]
-    if left:
-        raise ValueError(f"{name} shares its x with {left[0]}, which the pattern leaves out: freeze siblings together")
+    check_siblings(core, modules, names)
     held = next((weight for weight in core.weights if isinstance(weight, HeldWeight)), None)
     if held is not None:
-        raise ValueError(
-            f"{name}: its weight is held as {held.recipe.w.rowwise.format.name} codes already, and its values are gone: "
-            f"freeze a layer once, and one that was made outside of dlp.quantized_model_init"
-        )
+        refuse_codes(name, f"{held.recipe.w.rowwise.format.name} codes")
     sharded = any(num_axes(parameter) > core.spec.num_axes for parameter in core.parameters())
     if sharded or any(weight.managed or weight.gathered for weight in core.weights):
         raise ValueError(
             f"{name}: FSDP has its weight; freeze before dlp.fully_shard, which passes its parameters by (ignored_params), or "
             f"use dlp.quantize_ on the plain model, whose codes FSDP gathers"
         )
+    for member in core.members:
+        check_has_values(name, getattr(member.module, member.weight))
+        check_unshared(converted_root(model) or model, member.module, member.weight)
 
 
 @torch.no_grad()

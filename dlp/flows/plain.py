@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dlp.flows.frozen import Mode, calibrated, cast_of_x, check_mode
 from dlp.parallel.linear.modules import ParallelLinear
+from dlp.parallel.weight.quantizable import check_is_parameter, check_plain, check_unshared
 from dlp.quant import recipe as recipes
 from dlp.quant.fake import deployed
 from dlp.quant.parameter import QuantizedParameter
@@ -47,9 +47,8 @@ def quantize_(
     if not chosen:
         _check_plain(model)
         raise ValueError("quantize_ has nothing to quantize: the model has no nn.Linear that filter_fn lets through")
-    owners = _owners(model)
     casts = {name: deployed(made.for_layer(name)) for name in chosen}
-    weights = {name: _quantized(name, module, casts[name], mode, owners) for name, module in chosen.items()}
+    weights = {name: _quantized(model, name, module, casts[name], mode) for name, module in chosen.items()}
     for name, weight in weights.items():
         chosen[name].weight = nn.Parameter(weight, requires_grad=False)
     return model
@@ -92,25 +91,12 @@ def _check_plain(model: nn.Module) -> None:
             )
 
 
-def _owners(model: nn.Module) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            found.setdefault(id(parameter), []).append(name)
-    return found
-
-
-def _quantized(
-    name: str, module: Any, recipe: recipes.Recipe, mode: str, owners: dict[int, list[str]]
-) -> QuantizedParameter:
+def _quantized(model: nn.Module, name: str, module: Any, recipe: recipes.Recipe, mode: str) -> QuantizedParameter:
     check_mode(recipe, mode, name)
-    weight, shared = module.weight, [other for other in owners[id(module.weight)] if other != name]
-    if shared:
-        raise ValueError(f"{name} shares its weight with {shared[0]}, which reads values: untie them, or leave it out")
-    if isinstance(weight, DTensor):
-        raise ValueError(f"{name}: its weight is a DTensor already: quantize before fully_shard or parallelize_module")
-    if isinstance(weight, QuantizedParameter):
-        raise ValueError(f"{name}: its weight is quantized already, as {weight.use.format.name}")
+    check_is_parameter(name, module)
+    check_plain(name, module.weight)
+    check_unshared(model, module)
+    weight = module.weight
     scale = calibrated(module, name) if mode == "static" else None
     try:
         return QuantizedParameter.from_float(

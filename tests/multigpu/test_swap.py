@@ -131,6 +131,24 @@ def test_slots_of_another_format_or_margin_start_anew(changed):
     assert remark.startswith("9 delayed scales (0.dy, ...) are taken as scales of this recipe's fp8_format and margin")
 
 
+def by_the_module_around() -> tuple[list[str], list[str], str]:
+    """Layers that are named as in a module around the converted model are those of that model, in a resumed run, too."""
+    first, second = (nn.ModuleDict({"inner": net("bf16", worker.mesh(tp=2))}) for _ in range(2))
+    swap = dlp.set_recipe(first, "inner.blocks.1.**", "fp8_current")
+    dlp.load_state_dict(second["inner"], dlp.state_dict(first))
+    with pytest.raises(ValueError) as error:
+        dlp.set_recipe(first, "inner.blocks.0.gate", "nvfp4")
+    return list(swap.layers), [name for name, its in recipes_of(second).items() if its != "bf16"], str(error.value)
+
+
+@pytest.mark.ranks(2)
+def test_a_module_around_the_model_sets_recipes(ranks):
+    for layers, resumed, said in ranks(2).run(by_the_module_around):
+        assert layers and all(name.startswith("blocks.1.") for name in layers)
+        assert resumed == [f"inner.{name}" for name in layers]
+        assert said.startswith("blocks.0.gate, blocks.0.up are siblings and run as one layer, but blocks.0.up would keep")
+
+
 def siblings_apart() -> str:
     model = net("fp8_current", worker.mesh(tp=2))
     with pytest.raises(ValueError) as error:

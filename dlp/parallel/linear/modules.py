@@ -12,8 +12,9 @@ are layers that read the same x, share one core and run as one layer. A forward 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -95,33 +96,56 @@ def calling_state(inputs: Sequence[Tensor]) -> tuple[Any, ...]:
 
 class SharedCall:
     """The y_i of siblings between their calls: the first sibling that is called with an x computes the y of all, the others are
-    called with the same x and take theirs."""
+    called with the same x and take theirs. Each thread has its own."""
 
     def __init__(self) -> None:
-        self.forget()
+        self._of_thread: dict[int, SiblingOutputs] = {}
 
     def forget(self) -> None:
-        """Drop what was not taken: the weights changed."""
-        self._inputs: tuple[Tensor, ...] = ()
-        self._state: tuple[Any, ...] = ()
-        self._ys: dict[int, Tensor] = {}
+        """Drop what was not taken, in all threads: the weights changed."""
+        self._of_thread = {}
 
-    def holds(self, index: int, state: tuple[Any, ...]) -> bool:
-        """Whether this member's y was computed, and in the same `calling_state`."""
-        return index in self._ys and state == self._state
+    def find(self, index: int, state: tuple[Any, ...]) -> SiblingOutputs | None:
+        """The outputs in which this member's y waits, computed in the same `calling_state`; None: there are none."""
+        found = self._of_thread.get(_thread())
+        return found if found is not None and index in found.ys and state == found.state else None
+
+    def keep(self, inputs: tuple[Tensor, ...], state: tuple[Any, ...], ys: dict[int, Tensor]) -> None:
+        self._of_thread[_thread()] = SiblingOutputs(inputs, state, ys)
+
+    def take(self, index: int) -> Tensor:
+        """The y of a member, which waits in the outputs of this thread."""
+        thread = _thread()
+        ys = self._of_thread[thread].ys
+        y = ys.pop(index)
+        if not ys:
+            del self._of_thread[thread]
+        return y
+
+
+def _thread() -> int:
+    """The running thread; 0 while torch.compile traces, which it does in one."""
+    return 0 if torch.compiler.is_dynamo_compiling() else threading.get_ident()
+
+
+class SiblingOutputs(NamedTuple):
+    """The y_i that were computed of `inputs` in one `calling_state` and that no member has taken yet."""
+
+    inputs: tuple[Tensor, ...]
+    state: tuple[Any, ...]
+    ys: dict[int, Tensor]
 
     def reads(self, inputs: Sequence[Tensor]) -> bool:
         """Whether the y_i were computed of these very tensors."""
-        return all(x is first for x, first in zip(inputs, self._inputs, strict=True))
+        return all(x is first for x, first in zip(inputs, self.inputs, strict=True))
 
-    def keep(self, inputs: tuple[Tensor, ...], state: tuple[Any, ...], ys: Sequence[Tensor]) -> None:
-        self._inputs, self._state, self._ys = inputs, state, dict(enumerate(ys))
+    def reads_alias(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether these are other tensors over the same memory, as a full backward hook passes to its module."""
+        return all(_memory(x) == _memory(first) for x, first in zip(inputs, self.inputs, strict=True))
 
-    def take(self, index: int) -> Tensor:
-        y = self._ys.pop(index)
-        if not self._ys:
-            self.forget()
-        return y
+
+def _memory(x: Tensor) -> tuple[Any, ...]:
+    return x.data_ptr(), x.shape, x.stride(), x.dtype, x.device
 
 
 class LinearCore(LayerState):
@@ -235,9 +259,18 @@ class LinearCore(LayerState):
         if len(self.members) == 1:
             return self(*inputs)[0]
         state = calling_state(inputs)
-        if not self.shared.holds(index, state):
-            self.shared.keep(inputs, state, self(*inputs))
-        elif not self.shared.reads(inputs):
+        waiting = self.shared.find(index, state)
+        if waiting is None:
+            self.shared.keep(inputs, state, dict(enumerate(self(*inputs))))
+        elif waiting.reads(inputs):
+            pass
+        elif waiting.reads_alias(inputs):
+            self.session.note(
+                f"siblings of {self.spec.name} are called with different tensors over the same memory, as where one has a full "
+                f"backward hook: all are computed for each tensor"
+            )
+            self.shared.keep(inputs, state, {i: y for i, y in enumerate(self(*inputs)) if i in waiting.ys})
+        else:
             names = ", ".join(repr(m.module.name) for m in self.members)
             raise ValueError(
                 f"{self.members[index].module.name}: siblings must read the same tensor, but this one got another than "

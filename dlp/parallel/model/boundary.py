@@ -29,7 +29,7 @@ as they cast:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -287,7 +287,9 @@ def set_recipe(model: nn.Module, pattern: str, recipe: Any) -> Swap:
     and the next forward, on all ranks. Raises ValueError, before anything is changed, for a pattern that matches no
     layer or only some of a set of siblings, and for a recipe that a layer cannot run under.
     """
-    layers, resolved = match_layers(model, pattern, "set_recipe"), recipes.as_recipe(recipe)
+    resolved, modules = recipes.as_recipe(recipe), layer_modules(model)
+    names = {id(module): name for name, module in _by_own_name(model).items()}
+    layers = [names[id(modules[name])] for name in match_layers(model, pattern, "set_recipe")]
     return _apply(model, _swap(layers, _session(model, layers).steps, recipe, resolved), resolved)
 
 
@@ -311,6 +313,17 @@ def make_due_swaps(model: nn.Module, session: Session) -> None:
 def layer_modules(model: nn.Module) -> dict[str, ParallelLinear]:
     """The layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, ParallelLinear)}
+
+
+def _by_own_name(model: nn.Module) -> dict[str, ParallelLinear]:
+    """The layers of a model by the names that they have in the converted model, which may be inside of this one, or around
+    it."""
+    root = converted_root(model)
+    inside = {} if root is None else {id(module): name for name, module in layer_modules(root).items()}
+    return {
+        module.name if isinstance(module, ConvertedLinear) else inside.get(id(module), name): module
+        for name, module in layer_modules(model).items()
+    }
 
 
 def match_layers(model: nn.Module, pattern: str, asked_by: str) -> list[str]:
@@ -355,15 +368,15 @@ def repeat(model: nn.Module, session: Session, swaps: Sequence[Swap]) -> list[st
 
 
 def _session(model: nn.Module, layers: Sequence[str]) -> Session:
-    return layer_modules(model)[layers[0]].core.session
+    return _by_own_name(model)[layers[0]].core.session
 
 
 def _new_specs(model: nn.Module, layers: Sequence[str], resolved: Any) -> list[tuple[LinearCore, LinearSpec]]:
     """The cores of these layers, each with the spec that it gets from recipe `made`."""
-    modules = layer_modules(model)
+    modules = _by_own_name(model)
     found = list(dict.fromkeys(modules[name].core for name in layers))
     for core in found:
-        _check_siblings(core, layers)
+        check_siblings(core, modules, layers)
     return [(core, core.with_recipe(_one_recipe(core.spec.members, resolved))) for core in found]
 
 
@@ -375,9 +388,11 @@ def _one_recipe(members: Sequence[str], resolved: Any) -> Recipe:
     return chosen
 
 
-def _check_siblings(core: LinearCore, layers: Sequence[str]) -> None:
-    siblings = [member.module.name for member in core.members if isinstance(member.module, ConvertedLinear)]
-    missing = [name for name in siblings if name not in layers]
+def check_siblings(core: LinearCore, modules: Mapping[str, ParallelLinear], chosen: Sequence[str]) -> None:
+    """ValueError where only some of the layers that run as one are chosen. `modules`: all layers, by name."""
+    owners = {id(member.module) for member in core.members}
+    siblings = [name for name, module in modules.items() if id(module) in owners]
+    missing = [name for name in siblings if name not in chosen]
     if missing:
         raise ValueError(
             f"{', '.join(siblings)} are siblings and run as one layer, but {', '.join(missing)} would keep another recipe; "

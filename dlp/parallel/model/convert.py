@@ -50,9 +50,10 @@ from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan, make_plan
 from dlp.parallel.model.session import Session, give_session
 from dlp.parallel.model.survey import explain, guard
 from dlp.parallel.weight.base import Member
-from dlp.parallel.weight.held import check_untied
+from dlp.parallel.weight.held import holds, recipes_decided
 from dlp.parallel.weight.local import local, num_axes, place
 from dlp.parallel.weight.parameters import classes_kept
+from dlp.parallel.weight.quantizable import check_unshared
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,6 @@ def convert(
     siblings that cannot run as one layer, sequence parallelism without `batch`, and modules that would compute something else
     afterwards, naming the module.
     """
-    check_untied(model)
     dims = ParallelDims.from_mesh(mesh)
     tp = dims.tp_mesh
     times = auto.load(overlap_table, together=True) if isinstance(overlap_table, str | Path) else overlap_table
@@ -131,8 +131,12 @@ def convert(
     names = {id(module): name for name, module in model.named_modules()}
     sets = _layers_that_run_as_one(plan)
     specs = [_spec_of(target, rows) for rows in sets]  # all of them, for what they refuse, before the first change
-    for spec, rows in zip(specs, sets, strict=True):
-        _convert_linears(target, spec, rows)
+    for row in plan.layers:
+        if not row.made_by_hand and holds(row.recipe):
+            check_unshared(model, model.get_submodule(row.module))
+    with recipes_decided():
+        for spec, rows in zip(specs, sets, strict=True):
+            _convert_linears(target, spec, rows)
     for other in plan.others:
         _convert_other(target, other, target.inside(plan, other.name))
     for name in plan.left_out.keys() - {other.name for other in plan.others}:
@@ -191,8 +195,9 @@ def _adopt(target: _Target, spec: LinearSpec, module: ParallelLinear) -> None:
     """Let a layer made by hand take part in the model's step boundary. If it had no mesh, its parameters become DTensors."""
     module.core.set_spec(spec, target.runtime)
     target.runtime.cores.append(module.core)
-    for key in module._parameters:
-        target.move(module, key, None)
+    with module.core.weights.shown(written=True):
+        for key in module._parameters:
+            target.move(module, key, None)
 
 
 def _convert_other(target: _Target, row: OtherPlan, inside: tuple[nn.Module, ...]) -> None:

@@ -31,11 +31,13 @@ from dlp.parallel.linear.spec import LayerOptions, check_blocks, check_extras, c
 from dlp.parallel.model.groups import Resolved
 from dlp.parallel.style import STYLES, ParallelStyle, shard_sizes, style
 from dlp.parallel.transfer import ASKED, transfer_plan
+from dlp.parallel.weight.held import default_recipe, holds
 from dlp.quant import recipe as recipes
 from dlp.quant.gemm import check_kernel, kernel_name, support
 from dlp.quant.quantizer import Quantizer, caps_of
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, OPERANDS, RESULTS, Operand, Recipe
 
+HELD = "the weight is held as codes only (quantized_model_init)"
 BY_HAND = "made by hand: layer groups reach its recipe and overlap"
 
 
@@ -135,8 +137,11 @@ def plan_linear(name: str, module: nn.Linear, chosen: Resolved, place: Place) ->
             f"{name}: sequence parallelism needs the shape of a microbatch: pass batch=(B, S) to convert, split tokens with "
             f"dlp.scatter_tokens before the first such layer and join them with dlp.gather_tokens after the last"
         )
+    if chosen.recipe is None and default_recipe() is not None:
+        chosen = replace(chosen, recipe=default_recipe(), won={**chosen.won, "recipe": "quantized_model_init"})
     shape = (module.out_features, module.in_features)
-    return _row(name, f"{name}.weight", shape, module.bias is not None, chosen, place)
+    row = _row(name, f"{name}.weight", shape, module.bias is not None, chosen, place)
+    return replace(row, notes=(*row.notes, HELD)) if holds(row.recipe) else row
 
 
 def plan_made(name: str, module: nn.Module, chosen: Resolved, place: Place) -> Iterator[LayerPlan]:

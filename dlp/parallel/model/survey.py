@@ -28,9 +28,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils import parametrize
 
 from dlp.parallel.model.groups import OF_LINEARS, LayerGroup, Resolved
+from dlp.parallel.weight.quantizable import check_is_parameter, check_plain
 
 LEAVE_OUT = "a layer group with convert = false leaves it out"
 READ_OTHERS = (
@@ -138,17 +138,7 @@ def check_readers(model: nn.Module, left: Mapping[str, Any]) -> None:
 
 
 def _check_linear(name: str, module: nn.Linear, convert: bool | None) -> None:
-    if parametrize.is_parametrized(module):
-        which = ", ".join(module.parametrizations)  # type: ignore[arg-type]
-        raise ValueError(
-            f"{name}: its {which} is parametrized, as by weight_norm; torch.nn.utils.parametrize.remove_parametrizations "
-            f"before dlp.convert makes it a parameter, or {LEAVE_OUT}"
-        )
-    if module._parameters.get("weight") is None:
-        raise ValueError(
-            f"{name}: its weight is no parameter but computed by a hook, as by torch.nn.utils.weight_norm; remove the hook "
-            f"before dlp.convert, or {LEAVE_OUT}"
-        )
+    check_is_parameter(name, module)
     if type(module) is not nn.Linear and not convert:
         raise ValueError(
             f"{name}: a {_kind(module)} is no plain nn.Linear, and converted it would lose its own forward: {LEAVE_OUT}, one "
@@ -168,6 +158,8 @@ def _check_parameters(name: str, module: nn.Module, converted: bool) -> None:
         path = f"{name}.{key}".lstrip(".")
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"{path}: it has no shape yet: call the model once before dlp.convert")
+        if key == "weight" and (converted or isinstance(parameter, DTensor)):
+            check_plain(name, parameter)
         if isinstance(parameter, DTensor):
             raise ValueError(
                 f"{path}: it is a DTensor already: dlp.convert comes before fully_shard and other parallelism"

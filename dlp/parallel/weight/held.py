@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,9 +35,9 @@ from dlp.parallel.linear.state import quantize, unflatten
 from dlp.parallel.weight.base import LayerWeights, Values, weights_in
 from dlp.parallel.weight.local import LocalWeight, local_values
 from dlp.parallel.weight.parameters import hide_values, show_values
+from dlp.parallel.weight.quantizable import check_has_values, check_without_history
 from dlp.quant import recipe as recipes
 from dlp.quant.fake import is_fake
-from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import as_bytes
 
@@ -60,7 +60,8 @@ def quantized_model_init(
     """Linears that are made inside hold their weights quantized only.
 
     enabled                           False: it does nothing
-    recipe                            a name, a Recipe or a CustomRecipe, which the layers then run under; None: their own
+    recipe                            a name, a Recipe or a CustomRecipe, which the layers then run under; None: their own. In
+                                      `dlp.convert` it is the recipe of linears for which no layer group sets one
     preserve_high_precision_init_val  keep the values before quantization, in host memory, for `with_master_weights`
 
     A layer whose recipe quantizes no weights is left as it is. ValueError for weights without memory (meta device), for
@@ -74,6 +75,28 @@ def quantized_model_init(
         _REGION.reset(token)
 
 
+def default_recipe() -> Any:
+    """The recipe of the `quantized_model_init` that is active, for linears of `convert` whose groups set none; None: no recipe."""
+    region = _REGION.get()
+    return None if region is None else region.recipe
+
+
+def holds(recipe: Recipe) -> bool:
+    """Whether a linear with this recipe that is made now holds codes only."""
+    return _REGION.get() is not None and not recipe.w.keeps_source
+
+
+@contextmanager
+def recipes_decided() -> Iterator[None]:
+    """A context in which an active `quantized_model_init` leaves the recipes of layers that are made as they are."""
+    region = _REGION.get()
+    token = _REGION.set(None if region is None else replace(region, recipe=None))
+    try:
+        yield
+    finally:
+        _REGION.reset(token)
+
+
 def hold_quantized(weights: LayerWeights) -> None:
     """Inside `quantized_model_init`: quantize the weights of a layer that is being made, and free their values."""
     layer, region = weights.layer, _REGION.get()
@@ -81,23 +104,8 @@ def hold_quantized(weights: LayerWeights) -> None:
         return
     if region.recipe is not None:
         layer.set_spec(layer.with_recipe(region.recipe.for_layer(layer.spec.members[0])))
-    if not layer.spec.recipe.w.keeps_source:
+    if holds(layer.spec.recipe):
         weights.set([HeldWeight(weights, i, region.preserve) for i in range(len(layer.members))])
-
-
-def check_untied(model: nn.Module) -> None:
-    """ValueError for a model that is converted inside `quantized_model_init` and has a linear whose weight another module
-    uses."""
-    owners: dict[int, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        for parameter in module._parameters.values():
-            first = owners.setdefault(id(parameter), name)
-            linear = isinstance(module, nn.Linear) or isinstance(model.get_submodule(first), nn.Linear)
-            if _REGION.get() is not None and parameter is not None and first != name and linear:
-                raise ValueError(
-                    f"quantized_model_init: {first} and {name} share a parameter, of which codes would be all that is "
-                    f"left; untie them, or convert this model outside of the region"
-                )
 
 
 class HeldWeight(LocalWeight):
@@ -132,20 +140,13 @@ class HeldWeight(LocalWeight):
 
     def _check_can_hold(self) -> None:
         name = self.bound.spec.name
-        if self.parameter.is_meta:
-            raise ValueError(
-                f"{name}: quantized_model_init quantizes values, and the meta device has none; name a device"
-            )
+        check_has_values(name, self.parameter)
         if is_fake(self.recipe):
             raise ValueError(
                 f"{name}: {self.recipe} trains values, of which a held weight has none; leave quantized_model_init out, or "
                 f"hold what training made (dlp.freeze)"
             )
-        if any(caps_of(quantizer).slot for quantizer in (self.recipe.w.rowwise, self.recipe.w.columnwise)):
-            raise ValueError(
-                f"{name}: {self.recipe} scales weights by their history, of which a held weight has none; choose a recipe "
-                f"with current or block scales"
-            )
+        check_without_history(name, self.recipe)
 
     def check(self, recipe: Recipe) -> None:
         """ValueError for a recipe that reads other codes than those held."""
