@@ -146,7 +146,9 @@ def test_a_module_around_the_model_sets_recipes(ranks):
     for layers, resumed, said in ranks(2).run(by_the_module_around):
         assert layers and all(name.startswith("blocks.1.") for name in layers)
         assert resumed == [f"inner.{name}" for name in layers]
-        assert said.startswith("blocks.0.gate, blocks.0.up are siblings and run as one layer, but blocks.0.up would keep")
+        assert said.startswith(
+            "blocks.0.gate, blocks.0.up are siblings and run as one layer, but blocks.0.up would keep"
+        )
 
 
 def siblings_apart() -> str:

@@ -1,0 +1,182 @@
+"""What cannot become codes, or a layer, is refused with the same sentence wherever it comes in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import dlp
+from tests import pool as worker
+
+Change = Callable[[nn.Module], Any]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.up, self.head = nn.Embedding(64, 64), nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.up(self.embedding(tokens)))
+        return y
+
+
+def groups(recipe: Any) -> list[dict[str, Any]]:
+    return [{"name": "all", "match": ["**"], "recipe": recipe}]
+
+
+def convert(model: nn.Module, recipe: Any) -> None:
+    dlp.convert(model, groups(recipe), worker.mesh())
+
+
+def hold(model: nn.Module, recipe: Any) -> None:
+    with dlp.quantized_model_init():
+        convert(model, recipe)
+
+
+def hold_by_region(model: nn.Module, recipe: Any) -> None:
+    with dlp.quantized_model_init(recipe=recipe):
+        dlp.convert(model, [{"name": "all", "match": ["up"], "style": "local"}], worker.mesh())
+
+
+def freeze(model: nn.Module, recipe: Any) -> None:
+    convert(model, "bf16")
+    dlp.freeze(model, "**", recipe)
+
+
+def freeze_only(model: nn.Module, recipe: Any) -> None:
+    dlp.freeze(model, "**", recipe)
+
+
+def quantize(model: nn.Module, recipe: Any) -> None:
+    dlp.quantize_(model, recipe)
+
+
+def set_recipe(model: nn.Module, recipe: Any) -> None:
+    dlp.set_recipe(model, "**", recipe)
+
+
+def attach(model: nn.Module, recipe: Any) -> None:
+    dlp.attach(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def tie_embedding(model: nn.Module) -> None:
+    model.head.weight = model.embedding.weight
+
+
+def tie_linear(model: nn.Module) -> None:
+    model.head.weight = model.up.weight
+
+
+def hand_made(model: nn.Module) -> None:
+    with dlp.quantized_model_init():
+        model.up, model.head = (dlp.Linear(64, 64, recipe="fp8_current") for _ in range(2))
+
+
+def frozen(model: nn.Module) -> None:
+    freeze(model, "fp8_current")
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+ALL: list[Callable[[nn.Module, Any], None]] = [convert, hold, quantize, freeze]
+CODES: list[Callable[[nn.Module, Any], None]] = [hold, hold_by_region, quantize, freeze]
+SHARED = "share a parameter, of which codes would be all that is left: untie them, or leave both in high precision"
+ALREADY = (
+    r"(up|head): its weight is held as .*codes already, and its values are gone: quantize a layer once, from values"
+)
+HISTORY = (
+    r"\w+: fp8_delayed scales weights by their history, and codes alone have none: choose fp8_current or another recipe"
+)
+# what is done to a model, the recipe, the doors, the sentence
+TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
+    (tie_embedding, "fp8_current", CODES, f"embedding and head {SHARED}"),
+    (tie_linear, "mxfp8", CODES, f"up and head {SHARED}"),
+    (lambda m: nn.utils.parametrizations.weight_norm(m.head), "fp8_current", [*ALL, hold_by_region],
+     r"head: its weight is parametrized, as by weight_norm; make it a parameter before .* or leave it out"),
+    (lambda m: nn.utils.spectral_norm(m.head), "fp8_current", ALL, "head: its weight is no parameter but computed by a hook"),
+    (nothing, "fp8_delayed", CODES, HISTORY),
+    (lambda m: dlp.quantize_(m, "fp8_current"), "fp8_current", ALL, ALREADY),
+    (hand_made, "mxfp8", [freeze_only], ALREADY),
+    (frozen, "mxfp8", [freeze_only], ALREADY),
+    (hand_made, "mxfp8", [convert, set_recipe], "its weights are held as fp8_current only, from which mxfp8 cannot be made"),
+    (hand_made, "", [attach], "holds up.weight, which exists as codes only, .*: make the optimizer by dlp.with_master_weights"),
+    (lambda m: m.to("meta"), "fp8_current", [hold, freeze], "codes are made of values, and its weight lies on the meta device"),
+    (lambda m: fully_shard(m, mesh=worker.mesh()["dp_shard"]), "fp8_current", [*ALL, hold_by_region],
+     r"its weight is a DTensor already: dlp.convert and dlp.quantize_ come before fully_shard and other parallelism"),
+    (nothing, "bf16", [quantize, freeze], "bf16 keeps weights in high precision; choose one that quantizes them"),
+]  # fmt: skip
+
+
+def through_all_doors() -> list[str]:
+    """The cases that are not refused as they should be."""
+    wrong = []
+    for change, recipe, doors, said in TABLE:
+        for door in doors:
+            model = Model().to(worker.device())
+            change(model)
+            try:
+                door(model, recipe)
+                found = "it is not refused"
+            except ValueError as error:
+                found = str(error)
+            if not re.search(said, found):
+                wrong.append(f"{door.__name__}: {found}, not {said}")
+    return wrong
+
+
+@pytest.mark.ranks(1)
+def test_doors_refuse_the_same_with_the_same_words(ranks):
+    assert ranks(1).run(through_all_doors) == [[]]
+
+
+def a_region_around_convert() -> tuple[dict[str, str], str, list[bool]]:
+    """The recipes of a model whose groups set that of the head, the plan, and which weights are held."""
+    model = Model().to(worker.device())
+    with dlp.quantized_model_init(recipe="fp8_current"):
+        plan = dlp.convert(model, [{"name": "edges", "match": ["head"], "recipe": "bf16"}], worker.mesh())
+    with torch.no_grad():
+        assert model(torch.arange(8, device=worker.device())).isfinite().all()
+    assert {row.name: str(row.recipe) for row in plan.layers} == {
+        name: str(getattr(model, name).core.spec.recipe) for name in ("up", "head")
+    }
+    held = [bool(getattr(model, name).weight.isnan().all()) for name in ("up", "head")]
+    return {row.name: str(row.recipe) for row in plan.layers}, str(plan), held
+
+
+@pytest.mark.ranks(1)
+def test_a_layer_group_decides_inside_of_a_region(ranks):
+    ((recipes, plan, held),) = ranks(1).run(a_region_around_convert)
+    assert recipes == {"up": "fp8_current", "head": "bf16"} and held == [True, False]
+    assert "quantized_model_init (recipe)" in plan
+    assert "note: the weight is held as codes only (quantized_model_init) [up]" in plan
+
+
+def adopted() -> tuple[bool, bool]:
+    """Whether a layer that was made by hand, held, computes the same within a converted model, and trains there."""
+    model = Model().to(worker.device())
+    with dlp.quantized_model_init():
+        model.head = dlp.Linear(64, 64, recipe="mxfp8", device=worker.device())
+    x = torch.randn(32, 64, device=worker.device())
+    before = model.head(x).detach()
+    convert(model, "mxfp8")
+    same = torch.equal(model.head(x), before)
+    optimizer = dlp.with_master_weights(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    dlp.attach(model, optimizer)
+    model.head(x).square().mean().backward()
+    optimizer.step()
+    return same, not torch.equal(model.head(x), before)
+
+
+@pytest.mark.ranks(1)
+def test_held_layers_join_a_converted_model(ranks):
+    assert ranks(1).run(adopted) == [(True, True)]
