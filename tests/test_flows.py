@@ -216,6 +216,21 @@ def quantized_alike(other: nn.Module, model: nn.Module, plain: bool, recipe: str
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("plain", [True, False])
+def test_buffers_that_are_not_persistent_are_not_saved_with_codes(plain):
+    def quantized(seed: int) -> nn.Module:
+        model = net() if plain else converted()
+        model[1].register_buffer("kept", torch.full((2,), float(seed)))
+        model[1].register_buffer("derived", torch.full((2,), float(seed)), persistent=False)
+        return dlp.quantize_(model, "fp8_current") if plain else (dlp.freeze(model, "**", "fp8_current"), model)[1]
+
+    state, other = dlp.quantized_state_dict(quantized(1)), quantized(2)
+    assert "1.kept" in state and "1.derived" not in state
+    dlp.load_quantized_state_dict(other, state)
+    assert other[1].kept[0] == 1 and other[1].derived[0] == 2
+
+
+@torch.no_grad()
 def test_codes_of_another_width_are_refused():
     """Codes of 3 and of 4 bits lie two to a byte, so that names, shapes and dtypes are equal."""
     state = dlp.quantized_state_dict(dlp.quantize_(net(), {"name": "qat", "weight": "int4 group 32"}))

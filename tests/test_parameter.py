@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import dlp
 from dlp.quant import recipe as recipes
 from dlp.quant.fp8 import CurrentScaling, Fp8Tensor, static
 from dlp.quant.fp8_block import BlockScaling
@@ -35,6 +36,54 @@ def linear(recipe: str, dynamic: bool = True) -> tuple[nn.Linear, torch.Tensor]:
     quantized = QuantizedParameter.from_float(made.weight, chosen.w.rowwise, chosen.x.rowwise if dynamic else None)
     made.weight = nn.Parameter(quantized, requires_grad=False)
     return made, torch.randn(32, 128, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(64,), (2, 64, 64)])
+def test_what_is_no_matrix_of_floats_is_refused(shape):
+    quantizer = dlp.recipe("fp8_current").w.rowwise
+    for values in (torch.zeros(shape), torch.zeros(64, 64, dtype=torch.int32)):
+        with pytest.raises(
+            ValueError, match=r"from_float takes one matrix \[N, K\] of floats; got .*: quantize matrices one"
+        ):
+            QuantizedParameter.from_float(values, quantizer)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4", "int8"])
+def test_pickle_reads_back_what_it_wrote(recipe):
+    torch.manual_seed(0)
+    model = dlp.quantize_(nn.Sequential(nn.Linear(64, 64)), recipe, mode="dynamic")
+    x = torch.randn(8, 64)
+    assert_bit_equal(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4", "int8"])
+def test_another_dtype_is_that_of_the_values_and_not_of_the_codes(recipe):
+    torch.manual_seed(0)
+    chosen = dlp.recipe(recipe)
+    cast_x = static("e4m3") if recipe == "fp8_current" else chosen.x.rowwise
+    scale = torch.tensor(0.1) if recipe == "fp8_current" else None
+    weight = QuantizedParameter.from_float(torch.randn(64, 64), chosen.w.rowwise, cast_x, x_scale=scale)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    model[0].weight = nn.Parameter(weight, requires_grad=False)
+    for other in (weight.to(torch.bfloat16), weight.bfloat16(), model.bfloat16()[0].weight):
+        assert isinstance(other, QuantizedParameter) and other.dtype == other.dequantize().dtype == torch.bfloat16
+        for part, before in zip(other.inside, weight.inside, strict=True):
+            assert part.dtype == before.dtype
+            assert_bit_equal(part, before)
+        assert_bit_equal(other.dequantize(), weight.dequantize().bfloat16())
+    assert weight.dtype == torch.float32
+    assert model(torch.randn(8, 64).bfloat16()).dtype == torch.bfloat16
+
+
+def test_save_pretrained_of_codes_is_refused():
+    class Pretrained(nn.Linear):
+        def save_pretrained(self, folder: str) -> None:
+            raise AssertionError
+
+    with pytest.raises(
+        ValueError, match=r"save_pretrained: the model was quantized by dlp.quantize_, .*quantized_state_dict"
+    ):
+        dlp.quantize_(Pretrained(64, 64), "fp8_current").save_pretrained("folder")
 
 
 @pytest.mark.parametrize("dynamic", [True, False])

@@ -318,3 +318,41 @@ def test_a_torch_that_was_built_for_cuda_trains_where_there_is_no_driver():
     """As pip's default torch on Linux is: asked whether it captures, it raises."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_A_DRIVER], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def of_two() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Linear(SIZE, SIZE, recipe="bf16"), nn.Tanh(), Linear(SIZE, (SIZE, SIZE), recipe=DELAYED))
+
+
+def in_region(model: nn.Module, recipe: Any, steps: int) -> list[Tensor]:
+    found = []
+    for step in range(steps):
+        with dlp.autocast(recipe=recipe):
+            ys = model(matrix("gauss", SIZE, SIZE, step) * (step + 1))
+        (ys[0].sum() + ys[1].square().sum()).backward()
+        found += [y.detach() for y in ys]
+    return found
+
+
+@pytest.mark.parametrize("recipe", [None, DELAYED, dlp.recipe("fp8_delayed", margin=1)])
+def test_scales_of_regions_are_saved_without_a_step_boundary(recipe):
+    """Those of a recipe that only the region names are loaded when it runs; names are those after `attach`."""
+    model, resumed, lone = of_two(), of_two(), Linear(SIZE, SIZE, recipe=DELAYED)
+    in_region(model, recipe, 2)
+    saved = dlp.state_dict(model)
+    assert any(name.startswith("slots.2.weight_1.w") for name in saved) and dlp.load_state_dict(resumed, saved) == []
+    again = dlp.state_dict(resumed)
+    assert again.keys() == saved.keys() and all(torch.equal(again[name], saved[name]) for name in saved)
+    expected, found, fresh = (in_region(each, recipe, 2) for each in (model, resumed, of_two()))
+    for y, wanted in zip(found, expected, strict=True):
+        assert_bit_equal(y, wanted)
+    assert not all(torch.equal(y, wanted) for y, wanted in zip(fresh, expected, strict=True))
+    saved = dlp.state_dict(model)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in dlp.state_dict(resumed).items())
+    attached = of_two()
+    dlp.attach(attached, torch.optim.SGD(attached.parameters(), 0.1))
+    assert dlp.load_state_dict(attached, saved) == []
+    with dlp.autocast():
+        lone(matrix("gauss", SIZE, SIZE, 1)).sum().backward()
+    assert dlp.state_dict(lone)["slots..x.scale"] == scale(lone, "x") != 1

@@ -51,7 +51,19 @@ def quantize_(
     weights = {name: _quantized(model, name, module, casts[name], mode) for name, module in chosen.items()}
     for name, weight in weights.items():
         chosen[name].weight = nn.Parameter(weight, requires_grad=False)
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = _SavesNoCodes()
     return model
+
+
+class _SavesNoCodes:
+    """In the place of a model's `save_pretrained`, whose format has no codes. ValueError when it is called."""
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise ValueError(
+            "save_pretrained: the model was quantized by dlp.quantize_, and safetensors take values: save it before, or save "
+            "its codes (torch.save(dlp.quantized_state_dict(model), ...)), to be loaded by dlp.load_quantized_state_dict"
+        )
 
 
 def _is_torchaos(config: Any) -> bool:

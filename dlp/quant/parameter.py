@@ -78,7 +78,8 @@ class QuantizedParameter(Tensor):
         """w [N, K] -> quantized. `activation`: the quantizer of x, which is static if it takes `x_scale` (fp32 [], a
         multiplier).
 
-        ValueError where the format cannot hold w, and where a static quantizer of x gets no scale.
+        ValueError where w is no matrix of floats, where the format cannot hold w, and where a static quantizer of x gets no
+        scale.
         """
         if caps_of(quantizer).slot is not None:
             raise ValueError(
@@ -87,6 +88,11 @@ class QuantizedParameter(Tensor):
         if activation is not None and caps_of(activation).slot is not None and x_scale is None:
             raise ValueError(
                 f"{activation} casts x with a scale that is known before: pass x_scale, which dlp.calibrate finds"
+            )
+        if values.dim() != 2 or not values.is_floating_point():
+            raise ValueError(
+                f"QuantizedParameter.from_float takes one matrix [N, K] of floats; got {tuple(values.shape)} of "
+                f"{values.dtype}: quantize matrices one by one"
             )
         values = values.detach()
         quantizer.format.check((values.shape[0], values.shape[1]))

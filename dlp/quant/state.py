@@ -125,6 +125,21 @@ class SlotTable:
                 )
         self.staging.zero_()
 
+    def fits(self, name: str, slot: Mapping[str, Tensor]) -> bool:
+        """Whether a saved slot, of one rank or of several, has the history length and the target of the slot of this name."""
+        kind = next(kind for kind in self._kinds if self._index[name] in range(kind.span.start, kind.span.stop))
+        target = kind.target[self._index[name] - kind.span.start]
+        stated = slot.get("target", target)
+        return slot["history"].shape[-1] == len(kind.history) and bool((stated == target).all())
+
+    def load_known(self, state: Mapping[str, Mapping[str, Tensor]]) -> SlotState:
+        """Load the slots of a state that this table has, and that fit; returns the others."""
+        known = {name for name in self.names if name in state and self.fits(name, state[name])}
+        if known:
+            fresh = self.state_dict()
+            self.load_merged([{name: state[name] if name in known else fresh[name] for name in self.names}])
+        return {name: dict(slot) for name, slot in state.items() if name not in known}
+
     def adopt(self, other: SlotTable) -> None:
         """Copy scale, staging and history of the slots that another table has with the same options."""
         held = {name: (kind, i) for kind in other._kinds for i, name in enumerate(other.names[kind.span])}

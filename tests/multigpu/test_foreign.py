@@ -294,7 +294,7 @@ def test_what_is_parallel_already_is_refused_by_name(ranks):
         assert mesh == "both: it was made by hand for tp 2, and the mesh has tp 1; make both equal"
         assert part.startswith(f"part of it{again}") and within.startswith(f"0 of it{again}")
         assert sharded.startswith(
-            "0.weight: it is a DTensor already: dlp.convert comes before fully_shard and other parallelism"
+            "0: its weight is a DTensor already: dlp.convert and dlp.quantize_ come before fully_shard and other"
         )
         assert attached == "dlp.attach has been called on this model already: dlp.convert comes first"
 
@@ -358,3 +358,96 @@ def test_a_layer_names_itself_where_its_x_or_its_weight_is_another(ranks):
             "2: its weight is no parameter of it any more, as after weight_norm, or under torch's FSDP1; parametrize linears "
             "before dlp.convert and leave them out by a layer group with convert = false; instead of FSDP1 use dlp.fully_shard"
         )
+
+
+class Relative(nn.Module):
+    """As DeBERTa-v2: the module around reads the table of an embedding, and passes it on to others."""
+
+    def __init__(self, normed: bool) -> None:
+        super().__init__()
+        self.relative, self.proj = nn.Embedding(8, 16), nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16) if normed else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.proj(x) + self.proj(self.norm(self.relative.weight))
+        return y
+
+
+def passed_on() -> list[tuple[str, list[str]]]:
+    found = []
+    for normed in (True, False):
+        model = nn.Sequential(Relative(normed)).to(worker.device())
+        dlp.convert(model, [{"name": "all", "match": ["0.proj"], "recipe": "fp8_current"}], worker.mesh(tp=2))
+        with pytest.raises(TypeError) as error:
+            model(torch.ones(8, 16, device=worker.device()))
+        found.append((str(error.value), error.value.__notes__))
+    return found
+
+
+@pytest.mark.ranks(2)
+def test_who_reads_a_parameter_and_passes_it_on_is_named(ranks):
+    note = "0: a Relative reads parameters of other modules, which are DTensors now: a layer group with convert = false"
+    for (norm, first), (linear, second) in ranks(2).run(passed_on):
+        assert norm.startswith(
+            "0.norm: it is called with a DTensor, which is made of a parameter that another module reads"
+        )
+        assert linear.startswith("0.proj: x is a DTensor, but layers read this rank's plain tensor")
+        assert len(first) == len(second) == 1 and first[0].startswith(note) and second[0].startswith(note)
+
+
+def loaded_whole() -> list[bool]:
+    """Whether whole plain tensors are loaded into all kinds of modules, with tp, with FSDP as well, attached or not."""
+    found = []
+    for fsdp in (False, True):
+        torch.manual_seed(3)
+        plain = Pretrained()
+        plain.add_module("norm", nn.LayerNorm(SIZE))
+        plain.add_module("row", nn.Linear(SIZE, SIZE))
+        values = {name: value.clone() for name, value in plain.state_dict().items()}
+        for value in values.values():
+            value.copy_(torch.randn_like(value))
+        values["head.weight"] = values["table.weight"]
+        mesh, model = worker.mesh(tp=2), plain.to(worker.device())
+        groups = [{"name": "cut", "match": ["table", "head"], "style": "column"}]
+        dlp.convert(model, [*groups, {"name": "row", "match": ["row"], "recipe": "fp8_current", "style": "row"}], mesh)
+        if fsdp:
+            dlp.fully_shard(model, mesh=mesh)
+        dlp.attach(model, torch.optim.SGD(model.parameters(), 0.1))
+        model.load_state_dict(values)
+        whole = {
+            name: value.full_tensor() if isinstance(value, DTensor) else value
+            for name, value in model.state_dict().items()
+        }
+        found += [torch.equal(whole[name].cpu(), value) for name, value in values.items()]
+    return found
+
+
+@pytest.mark.ranks(2)
+def test_whole_plain_tensors_are_loaded(ranks):
+    for found in ranks(2).run(loaded_whole):
+        assert len(found) == 14 and all(found)
+
+
+def with_a_head() -> list[str]:
+    """What is logged of a model to which a head is added after conversion."""
+    said = []
+    for late in (True, False):
+        model, head = nn.Sequential(nn.Linear(SIZE, SIZE)).to(worker.device()), nn.Linear(SIZE, 4).to(worker.device())
+        if not late:
+            model.append(head)
+        dlp.convert(model, [{"name": "up", "match": ["0"], "recipe": "bf16"}], worker.mesh(tp=2))
+        if late:
+            model.append(head)
+        for _ in range(2):
+            model(torch.ones(8, SIZE, device=worker.device()))
+        said.append(" ".join(model.dlp_session.noted))
+    return said
+
+
+@pytest.mark.ranks(2)
+def test_a_head_that_was_added_is_named_with_what_will_fail(ranks):
+    for late, early in ranks(2).run(with_a_head):
+        assert late.startswith(
+            "2 parameters (1.weight, ...) were added after dlp.convert and are no DTensors, so that clip_grad"
+        )
+        assert "added after" not in early

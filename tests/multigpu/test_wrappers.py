@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,9 @@ def refusals() -> dict[str, str]:
         "plain": said(lambda: fresh.load_state_dict(plain, assign=True)),
         "own": said(lambda: fresh.load_state_dict(dict(fresh.state_dict()), assign=True)),
         "dtensor": said(lambda: model.down(model.norm.weight)), "replaced": said(lambda: replaced(fresh)),
+        "fsdp1 converted": said(
+            lambda: FullyShardedDataParallel(fresh, use_orig_params=True, device_id=worker.device())
+        ),
         "fsdp1": said(lambda: flat(torch.zeros(8, 64, device=worker.device()))),
         "fsdp1 attached": said(lambda: dlp.attach(flat, optimizer)),
     }  # fmt: skip
@@ -188,6 +192,9 @@ def test_what_a_converted_model_cannot_bear_is_one_sentence(ranks):
         assert found["own"] == "it ran"
         assert found["dtensor"].startswith("down: x is a DTensor, but layers read this rank's plain tensor")
         assert found["replaced"].startswith("up: a plain tensor stands in place of a parameter that was put on tp")
+        assert re.match(
+            r"\w+: FullyShardedDataParallel \(FSDP1\) takes no model that .*fully_shard", found["fsdp1 converted"]
+        )
         assert found["fsdp1"].startswith("Linear: its weight is no parameter of it any more")
         assert found["fsdp1 attached"].startswith("dlp.attach: Sequential is sharded by FullyShardedDataParallel")
 

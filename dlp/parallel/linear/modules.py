@@ -44,7 +44,7 @@ from dlp.parallel.style import shard_sizes, style
 from dlp.parallel.weight.base import Member
 from dlp.parallel.weight.held import hold_quantized
 from dlp.parallel.weight.local import fill, local, local_weights, place
-from dlp.parallel.weight.parameters import classes_kept
+from dlp.parallel.weight.parameters import SpreadModule
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import QuantizedTensor
@@ -288,7 +288,7 @@ def parameter_is_gone(layer: str, parameter: str) -> NoReturn:
     ) from None
 
 
-class ParallelLinear(nn.Module):
+class ParallelLinear(SpreadModule):
     """Base of the linear layers: parameters `weight` [N, K] and `bias` [N] (or one pair per sibling), and a core.
 
     dlp_made     who made it parallel: "by hand" or "by convert"
@@ -306,8 +306,7 @@ class ParallelLinear(nn.Module):
             weight.check_move(fn(torch.empty(0, device=self.core.device)).device)
         self._parameters.update(dict.fromkeys(held))
         try:
-            with classes_kept(self):
-                super()._apply(fn, recurse)
+            super()._apply(fn, recurse)
         finally:
             self._parameters.update({name: weight.parameter for name, weight in held.items()})
         for weight in held.values():

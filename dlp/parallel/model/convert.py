@@ -20,7 +20,7 @@ forward sees the plain tensors of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ from dlp.parallel.model.survey import explain, guard
 from dlp.parallel.weight.base import Member
 from dlp.parallel.weight.held import holds, recipes_decided
 from dlp.parallel.weight.local import local, num_axes, place
-from dlp.parallel.weight.parameters import classes_kept
+from dlp.parallel.weight.parameters import SpreadModule
 from dlp.parallel.weight.quantizable import check_unshared
 
 
@@ -146,6 +146,7 @@ def convert(
     runtime.plan = plan
     for warning in plan.warnings:
         runtime.note(warning)
+    runtime.at_first_forward = partial(note_added, runtime)
     give_session(model, runtime)
     save_whole(model)
     guard(model, runtime)
@@ -215,7 +216,7 @@ def _convert_other(target: _Target, row: OtherPlan, inside: tuple[nn.Module, ...
     )
 
 
-class ReplicatedMixin(nn.Module):
+class ReplicatedMixin(SpreadModule):
     """Replaces the DTensors in `_parameters` by local tensors during forward. `tp_partial`: the parameters with partial
     gradients."""
 
@@ -226,12 +227,14 @@ class ReplicatedMixin(nn.Module):
     token_rows: int | None = None
     layer_name: str = ""
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        with classes_kept(self):
-            return super()._apply(fn, recurse)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_tokens(next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None))
+        x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if isinstance(x, DTensor):
+            raise TypeError(
+                f"{self.layer_name}: it is called with a DTensor, which is made of a parameter that another module reads, but "
+                f"modules read this rank's plain tensors"
+            )
+        self._check_tokens(x)
         held, before = dict(self._parameters), None if self.tp_sums is None else self.tp_sums.check_announced
         for name, parameter in held.items():
             if isinstance(parameter, DTensor):  # no longer one where a module around this one is left out
@@ -314,6 +317,17 @@ def replicate(
     module.tp_partial = tuple(module._parameters) if on_shards or reads_cut else ()  # type: ignore[assignment]
     module.on_shards, module.layer_name = on_shards, name  # type: ignore[assignment]
     module.token_rows = None if reads_cut else token_rows  # type: ignore[assignment]
+
+
+def note_added(session: Session, model: nn.Module) -> None:
+    """Log which parameters were added to a model after `convert`, with which torch's functions of all gradients fail."""
+    plain = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if plain:
+        session.note(
+            f"{len(plain)} parameters ({plain[0]}, ...) were added after dlp.convert and are no DTensors, so that "
+            f"clip_grad_norm_ of all gradients raises 'got mixed torch.Tensor and DTensor': add modules before dlp.convert, or "
+            f"clip these parameters apart"
+        )
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:

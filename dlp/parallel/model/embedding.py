@@ -15,7 +15,6 @@ What follows gather_tokens must be computed alike on every tp rank, as it is on 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from dlp.comm import collectives, observer
 from dlp.comm.mesh import tp_group_of
 from dlp.kernels import ops
 from dlp.parallel.weight.local import fill, local
-from dlp.parallel.weight.parameters import classes_kept
+from dlp.parallel.weight.parameters import SpreadModule
 
 IGNORED = -100
 
@@ -72,7 +71,7 @@ class _Lookup(torch.autograd.Function):
         return summed.to(ctx.dtype), None, None, None
 
 
-class VocabParallelEmbedding(nn.Embedding):
+class VocabParallelEmbedding(SpreadModule, nn.Embedding):
     """tokens [B, S] int64 -> [B, S, H], or this rank's token shard [B*S/tp, H] with sequence parallelism; dtype of `weight`.
 
     `weight` [V, H], cut over tp along V. The row `padding_idx` gets no gradient.
@@ -100,10 +99,6 @@ class VocabParallelEmbedding(nn.Embedding):
         memo[id(self.group)] = self.group  # a process group cannot be copied
         vars(new).update(copy.deepcopy(vars(self), memo))
         return new
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        with classes_kept(self):
-            return super()._apply(fn, recurse)
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = local(self.weight, self.name)

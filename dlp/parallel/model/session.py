@@ -169,6 +169,9 @@ class Session:
         self.noted: set[str] = set()  # texts of `note`
         # casts
         self._scaling: ScalingState | None = None
+        self.loaded: dict[
+            str, dict[str, Tensor]
+        ] = {}  # slots of autocast regions that have not run since they were loaded
         self.scales: ForwardScales | None = None  # that casts read now; None: those in the table
         self.flags = Flags()
         self.stats: StatsTable | None = None
@@ -193,6 +196,7 @@ class Session:
         self.scheduled: list[tuple[Swap, Any]] = []  # (swap, its recipe)
         self.weight_batch: Any = None  # `dlp.parallel.weight.base.WeightBatch`, once weights are cast
         self.stale = StaleWeights()
+        self.at_first_forward: Callable[[nn.Module], None] | None = None  # called once, with the model
         self.sums: PartialSums | None = None
         self.replicas: Any = None  # `dlp.parallel.model.grads.Replicas`, once an optimizer is attached
 
@@ -269,6 +273,9 @@ class Session:
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
         """The forward pre-hook of the session's model."""
+        if self.at_first_forward is not None and not torch.compiler.is_dynamo_compiling():
+            look, self.at_first_forward = self.at_first_forward, None
+            look(model)
         if self.attached and not torch.compiler.is_dynamo_compiling():
             if self.stale.may_have_moved() and not in_backward():
                 self.stale.drop_moved()
@@ -309,7 +316,10 @@ class Session:
             for spec in self.specs()
             for name, (tensor, options) in spec.slots.items()
         }
-        return ScalingState(uses, self.cores[0].device)
+        made = ScalingState(uses, self.cores[0].device)
+        if self.loaded:
+            self.loaded = made.table.load_known(self.loaded)
+        return made
 
     def rebuild(self) -> None:
         """Make the table of scales anew after layers got other recipes; slots that are in both tables keep their state."""

@@ -21,6 +21,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,13 +30,13 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm.collectives import all_gather
 from dlp.parallel.linear.state import unflatten, weights_agree
-from dlp.parallel.model.boundary import repeat
+from dlp.parallel.model.boundary import layer_modules, repeat
 from dlp.parallel.model.checks import Named, compare, not_sent
 from dlp.parallel.model.grads import check_replicas
 from dlp.parallel.model.session import Layer, Session, Swap, converted_root, session_of
 from dlp.parallel.weight.held import load_masters, masters_of
 from dlp.parallel.weight.sharded import ShardedWeight
-from dlp.quant.recipe import source
+from dlp.quant.recipe import OPERANDS, RESULTS, source
 from dlp.quant.state import SlotState, SlotTable
 from dlp.quant.tensor import SHARED
 
@@ -43,22 +44,31 @@ PREFIX, MASTERS, TARGET = "slots.", "masters.", "target"
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state of a model's session, as copies on the model's device; all ranks call it together. ValueError before `convert`
-    or `attach`; RuntimeError where ranks that share scales have different ones, or replicas of a parameter on tp differ."""
-    session = session_of(model)
-    check_scales(model)
-    if session.sums is not None:
-        check_replicas(model, session.sums.group)
-    swaps = json.dumps([asdict(swap) for swap in session.swaps]).encode()
+    """The state of a model's session, as copies on the model's device; all ranks call it together. A model of layers made by
+    hand that no `attach` has joined has the names that it would have then. ValueError for a model without layers; RuntimeError
+    where ranks that share scales have different ones, or replicas of a parameter on tp differ."""
+    sessions = _sessions(model)
+    first = sessions[0].session
+    for named in sessions:
+        _check_scales(named.session)
+    if first.sums is not None:
+        check_replicas(model, first.sums.group)
+    swaps = json.dumps([asdict(swap) for named in sessions for swap in named.session.swaps]).encode()
     state = {
-        "steps": torch.tensor(session.steps),
-        "microbatch": session.counter.clone(),
+        "steps": torch.tensor(first.steps),
+        "microbatch": torch.stack([named.session.counter for named in sessions]).amax(0),
         "swaps": torch.tensor(list(swaps), dtype=torch.uint8),
     }
-    if session.has_slots():
-        slots = session.scaling.table.state_dict()
-        flat = {f"{PREFIX}{name}.{key}": tensor for name, slot in slots.items() for key, tensor in slot.items()}
-        state |= _by_rank(flat) if _differs_by_rank(session) else flat
+    for named in sessions:
+        slots = named.session.scaling.table.state_dict() if named.session.has_slots() else {}
+        slots |= named.session.loaded
+        if slots:
+            flat = {
+                f"{PREFIX}{named.saved_as(name)}.{key}": tensor
+                for name, slot in slots.items()
+                for key, tensor in slot.items()
+            }
+            state |= _by_rank(flat) if _differs_by_rank(named.session) else flat
     return state | {f"{MASTERS}{name}": master.detach().clone() for name, master in masters_of(model).items()}
 
 
@@ -70,18 +80,19 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
     saved; held weights whose masters are missing. ValueError for a swap that cannot be repeated.
     """
     model = converted_root(model) or model
-    session = session_of(model)
+    sessions = _sessions(model)
     swaps = _saved_swaps(state["swaps"], recipe_files)
-    session.steps = int(state["steps"])
-    session.counter.copy_(state["microbatch"])
-    remarks = repeat(model, session, swaps)
+    for named in sessions:
+        named.session.steps = int(state["steps"])
+        named.session.counter.copy_(state["microbatch"])
+    remarks = repeat(model, sessions[0].session, swaps)
     slots: SlotState = {}
     for key, tensor in state.items():
         if key.startswith(PREFIX):
             name, _, part = key.removeprefix(PREFIX).rpartition(".")
-            slots.setdefault(name, {})[part] = tensor.to(session.counter.device)
-    if session.has_slots():
-        remarks += _load_slots(session, session.scaling.table, slots)
+            slots.setdefault(name, {})[part] = tensor.to(sessions[0].session.counter.device)
+    for named in sessions:
+        remarks += _load_slots(named, slots)
     saved_masters = {key.removeprefix(MASTERS): value for key, value in state.items() if key.startswith(MASTERS)}
     rounded = load_masters(model, saved_masters)
     if rounded:
@@ -108,11 +119,48 @@ def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
     return swaps
 
 
-def _load_slots(session: Session, table: SlotTable, saved: SlotState) -> list[str]:
-    """Load the slots that the model and the checkpoint both have; returns a sentence on those that the checkpoint lacks."""
+class NamedSession(NamedTuple):
+    """A session, and what the members of its layers are called in the state: by their own names, where not None."""
+
+    session: Session
+    members: Mapping[str, str] | None = None
+
+    def saved_as(self, slot: str) -> str:
+        """The name of a slot in the state."""
+        for own, name in (self.members or {}).items():
+            if slot.startswith(f"{own}."):
+                return name + slot.removeprefix(own)
+        return slot
+
+
+def _sessions(model: nn.Module) -> list[NamedSession]:
+    """The session of a model, or those of its layers, if it has no other. ValueError for a model without layers, and for a part
+    of a converted one."""
+    lone = {} if converted_root(model) is not None else layer_modules(model)
+    if not lone or not all(module.core.session.lone for module in lone.values()):
+        return [NamedSession(session_of(model))]
+    found = {}
+    for name, module in lone.items():
+        weights = [member.weight for member in module.core.members]
+        called = (name,) if len(weights) == 1 else tuple(f"{name}.{weight}" for weight in weights)
+        found[module.core.session] = NamedSession(
+            module.core.session, dict(zip(module.core.spec.members, called, strict=True))
+        )
+    return list(found.values())
+
+
+def _load_slots(named: NamedSession, state: SlotState) -> list[str]:
+    """Load the slots that the session and the checkpoint both have; returns sentences on those that the checkpoint lacks, or
+    has otherwise. Slots of autocast regions are loaded when their region runs."""
+    session = named.session
+    saved = state if named.members is None else _own(named, state)
+    table = session.scaling.table if session.has_slots() else SlotTable({})
     fresh = table.state_dict()
+    session.loaded = {name: slot for name, slot in saved.items() if name not in fresh and name.endswith("]")}
+    if not fresh:
+        return []
     there = {name for name in fresh if name in saved}
-    known = {name for name in there if _fits(saved[name], fresh[name])}
+    known = {name for name in there if table.fits(name, saved[name])}
     ranks = max((slot["scale"].dim() and len(slot["scale"]) for slot in saved.values()), default=0)
     states = [saved] if not ranks else [_of_rank(saved, rank) for rank in range(ranks)]
     if ranks == _world() and _differs_by_rank(session):
@@ -130,14 +178,20 @@ def _load_slots(session: Session, table: SlotTable, saved: SlotState) -> list[st
     ]  # fmt: skip
 
 
+def _own(named: NamedSession, state: SlotState) -> SlotState:
+    """The slots of a state that belong to the layers of one session, by their names there."""
+    members = {name: own for own, name in (named.members or {}).items()}
+    found = {}
+    for slot, value in state.items():
+        for name, own in members.items():
+            rest = slot.removeprefix(f"{name}.")
+            if slot.startswith(f"{name}.") and rest.partition("[")[0].partition(".")[0] in (*OPERANDS, *RESULTS):
+                found[f"{own}.{rest}"] = value
+    return found
+
+
 def _of_rank(slots: SlotState, rank: int) -> SlotState:
     return {name: {part: tensor[rank] for part, tensor in slot.items()} for name, slot in slots.items()}
-
-
-def _fits(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
-    """Whether a saved slot, of one rank or of several, has the history length and the target of the model's."""
-    targets = saved.get(TARGET, wanted[TARGET])
-    return saved["history"].shape[-1] == wanted["history"].shape[-1] and bool((targets == wanted[TARGET]).all())
 
 
 def _world() -> int:
@@ -164,7 +218,10 @@ def check_scales(model: nn.Module) -> int:
     """Compare over ranks what they must have equal between steps: delayed scales, scales of cast weights that were agreed on,
     and the parts of cast shards that are not gathered. Returns how many tensors were compared. All ranks call it together; one
     reduction for each group. RuntimeError, on all ranks of the group, for a tensor that differs."""
-    session = session_of(model)
+    return _check_scales(session_of(model))
+
+
+def _check_scales(session: Session) -> int:
     by_group: dict[ProcessGroup, Named] = {}
     if session.amax_group is not None and session.has_slots():
         by_group.setdefault(session.amax_group, {}).update(_delayed(session))

@@ -19,9 +19,11 @@ What torch does to a model from outside that a converted one cannot bear is refu
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 from torch import nn
@@ -33,6 +35,7 @@ from dlp.parallel.model.groups import OF_LINEARS, LayerGroup, Resolved
 from dlp.parallel.weight.quantizable import check_is_parameter, check_plain
 
 LEAVE_OUT = "a layer group with convert = false leaves it out"
+MIXED = ("got mixed torch.Tensor and DTensor", "is a DTensor, but layers read", "is called with a DTensor")
 READ_OTHERS = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
@@ -223,7 +226,7 @@ def explain(names: Mapping[int, str]) -> Callable[..., None]:
 
     def hook(model: nn.Module, args: Any, output: Any) -> None:
         error = sys.exc_info()[1]
-        if output is None and isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error):
+        if output is None and isinstance(error, RuntimeError | TypeError) and any(said in str(error) for said in MIXED):
             reader = next(_modules_of(error, names), None)
             if reader is not None:
                 name = names[id(reader)] or "the model"
@@ -235,12 +238,24 @@ def explain(names: Mapping[int, str]) -> Callable[..., None]:
 
 
 def _modules_of(error: BaseException, names: Mapping[int, str]) -> Iterator[nn.Module]:
-    """The model's modules whose methods are in an error's traceback, the innermost first."""
-    traceback, found = error.__traceback__, []
+    """The model's modules whose methods are in an error's traceback and that were not called with the DTensor themselves, the
+    innermost first."""
+    traceback, frames = error.__traceback__, []
     while traceback is not None:
-        found.append(traceback.tb_frame.f_locals.get("self"))
+        frames.append(traceback.tb_frame)
         traceback = traceback.tb_next
-    return (its for its in reversed(found) if isinstance(its, nn.Module) and id(its) in names)
+    called = {id(frame.f_locals.get("self")) for frame in frames if _is_given_a_dtensor(frame)}
+    found = (frame.f_locals.get("self") for frame in reversed(frames))
+    return (its for its in found if isinstance(its, nn.Module) and id(its) in names and id(its) not in called)
+
+
+def _is_given_a_dtensor(frame: FrameType) -> bool:
+    """Whether a DTensor is among the arguments of a running function."""
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
+    given = [frame.f_locals.get(name) for name in names]
+    flat = [each for value in given for each in (value if isinstance(value, tuple) else (value,))]
+    return any(isinstance(each, DTensor) for each in flat)
 
 
 class NotForDdp:

@@ -9,8 +9,8 @@ have to be unwrapped by each of them.)
     unhooked    FSDP gathers the values by itself, in `mp_policy.param_dtype`
 
 The gathered parameter that a layer sees is a placeholder: it has shape, dtype and autograd identity of the weight, no memory,
-and torch calls that need values raise (`dlp.parallel.weight.parameters`). The layer reads codes and scales (`dlp.parallel.weight.sharded`). FSDP allocates and frees gathered memory,
-prefetches, reshards and reduces gradients as always.
+and torch calls that need values raise (`dlp.parallel.weight.parameters`). The layer reads codes and scales
+(`dlp.parallel.weight.sharded`). FSDP allocates and frees gathered memory, prefetches, reshards and reduces gradients as always.
 
 Gradients may be sent over dp_shard in fewer bits than the dtype of their reduction (`set_grad_wire`).
 

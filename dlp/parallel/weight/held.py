@@ -4,8 +4,8 @@
         model = Net()                                    # dlp's own layers, or dlp.convert of a model
     optimizer = dlp.with_master_weights(model, lambda parameters: AdamW(parameters, lr=1e-3))
 
-The parameter of such a layer is a placeholder (`dlp.parallel.weight.parameters`): it has shape, dtype and gradient of the weight,
-but no memory, and torch calls that need values raise. `Module.to`, `bfloat16` and the like move codes, not values.
+The parameter of such a layer is a placeholder (`dlp.parallel.weight.parameters`): it has shape, dtype and gradient of the
+weight, but no memory, and torch calls that need values raise. `Module.to`, `bfloat16` and the like move codes, not values.
 State dicts hold the decoded values, and loading quantizes what is loaded. A plain optimizer's step on codes would be lost in
 rounding, so `with_master_weights` makes an optimizer step on fp32 weights of its own, the masters:
 
@@ -76,7 +76,7 @@ def quantized_model_init(
 
 
 def default_recipe() -> Any:
-    """The recipe of the `quantized_model_init` that is active, for linears of `convert` whose groups set none; None: no recipe."""
+    """The recipe of the active `quantized_model_init`, for linears of `convert` whose groups set none; None: it has none."""
     region = _REGION.get()
     return None if region is None else region.recipe
 

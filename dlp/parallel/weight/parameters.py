@@ -5,26 +5,31 @@
     PlaceholderParameter  stands for a weight that exists as codes only: reading or writing values raises
     PlaceholderDTensor    the same, on tp
 
-A parameter gets such a class by `take_class`, and stays the same object, which optimizers and autograd hold. None of the classes
-is part of a checkpoint: state dicts, copies and pickles hold what a plain parameter would.
+A parameter gets such a class by `take_class`, and stays the same object, which optimizers and autograd hold. None of the
+classes is part of a checkpoint: state dicts, copies and pickles hold what a plain parameter would.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 _DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
 
 
 class _SpreadParameter(DTensor):
     """Base of DTensor parameters whose `data` can, or cannot, be replaced."""
+
+    def detach(self) -> Any:
+        """A tensor of the same class, as `nn.Parameter(p)` asks."""
+        return take_class(super().detach(), type(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with _as_plain(self) as plain:
@@ -61,8 +66,8 @@ class PlacedParameter(_SpreadParameter):
                 f"placements {value.placements}" if isinstance(value, DTensor) else f"a plain {type(value).__name__}"
             )
             raise ValueError(
-                f"p.data = t: the parameter is a DTensor {tuple(self.shape)} with placements {self.placements}; t has the shape "
-                f"{tuple(value.shape)}, and is {given}: give it a DTensor alike "
+                f"p.data = t: the parameter is a DTensor {tuple(self.shape)} with placements {self.placements}; t has the "
+                f"shape {tuple(value.shape)}, and is {given}: give it a DTensor alike "
                 f"(torch.distributed.tensor.distribute_tensor(t, p.device_mesh, p.placements))"
             )
         assert isinstance(value, DTensor)
@@ -141,8 +146,8 @@ class _Placeholder:
 
 
 def _check_values(asked: str, given: Sequence[Any]) -> None:
-    """ValueError for a torch call that is given the placeholder of a weight, also in a list. torch.compile traces with copies of
-    placeholders, which stand for no weight."""
+    """ValueError for a torch call that is given the placeholder of a weight, also in a list. torch.compile traces with copies
+    of placeholders, which stand for no weight."""
     flat = [each for value in given for each in (value if isinstance(value, list | tuple) else (value,))]
     for each in flat:
         weight = each.dlp_weight if isinstance(each, _Placeholder) else None
@@ -237,11 +242,52 @@ def _as_plain(parameter: Any) -> Iterator[Any]:
         take_class(parameter, cls)
 
 
-@contextmanager
-def classes_kept(module: nn.Module) -> Iterator[None]:
-    """A context in which the parameters of a module may be swapped for others of their plain class, as `Module.to` does."""
-    classes = {name: type(parameter) for name, parameter in module._parameters.items() if parameter is not None}
-    yield
-    for name, parameter in module._parameters.items():
-        if type(parameter) is DTensor and issubclass(classes[name], _SpreadParameter):
-            take_class(parameter, classes[name])
+class SpreadModule(nn.Module):
+    """Base of modules whose parameters lie on tp: what torch does to the parameters of a module from outside."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SpreadModule:
+        """`to`, `half` and the like swap DTensors for others of their plain class: parameters keep theirs."""
+        classes = {name: type(parameter) for name, parameter in self._parameters.items() if parameter is not None}
+        super()._apply(fn, recurse)
+        for name, parameter in self._parameters.items():
+            if type(parameter) is DTensor and issubclass(classes[name], _SpreadParameter):
+                take_class(parameter, classes[name])
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Of a whole plain tensor in the place of a DTensor each rank takes its part."""
+        for name, parameter in self._parameters.items():
+            given = state_dict.get(f"{prefix}{name}")
+            whole = isinstance(given, Tensor) and not isinstance(given, DTensor)
+            if isinstance(parameter, DTensor) and whole and given.shape == parameter.shape:
+                mesh, values = parameter.device_mesh, given.detach().to(parameter.device)
+                state_dict[f"{prefix}{name}"] = distribute_tensor(
+                    values, mesh, parameter.placements, src_data_rank=None
+                )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._parameters if not keep_vars else ():
+            saved = destination.get(f"{prefix}{name}")
+            if isinstance(saved, _SpreadParameter):
+                take_class(saved, DTensor)
+
+    @property
+    def _fsdp_use_orig_params(self) -> bool:
+        """The mark that FSDP1 and FSDP2 put on the modules that they manage, for torch.compile."""
+        marks = vars(self)
+        if "_fsdp_use_orig_params" not in marks:
+            raise AttributeError("_fsdp_use_orig_params")
+        return bool(marks["_fsdp_use_orig_params"])
+
+    @_fsdp_use_orig_params.setter
+    def _fsdp_use_orig_params(self, value: bool) -> None:
+        """ValueError for FSDP1, which marks modules before it flattens their parameters, and cannot flatten DTensors."""
+        by_fsdp1 = sys._getframe(2).f_code.co_name == "_annotate_modules_for_dynamo"  # behind nn.Module.__setattr__
+        if by_fsdp1 and any(isinstance(parameter, DTensor) for parameter in self._parameters.values()):
+            raise ValueError(
+                f"{type(self).__name__}: FullyShardedDataParallel (FSDP1) takes no model that dlp.convert made, whose "
+                f"parameters are DTensors on tp: call dlp.fully_shard(model, mesh=mesh)"
+            )
+        vars(self)["_fsdp_use_orig_params"] = value

@@ -66,8 +66,8 @@ def check_without_history(name: str, recipe: Recipe) -> None:
     """ValueError for a recipe whose scales of weights follow from earlier steps."""
     if any(caps_of(quantizer).slot for quantizer in (recipe.w.rowwise, recipe.w.columnwise)):
         raise ValueError(
-            f"{name}: {recipe} scales weights by their history, and codes alone have none: choose fp8_current or another recipe "
-            f"with current or block scales"
+            f"{name}: {recipe} scales weights by their history, and codes alone have none: choose fp8_current or another "
+            f"recipe with current or block scales"
         )
 
 
