@@ -52,7 +52,7 @@ def quantize_(
     for name, weight in weights.items():
         chosen[name].weight = nn.Parameter(weight, requires_grad=False)
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = _SavesNoCodes()
+        model.save_pretrained = _SavesNoCodes()  # type: ignore[assignment]
     return model
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-_DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
+_DATA: Any = torch._C.TensorBase.data
 
 
 class _SpreadParameter(DTensor):
@@ -155,7 +155,7 @@ def _check_values(asked: str, given: Sequence[Any]) -> None:
             raise ValueError(f"{weight.bound.spec.name}: {asked} needs values of a weight that {weight.no_values}")
 
 
-class PlaceholderParameter(_Placeholder, nn.Parameter):
+class PlaceholderParameter(_Placeholder, nn.Parameter):  # type: ignore[misc]  # of __repr__, which torch types loosely
     """The placeholder of a plain parameter."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -167,13 +167,13 @@ class PlaceholderParameter(_Placeholder, nn.Parameter):
         return _placeholder_parameter, _described(self)
 
 
-class PlaceholderDTensor(_Placeholder, _SpreadParameter):
+class PlaceholderDTensor(_Placeholder, _SpreadParameter):  # type: ignore[misc]
     """The placeholder of a parameter on tp."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             local = placeholder(self._local_tensor.shape, self.dtype, self._local_tensor.device)
-            spread = DTensor(local, self._spec, requires_grad=False)  # type: ignore[call-arg]
+            spread = DTensor(local, self._spec, requires_grad=False)
             memo[id(self)] = take_class(nn.Parameter(spread, self.requires_grad), PlaceholderDTensor)
         return memo[id(self)]
 
