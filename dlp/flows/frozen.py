@@ -22,7 +22,7 @@ from dlp.parallel.model.boundary import check_siblings, layer_modules, match_lay
 from dlp.parallel.model.session import converted_root
 from dlp.parallel.weight.held import HeldWeight
 from dlp.parallel.weight.local import num_axes
-from dlp.parallel.weight.quantizable import check_has_values, check_unshared, check_without_history, refuse_codes
+from dlp.parallel.weight.parameters import check_has_values, check_unshared, check_without_history, refuse_codes
 from dlp.quant import recipe as recipes
 from dlp.quant.fake import deployed
 from dlp.quant.fp8 import Fp8Tensor, static

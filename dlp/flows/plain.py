@@ -14,7 +14,7 @@ from torch import nn
 
 from dlp.flows.frozen import Mode, calibrated, cast_of_x, check_mode
 from dlp.parallel.linear.modules import ParallelLinear
-from dlp.parallel.weight.quantizable import check_is_parameter, check_plain, check_unshared
+from dlp.parallel.weight.parameters import check_is_parameter, check_plain, check_unshared
 from dlp.quant import recipe as recipes
 from dlp.quant.fake import deployed
 from dlp.quant.parameter import QuantizedParameter

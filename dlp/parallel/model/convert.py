@@ -52,8 +52,7 @@ from dlp.parallel.model.survey import explain, guard
 from dlp.parallel.weight.base import Member
 from dlp.parallel.weight.held import holds, recipes_decided
 from dlp.parallel.weight.local import local, num_axes, place
-from dlp.parallel.weight.parameters import SpreadModule
-from dlp.parallel.weight.quantizable import check_unshared
+from dlp.parallel.weight.parameters import SpreadModule, check_unshared
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from dlp.parallel.model.groups import OF_LINEARS, LayerGroup, Resolved
-from dlp.parallel.weight.quantizable import check_is_parameter, check_plain
+from dlp.parallel.weight.parameters import check_is_parameter, check_plain
 
 LEAVE_OUT = "a layer group with convert = false leaves it out"
 MIXED = ("got mixed torch.Tensor and DTensor", "is a DTensor, but layers read", "is called with a DTensor")

@@ -34,8 +34,7 @@ from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import quantize, unflatten
 from dlp.parallel.weight.base import LayerWeights, Values, weights_in
 from dlp.parallel.weight.local import LocalWeight, local_values
-from dlp.parallel.weight.parameters import hide_values, show_values
-from dlp.parallel.weight.quantizable import check_has_values, check_without_history
+from dlp.parallel.weight.parameters import check_has_values, check_without_history, hide_values, show_values
 from dlp.quant import recipe as recipes
 from dlp.quant.fake import is_fake
 from dlp.quant.recipe import Recipe
