@@ -94,15 +94,13 @@ SHARED = "share a parameter, of which codes would be all that is left: untie the
 ALREADY = (
     r"(up|head): its weight is held as .*codes already, and its values are gone: quantize a layer once, from values"
 )
-HISTORY = (
-    r"\w+: fp8_delayed scales weights by their history, and codes alone have none: choose fp8_current or another recipe"
-)
+HISTORY = r"\w+: fp8_delayed scales weights by their history, of which a held weight has none: choose fp8_current or another"
 # what is done to a model, the recipe, the doors, the sentence
 TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
     (tie_embedding, "fp8_current", CODES, f"embedding and head {SHARED}"),
     (tie_linear, "mxfp8", CODES, f"up and head {SHARED}"),
     (lambda m: nn.utils.parametrizations.weight_norm(m.head), "fp8_current", [*ALL, hold_by_region],
-     r"head: its weight is parametrized, as by weight_norm; make it a parameter before .* or leave it out"),
+     r"head: its weight is parametrized, as by weight_norm; torch.nn.utils.* makes it a parameter, or leave it out"),
     (lambda m: nn.utils.spectral_norm(m.head), "fp8_current", ALL, "head: its weight is no parameter but computed by a hook"),
     (nothing, "fp8_delayed", CODES, HISTORY),
     (lambda m: dlp.quantize_(m, "fp8_current"), "fp8_current", ALL, ALREADY),

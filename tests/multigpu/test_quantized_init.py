@@ -112,7 +112,9 @@ def test_what_cannot_be_held_or_run_is_refused():
     with pytest.raises(ValueError, match="^Linear: fp8_delayed scales weights by their history, of which a held"):
         held("fp8_delayed")
     with (
-        pytest.raises(ValueError, match="quantized_model_init quantizes values, and the meta device has none"),
+        pytest.raises(
+            ValueError, match="codes are made of values, and its weight lies on the meta device, which has none"
+        ),
         dlp.quantized_model_init(recipe="nvfp4"),
     ):
         dlp.Linear(64, 64, device="meta")

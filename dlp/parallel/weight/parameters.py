@@ -311,8 +311,8 @@ def check_is_parameter(name: str, linear: nn.Module) -> None:
     if parametrize.is_parametrized(linear):
         which = ", ".join(linear.parametrizations)  # type: ignore[arg-type]
         raise ValueError(
-            f"{name}: its {which} is parametrized, as by weight_norm; make it a parameter before "
-            f"(torch.nn.utils.parametrize.remove_parametrizations), or {LEAVE_OUT}"
+            f"{name}: its {which} is parametrized, as by weight_norm; torch.nn.utils.parametrize.remove_parametrizations "
+            f"makes it a parameter, or {LEAVE_OUT}"
         )
     if linear._parameters.get("weight") is None:
         raise ValueError(
@@ -354,7 +354,7 @@ def check_without_history(name: str, recipe: Recipe) -> None:
     """ValueError for a recipe whose scales of weights follow from earlier steps."""
     if any(caps_of(quantizer).slot for quantizer in (recipe.w.rowwise, recipe.w.columnwise)):
         raise ValueError(
-            f"{name}: {recipe} scales weights by their history, and codes alone have none: choose fp8_current or another "
+            f"{name}: {recipe} scales weights by their history, of which a held weight has none: choose fp8_current or another "
             f"recipe with current or block scales"
         )
 
