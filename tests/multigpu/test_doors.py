@@ -94,7 +94,9 @@ SHARED = "share a parameter, of which codes would be all that is left: untie the
 ALREADY = (
     r"(up|head): its weight is held as .*codes already, and its values are gone: quantize a layer once, from values"
 )
-HISTORY = r"\w+: fp8_delayed scales weights by their history, of which a held weight has none: choose fp8_current or another"
+HISTORY = (
+    r"\w+: fp8_delayed scales weights by their history, of which a held weight has none: choose fp8_current or another"
+)
 # what is done to a model, the recipe, the doors, the sentence
 TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
     (tie_embedding, "fp8_current", CODES, f"embedding and head {SHARED}"),

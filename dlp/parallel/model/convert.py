@@ -50,9 +50,8 @@ from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan, make_plan
 from dlp.parallel.model.session import Session, give_session
 from dlp.parallel.model.survey import explain, guard
 from dlp.parallel.weight.base import Member
-from dlp.parallel.weight.held import holds, recipes_decided
 from dlp.parallel.weight.local import local, num_axes, place
-from dlp.parallel.weight.parameters import SpreadModule, check_unshared
+from dlp.parallel.weight.parameters import SpreadModule, check_unshared, holds, recipes_decided
 
 
 @dataclass(frozen=True)

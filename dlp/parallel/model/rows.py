@@ -31,7 +31,7 @@ from dlp.parallel.linear.spec import LayerOptions, check_blocks, check_extras, c
 from dlp.parallel.model.groups import Resolved
 from dlp.parallel.style import STYLES, ParallelStyle, shard_sizes, style
 from dlp.parallel.transfer import ASKED, transfer_plan
-from dlp.parallel.weight.held import default_recipe, holds
+from dlp.parallel.weight.parameters import default_recipe, holds
 from dlp.quant import recipe as recipes
 from dlp.quant.gemm import check_kernel, kernel_name, support
 from dlp.quant.quantizer import Quantizer, caps_of

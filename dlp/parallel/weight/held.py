@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,22 +32,19 @@ from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import quantize, unflatten
 from dlp.parallel.weight.base import LayerWeights, Values, weights_in
 from dlp.parallel.weight.local import LocalWeight, local_values
-from dlp.parallel.weight.parameters import check_has_values, check_without_history, hide_values, show_values
+from dlp.parallel.weight.parameters import (
+    REGION,
+    Region,
+    check_has_values,
+    check_without_history,
+    hide_values,
+    holds,
+    show_values,
+)
 from dlp.quant import recipe as recipes
 from dlp.quant.fake import is_fake
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import as_bytes
-
-
-@dataclass(frozen=True)
-class _Region:
-    """The arguments of the `quantized_model_init` that is active."""
-
-    recipe: Any
-    preserve: bool
-
-
-_REGION: ContextVar[_Region | None] = ContextVar("dlp_quantized_model_init", default=None)
 
 
 @contextmanager
@@ -67,38 +62,16 @@ def quantized_model_init(
     a weight that other modules share, and for recipes with delayed scales of weights.
     """
     chosen = None if recipe is None else recipes.as_recipe(recipe)
-    token = _REGION.set(_Region(chosen, preserve_high_precision_init_val) if enabled else None)
+    token = REGION.set(Region(chosen, preserve_high_precision_init_val) if enabled else None)
     try:
         yield
     finally:
-        _REGION.reset(token)
-
-
-def default_recipe() -> Any:
-    """The recipe of the active `quantized_model_init`, for linears of `convert` whose groups set none; None: it has none."""
-    region = _REGION.get()
-    return None if region is None else region.recipe
-
-
-def holds(recipe: Recipe) -> bool:
-    """Whether a linear with this recipe that is made now holds codes only."""
-    return _REGION.get() is not None and not recipe.w.keeps_source
-
-
-@contextmanager
-def recipes_decided() -> Iterator[None]:
-    """A context in which an active `quantized_model_init` leaves the recipes of layers that are made as they are."""
-    region = _REGION.get()
-    token = _REGION.set(None if region is None else replace(region, recipe=None))
-    try:
-        yield
-    finally:
-        _REGION.reset(token)
+        REGION.reset(token)
 
 
 def hold_quantized(weights: LayerWeights) -> None:
     """Inside `quantized_model_init`: quantize the weights of a layer that is being made, and free their values."""
-    layer, region = weights.layer, _REGION.get()
+    layer, region = weights.layer, REGION.get()
     if region is None:
         return
     if region.recipe is not None:

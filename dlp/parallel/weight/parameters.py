@@ -18,6 +18,8 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -299,6 +301,42 @@ class SpreadModule(nn.Module):
                 f"parameters are DTensors on tp: call dlp.fully_shard(model, mesh=mesh)"
             )
         vars(self)["_fsdp_use_orig_params"] = value
+
+
+# ---- the region of quantized_model_init that is active
+
+
+@dataclass(frozen=True)
+class Region:
+    """The arguments of the `quantized_model_init` that is active."""
+
+    recipe: Any
+    preserve: bool
+
+
+REGION: ContextVar[Region | None] = ContextVar("dlp_quantized_model_init", default=None)
+
+
+def default_recipe() -> Any:
+    """The recipe of the active `quantized_model_init`, for linears of `convert` whose groups set none; None: it has none."""
+    region = REGION.get()
+    return None if region is None else region.recipe
+
+
+def holds(recipe: Recipe) -> bool:
+    """Whether a linear with this recipe that is made now holds codes only."""
+    return REGION.get() is not None and not recipe.w.keeps_source
+
+
+@contextmanager
+def recipes_decided() -> Iterator[None]:
+    """A context in which an active `quantized_model_init` leaves the recipes of layers that are made as they are."""
+    region = REGION.get()
+    token = REGION.set(None if region is None else replace(region, recipe=None))
+    try:
+        yield
+    finally:
+        REGION.reset(token)
 
 
 # ---- what must hold of a weight that becomes codes, or a layer: one check for convert, quantized_model_init, freeze, quantize_
