@@ -38,6 +38,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+CHECKS = (
+    "replicas"  # the layer of what ranks exchange to compare replicas and what they do; no plan predicts these bytes
+)
 DIRECTIONS = ("fprop", "dgrad", "wgrad", "weights", "grads", "amax", "other")
 
 

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn, Protocol
 
 from dlp.comm import slots
@@ -29,8 +30,12 @@ class Waiting(Protocol):
 
 
 def frame_of_main() -> tuple[str, int]:
-    """The innermost Python frame of the main thread: "function (file:line)", and the offset of its instruction."""
-    frame = sys._current_frames().get(MAIN or 0)
+    """`place_of` the innermost Python frame of the main thread."""
+    return place_of(sys._current_frames().get(MAIN or 0))
+
+
+def place_of(frame: FrameType | None) -> tuple[str, int]:
+    """A frame as "function (file:line)", and the offset of the instruction in the function."""
     if frame is None:
         return "nowhere", 0
     code = frame.f_code

@@ -28,7 +28,8 @@ from dlp.comm.collectives import Pending, done
 from dlp.parallel import casts
 from dlp.parallel.linear import core as linear_fn
 from dlp.parallel.linear.modules import ParallelLinear
-from dlp.parallel.model.grads import PartialGradients, Replicas
+from dlp.parallel.model.grads import PartialGradients
+from dlp.parallel.model.replicas import Replicas
 from launch.models.initial import this_ranks_part
 from launch.models.modules import Llama
 from launch.models.parallel import fuse, parallel_groups

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import dlp
 from launch.clip import GradientNorm
 from launch.config import Config
 from launch.graph import Batch

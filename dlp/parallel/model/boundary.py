@@ -41,12 +41,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
+from dlp.comm.lockstep import WATCH
+from dlp.comm.mesh import AXES, DP_SHARD, TP, ParallelDims, placement_on
 from dlp.parallel.linear.modules import ConvertedLinear, LinearCore, ParallelLinear
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import cores
 from dlp.parallel.model.checks import ACTIONS, NonFiniteWatch, looks
-from dlp.parallel.model.grads import PartialGradients, Replicas, add_main_grads, check_none_waits
+from dlp.parallel.model.grads import PartialGradients, add_main_grads, check_none_waits
+from dlp.parallel.model.replicas import Replicas
 from dlp.parallel.model.session import Session, Swap, converted_root, give_session, in_backward, session_of
 from dlp.parallel.model.survey import check_no_fsdp1, guard
 from dlp.parallel.weight.base import MAIN_GRADS, refresh
@@ -138,12 +140,12 @@ def attach(
     if main_grads != "off":
         add_main_grads(session, root, records, main_grads)
     gather_quantized(model)
-    if session.sums is not None and session.replicas is None:
-        session.replicas = Replicas(root, {slot.path for slot in session.sums.slots}, session.sums.group)
     end = partial(_after_step, root, session, NonFiniteWatch(session.flags, on_nonfinite))
     fsdp = [record for _, _, record in managed(model)]
     AttachedOptimizer(optimizer, session, fsdp, partial(_cast_weights, root), end)
     session.attached = True
+    if any(group.size() > 1 for group in session.groups.values()):
+        WATCH.add(session)
 
 
 def _after_step(model: nn.Module, session: Session, watch: NonFiniteWatch) -> None:
@@ -262,7 +264,10 @@ def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Sessi
     """Give layers that are made by hand one session, and their names in the model."""
     world = dist.group.WORLD if dist.is_initialized() else None
     dims = None if mesh is None else ParallelDims.from_mesh(mesh)
-    session = Session(seed=seed, amax_group=world, dp=(0, 1) if dims is None else (dims.dp_rank, dims.dp_size))
+    groups = {} if dims is None else {axis: dims.group(axis) for axis in AXES}
+    session = Session(
+        seed=seed, amax_group=world, dp=(0, 1) if dims is None else (dims.dp_rank, dims.dp_size), groups=groups
+    )
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear) and module.core not in session.cores:
             core, weights = module.core, [member.weight for member in module.core.members]
@@ -274,6 +279,8 @@ def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Sessi
     tp_groups = [core.spec.tp_group for core in session.cores if core.spec.tp > 1]
     if tp_groups:
         model.partial_gradients = session.sums = PartialGradients(model, tp_groups[0])  # type: ignore[assignment]
+        groups[TP] = tp_groups[0]
+    session.replicas = Replicas(model, [slot.path for slot in session.sums.slots] if session.sums else (), groups)
     return session
 
 

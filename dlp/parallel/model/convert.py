@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dlp.comm.mesh import TP, WORLD, ParallelDims
+from dlp.comm.mesh import AXES, TP, WORLD, ParallelDims
 from dlp.parallel import auto
 from dlp.parallel.auto import Times
 from dlp.parallel.linear.modules import (
@@ -47,6 +48,7 @@ from dlp.parallel.model.embedding import cut_vocabulary
 from dlp.parallel.model.grads import PartialGradients
 from dlp.parallel.model.groups import LayerGroup
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan, make_plan
+from dlp.parallel.model.replicas import Replicas
 from dlp.parallel.model.session import Session, give_session
 from dlp.parallel.model.survey import explain, guard
 from dlp.parallel.weight.base import Member
@@ -122,9 +124,13 @@ def convert(
     )
     if plan.times is not None:
         auto.check_together(plan.choices())
+    _check_alike(plan)
     tokens = batch[0] * batch[1] if batch is not None else None
     group = amax_process_group(dims, amax_group)
-    runtime = Session(seed=seed, amax_group=group or dist.group.WORLD, dp=(dims.dp_rank, dims.dp_size))
+    groups_of_axes = {axis: dims.group(axis) for axis in AXES}
+    runtime = Session(
+        seed=seed, amax_group=group or dist.group.WORLD, dp=(dims.dp_rank, dims.dp_size), groups=groups_of_axes
+    )
     target = _Target(model, tp, group, tokens, runtime)
     names = {id(module): name for name, module in model.named_modules()}
     sets = _layers_that_run_as_one(plan)
@@ -140,6 +146,7 @@ def convert(
     for name in plan.left_out.keys() - {other.name for other in plan.others}:
         replicate(model.get_submodule(name), name, inside=target.inside(plan, name))
     model.partial_gradients = runtime.sums = PartialGradients(model, dims.group(TP))  # type: ignore[assignment]
+    runtime.replicas = Replicas(model, [slot.path for slot in runtime.sums.slots], groups_of_axes)
     model.register_forward_hook(explain(names), always_call=True)
     runtime.plan = plan
     for warning in plan.warnings:
@@ -149,6 +156,25 @@ def convert(
     save_whole(model)
     guard(model, runtime)
     return plan
+
+
+def _check_alike(plan: Plan) -> None:
+    """ValueError, on all ranks, where ranks plan different things: they would send each other operands in different formats."""
+    rows = {row.name: str(row) for row in (*plan.layers, *plan.others)}
+    mine, of_all = sha256(repr(rows).encode()).hexdigest(), [""] * dist.get_world_size()
+    dist.all_gather_object(of_all, mine)
+    rank = next((rank for rank, its in enumerate(of_all) if its != of_all[0]), None)
+    if rank is None:
+        return
+    plans: list[Any] = [None] * len(of_all)
+    recipes = {row.name: str(row.recipe) for row in plan.layers}
+    dist.all_gather_object(plans, (rows, recipes))
+    (first, its_recipes), (other, recipes) = plans[0], plans[rank]
+    name = next((name for name in first.keys() | other.keys() if first.get(name) != other.get(name)), "")
+    raise ValueError(
+        f"dlp.convert: rank {rank} plans {name} otherwise than rank 0: {recipes.get(name, other.get(name))} and "
+        f"{its_recipes.get(name, first.get(name))}; convert the same model with the same layer groups on all ranks"
+    )
 
 
 def _layers_that_run_as_one(plan: Plan) -> list[list[LayerPlan]]:

@@ -16,8 +16,7 @@ what it has when a backward begins:
 The sum is queued when a backward reaches an output of the model. A backward that does not, or that does not leave gradients in
 `grad`, raises where it computes the first partial gradient.
 
-**Replicas**: all other of these parameters should get equal gradients on all tp ranks, and so stay equal. Their first
-gradients, and what checkpoints save, are compared (`Replicas`, `check_replicas`).
+All other of these parameters should get equal gradients on all tp ranks; `dlp.parallel.model.replicas` compares them.
 
 **Delayed wgrads**: layers with `delay_wgrad` queue wgrads in backward, `backward_dw` runs them.
 
@@ -34,28 +33,24 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dlp.comm import collectives, observer
-from dlp.comm.mesh import TP, placement_on
 from dlp.parallel.linear.autograd import no_autocast
-from dlp.parallel.model.checks import evenly, looks
 from dlp.parallel.model.session import Session, cannot_pickle, in_backward, session_of
 from dlp.parallel.weight.base import MainGrad, Weight
 from dlp.parallel.weight.fsdp2 import Managed, managed
 from dlp.parallel.weight.local import LocalWeight, held
 
-PROBES = 4  # sums of parts of a gradient
-REPLICA_SAMPLE = 1024  # values of a replica
-TOLERANCE = 1e-2
 _ENGINE = torch.autograd.Variable._execution_engine
 
 
@@ -127,6 +122,19 @@ class PartialGradients:
             if waiting:
                 self._refuse(waiting)
         return self.num_sums
+
+    def check_complete(self, optimizer: Optimizer) -> None:
+        """An optimizer steps inside of a backward: RuntimeError where it holds a parameter whose gradient is not summed yet."""
+        if self.group.size() == 1:
+            return
+        held_by = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        slot = next((slot for slot in self.slots if id(self._stored(slot)) in held_by), None)
+        if slot is not None:
+            raise RuntimeError(
+                f"an optimizer steps inside of a backward, before the gradient of {slot.path} is summed over tp: its step "
+                f"would use this rank's part alone, and ranks would part. Step after backward(), at least the optimizer "
+                f"that holds this parameter"
+            )
 
     def check_announced(self) -> None:
         """Called where a partial gradient is computed: RuntimeError unless its sum is queued, or the gradient is not left in
@@ -244,101 +252,6 @@ class PartialGradients:
         if there not in self._there:
             self._there[there] = torch.tensor(there, dtype=torch.float32, device=device)
         return self._there[there]
-
-
-class Replicas:
-    """Compares the gradients of parameters that tp does not cut, since replicas that get different ones drift apart.
-
-    A module that is replicated on tp but reads what tp cuts (a norm over head_dim after a column-parallel q, or one between
-    sequence-parallel layers made by hand) gets on each rank the gradient of its own features or tokens. Shapes do not show
-    that; the first gradients that are not zero do. `partial`: the names of parameters whose gradients are summed over tp, which
-    are not compared. The constructor compares values: all tp ranks call it.
-    """
-
-    def __init__(self, model: nn.Module, partial: set[str], group: ProcessGroup) -> None:
-        self._model, self._group = model, group
-        names = [*dict(replicated(model)), *equal_on_tp(model, group)]
-        self._unseen = dict.fromkeys(name for name in names if name not in partial)
-
-    def look(self, step: int) -> None:
-        """Before step number `step`, from 0: compare over the tp group the gradients that are not zero for the first time; all
-        ranks call it. RuntimeError, on all of them, naming the first parameter whose gradients differ by more than TOLERANCE of
-        their norm."""
-        found = {name: p for name, p in self._model.named_parameters() if name in self._unseen and p.requires_grad}
-        if self._group.size() == 1 or not found or not looks(step):
-            return
-        seen = _probes([(p.grad, p.device) for p in found.values()], self._group)
-        spread, norm = seen.amax(0) - seen.amin(0), seen[..., 0].amax(0)
-        differ = (spread > TOLERANCE * norm[:, None]).any(1).tolist()
-        for name, bad, norms in zip(found, differ, seen[..., 0].t().tolist(), strict=True):
-            if bad:
-                raise RuntimeError(
-                    f"{name} is replicated on tp, but its gradient differs between tp ranks (norms "
-                    f"{', '.join(f'{value:.4g}' for value in norms)}), so that its replicas would drift apart. If its module "
-                    f"reads features that tp cuts, as a norm behind a column-parallel q does, add it to a layer group with "
-                    f"style = 'column'; if it reads tokens that tp cuts, to one with sequence_parallel = True (dlp.convert "
-                    f"takes models of layers made by hand, too): its gradients are then summed over tp"
-                )
-            if max(norms) > 0:
-                del self._unseen[name]
-
-
-@torch.no_grad()
-def check_replicas(model: nn.Module, group: ProcessGroup) -> None:
-    """Compare the replicas of each replicated parameter over tp; all ranks call it. RuntimeError, on all of them, naming the
-    first whose replicas differ by more than TOLERANCE of its norm, in a sample of REPLICA_SAMPLE values."""
-    found = dict(replicated(model))
-    if group.size() == 1 or not found:
-        return
-    samples = [evenly(parameter, REPLICA_SAMPLE).float() for parameter in found.values()]
-    with observer.label(layer="replicas", direction="other"):
-        (seen,) = collectives.all_gather((torch.cat(samples)[None],), (0,), group).wait()
-    pieces = seen.split([len(sample) for sample in samples], 1)
-    distances = [(its - its[:1]).norm(dim=1).amax() / its.norm(dim=1).amax().clamp(min=1e-30) for its in pieces]
-    for name, drift in zip(found, torch.stack(distances).tolist(), strict=True):
-        if drift > TOLERANCE:
-            raise RuntimeError(
-                f"{name} is replicated on tp, but its replicas have drifted {drift:.2%} apart: its gradients differ between "
-                f"tp ranks. If its module reads features that tp cuts, add it to a layer group with style = 'column'; start "
-                f"anew from a checkpoint in which they are equal"
-            )
-
-
-def replicated(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
-    """The parameters that are whole on every tp rank (shards over dp count as whole)."""
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and isinstance(placement_on(TP, parameter), Replicate):
-            yield name, parameter
-
-
-@torch.no_grad()
-def equal_on_tp(model: nn.Module, group: ProcessGroup) -> list[str]:
-    """The names of parameters without a placement on tp, as plain modules beside layers made by hand have them, whose values
-    are equal on all tp ranks; all ranks call it. Those that a user has cut by hand differ."""
-    found = {name: p for name, p in model.named_parameters() if placement_on(TP, p) is None and not p.is_meta}
-    if group.size() == 1 or not found:
-        return []
-    seen = _probes([(p, p.device) for p in found.values()], group)
-    equal = (seen == seen[:1]).all(2).all(0).tolist()
-    return [name for name, is_equal in zip(found, equal, strict=True) if is_equal]
-
-
-def _probes(tensors: Sequence[tuple[Tensor | None, torch.device]], group: ProcessGroup) -> Tensor:
-    """`_probe` of each of these on all ranks of the group, fp32 [R, tensors, 1 + PROBES]."""
-    with observer.label(layer="replicas", direction="other"):
-        own = torch.stack([_probe(tensor, device) for tensor, device in tensors])
-        (seen,) = collectives.all_gather((own[None],), (0,), group).wait()
-    return seen
-
-
-def _probe(tensor: Tensor | None, device: torch.device) -> Tensor:
-    """Numbers of a tensor, or of this rank's shard of it, by which ranks compare it, fp32 [1 + PROBES]: its norm, and sums of
-    interleaved parts, each over the root of its count. Zeros of None."""
-    if tensor is None:
-        return torch.zeros(1 + PROBES, device=device)
-    flat = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach().float().reshape(-1)
-    parts = torch.nn.functional.pad(flat, (0, -len(flat) % PROBES)).view(-1, PROBES)
-    return torch.cat([flat.norm()[None], parts.sum(0) / max(len(parts), 1) ** 0.5])
 
 
 @torch.no_grad()

@@ -47,10 +47,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from dlp.comm.amax import agree
+from dlp.comm.lockstep import Lockstep
 from dlp.parallel.model.checks import Flags, StaleWeights, capturing
 from dlp.quant.quantizer import ScaleSlot, SlotOptions
 from dlp.quant.recipe import Recipe
@@ -129,6 +132,8 @@ class PartialSums(Protocol):
 
     def check_summed(self, since: int) -> int: ...
 
+    def check_complete(self, optimizer: Optimizer) -> None: ...
+
 
 class UpdateAfterBackward(NamedTuple):
     """Marks scales of a forward in an autocast region: at the end of its backward the scales of dy are updated, agreed over
@@ -155,13 +160,15 @@ class Session:
     dp           (rank, size): which tokens of a global microbatch this rank has
     amax_group   the ranks that share delayed scales; None: this rank alone
     lone         it is of a single layer, with no model around it that counts microbatches
+    groups       this rank's group on each axis of the mesh
     """
 
     def __init__(
-        self, *, seed: int = 0, dp: tuple[int, int] = (0, 1), amax_group: ProcessGroup | None = None, lone: bool = False
-    ) -> None:
+        self, *, seed: int = 0, dp: tuple[int, int] = (0, 1), amax_group: ProcessGroup | None = None, lone: bool = False,
+        groups: Mapping[str, ProcessGroup] | None = None,
+    ) -> None:  # fmt: skip
         self.seed, self.dp = seed, dp
-        self.amax_group, self.lone = amax_group, lone
+        self.amax_group, self.lone, self.groups = amax_group, lone, dict(groups or {})
         # layers
         self.cores: list[Layer] = []
         self.bounds: list[Bound] = []  # of all specs that layers run or ran under: a backward may still need one
@@ -198,7 +205,11 @@ class Session:
         self.stale = StaleWeights()
         self.at_first_forward: Callable[[nn.Module], None] | None = None  # called once, with the model
         self.sums: PartialSums | None = None
-        self.replicas: Any = None  # `dlp.parallel.model.grads.Replicas`, once an optimizer is attached
+        self.replicas: Any = (
+            None  # `dlp.parallel.model.replicas.Replicas`, of the model that `convert` or `attach` was given
+        )
+        self.lockstep = Lockstep(self.groups)
+        self.meets: RemovableHandle | None = None  # of the hook `meet`
 
     # ---- called by layers, in forward and backward
 
@@ -270,6 +281,13 @@ class Session:
         """Count a microbatch; not in a backward, which recomputes a forward."""
         if not in_backward():
             self.counter.add_(1)
+
+    def meet(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """The first forward pre-hook of the session's model: compare what ranks do in the first step."""
+        if self.lockstep.over or torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+            return
+        if self.cores and not (in_backward() or capturing()):
+            self.lockstep.forward((args, kwargs), self.cores[0].device, is_sharded(model))
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
         """The forward pre-hook of the session's model."""
@@ -380,6 +398,18 @@ class Session:
                 self.optimizers[each] = False
         self.optimizers[optimizer] = True
 
+    def before_any_step(self, optimizer: Optimizer) -> None:
+        """The pre-hook of all optimizers' steps, attached or not: what holds without `attach`, too."""
+        if torch.compiler.is_dynamo_compiling() or self.replicas is None or not self.replicas.holds_some(optimizer):
+            return
+        if not in_backward():
+            if not self.lockstep.over and self.cores and not capturing():
+                self.lockstep.step(self.cores[0].device, is_sharded(self.replicas.model))
+            if not self.attached:
+                self.replicas.look_unattached()
+        elif self.sums is not None and not self.attached:
+            self.sums.check_complete(optimizer)
+
     def after_any_step(self, optimizer: Optimizer) -> None:
         """The post-hook of all optimizers' steps, attached or not."""
         foreign, layers = optimizer not in self.optimizers, [core.weights for core in self.cores]
@@ -392,7 +422,7 @@ class Session:
     # ---- copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
-        new = Session(seed=self.seed, dp=self.dp, amax_group=self.amax_group, lone=self.lone)
+        new = Session(seed=self.seed, dp=self.dp, amax_group=self.amax_group, lone=self.lone, groups=self.groups)
         memo |= {id(self): new, id(self.plan): self.plan}
         vars(new).update(copy.deepcopy(self._taken(), memo))
         return new
@@ -450,20 +480,38 @@ def converted_root(model: nn.Module) -> nn.Module | None:
 def give_session(model: nn.Module, session: Session) -> None:
     """Make this the session of `model`, each of whose forwards is a microbatch."""
     model.dlp_session = session  # type: ignore[assignment]
+    meet_first(model)
     model.register_forward_pre_hook(session.before_forward)
-    _watch_optimizers(model, session.after_any_step)
+    for register, method in (
+        (register_optimizer_step_pre_hook, session.before_any_step),
+        (register_optimizer_step_post_hook, session.after_any_step),
+    ):
+        weakref.finalize(model, register(_calls(method)).remove)
 
 
-def _watch_optimizers(model: nn.Module, after: Callable[[Optimizer], None]) -> None:
-    """Call `after`, a method, after each step of any optimizer, as long as the model lives. Keeps neither alive."""
-    method = weakref.WeakMethod(after)
+def _calls(method: Callable[[Optimizer], None]) -> Callable[[Optimizer, Any, Any], None]:
+    """A hook of all optimizers' steps that calls a method, and does not keep its object alive."""
+    weak = weakref.WeakMethod(method)
 
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        call = method()
+        call = weak()
         if call is not None:
             call(optimizer)
 
-    weakref.finalize(model, register_optimizer_step_post_hook(hook).remove)
+    return hook
+
+
+def meet_first(model: nn.Module) -> None:
+    """Let ranks compare what they do before any other hook of the session's model, FSDP's among them, waits for a rank."""
+    session: Session = model.dlp_session  # type: ignore[assignment]
+    if session.meets is not None:
+        session.meets.remove()
+    session.meets = model.register_forward_pre_hook(session.meet, prepend=True, with_kwargs=True)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP shards the model or a part of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def not_finite(model: nn.Module) -> list[str]:

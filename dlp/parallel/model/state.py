@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from dlp.comm.collectives import all_gather
+from dlp.comm.mesh import TP
 from dlp.parallel.linear.state import unflatten, weights_agree
 from dlp.parallel.model.boundary import layer_modules, repeat
 from dlp.parallel.model.checks import Named, compare, not_sent
-from dlp.parallel.model.grads import check_replicas
+from dlp.parallel.model.replicas import check_replicas
 from dlp.parallel.model.session import Layer, Session, Swap, converted_root, session_of
 from dlp.parallel.weight.held import load_masters, masters_of
 from dlp.parallel.weight.sharded import ShardedWeight
@@ -46,13 +47,13 @@ PREFIX, MASTERS, TARGET = "slots.", "masters.", "target"
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state of a model's session, as copies on the model's device; all ranks call it together. A model of layers made by
     hand that no `attach` has joined has the names that it would have then. ValueError for a model without layers; RuntimeError
-    where ranks that share scales have different ones, or replicas of a parameter on tp differ."""
+    where ranks that share scales have different ones, or replicas of a parameter differ."""
     sessions = _sessions(model)
     first = sessions[0].session
     for named in sessions:
         _check_scales(named.session)
-    if first.sums is not None:
-        check_replicas(model, first.sums.group)
+    tp = {} if first.sums is None else {TP: first.sums.group}
+    check_replicas(model, {**first.groups, **tp})
     swaps = json.dumps([asdict(swap) for named in sessions for swap in named.session.swaps]).encode()
     state = {
         "steps": torch.tensor(first.steps),

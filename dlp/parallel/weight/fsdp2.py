@@ -37,7 +37,7 @@ from dlp.comm import collectives, observer
 from dlp.comm.collectives import ReduceCodec
 from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
 from dlp.kernels.ops import sum_in_order
-from dlp.parallel.model.session import Session, in_backward
+from dlp.parallel.model.session import Session, in_backward, meet_first
 from dlp.parallel.transfer import WIRES
 from dlp.parallel.weight.base import LayerWeights, Weight, note_reasons, refresh, weights_in
 from dlp.parallel.weight.local import LocalWeight, ManagedWeight
@@ -89,6 +89,8 @@ def fully_shard(
             layer.set_spec(replace(layer.spec, options=replace(layer.spec.options, delay_wgrad=False)))
             layer.session.note("wgrad does not wait under FSDP, which reduces gradients within backward")
     sharded = fsdp.fully_shard(module, mesh=dims.fsdp_mesh, **fsdp2_keywords)
+    if "dlp_session" in vars(module):
+        meet_first(module)  # FSDP has put a hook that gathers in front
     refused = _refused(fsdp2_keywords) if quantized_gather else "quantized_gather=False"
     early = module.register_forward_pre_hook(_before_attach)
     module.dlp_gathering = Gathering(dims.group(DP_SHARD), quantize_from_master, refused, early)  # type: ignore[assignment]

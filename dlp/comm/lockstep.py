@@ -1,0 +1,165 @@
+"""Lockstep: ranks that share collectives must run the same forwards and steps.
+
+A rank with fewer tokens, one microbatch less or an empty batch leaves the other ranks waiting in a collective, without an error
+and without a name. Two things are done about that:
+
+    first step    before each forward of the model and before the first optimizer step, ranks exchange what they are about to
+                  do. Where that differs, every rank raises RuntimeError with what each rank does
+    later         a thread looks at the threads that train. Where one has not moved inside of a pass for PATIENCE seconds, a
+                  line in the log says where it waits and which layer ran last
+
+The exchange costs one small gather per forward and a wait for the device, in the first step only; the thread costs the training
+thread nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
+
+from dlp.comm import collectives, observer
+from dlp.comm.mesh import TP
+from dlp.comm.observer import CHECKS
+from dlp.comm.watch import place_of
+
+LOG = logging.getLogger("dlp")
+MOST = 16  # forwards of the first step that are compared
+PATIENCE = 60.0  # seconds
+LOOKS = 12  # looks of the thread in PATIENCE
+INSIDE = ("torch/distributed/", "torch/autograd/", "dlp/comm/", "dlp/parallel/")  # parts of the paths of a pass
+FORWARD, STEP = 0, 1
+
+
+class Lockstep:
+    """Compares what ranks do in the first step of a model. `groups`: this rank's group on each axis of the mesh with more than
+    one rank. On tp the shapes of the inputs must agree, too."""
+
+    def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
+        self._groups = {axis: group for axis, group in groups.items() if group.size() > 1}
+        self._forwards, self.over = 0, not self._groups
+
+    def forward(self, inputs: Any, device: torch.device, sharded: bool) -> None:
+        """A forward with gradients begins. `inputs`: its arguments; `sharded`: FSDP shards the model, so that data-parallel
+        ranks wait for each other, too. RuntimeError on the ranks that would wait for each other."""
+        if self._forwards == MOST:
+            self.over = True
+        if self.over:
+            return
+        self._forwards += 1
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        shapes = sha256(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode()).digest()
+        numbers = [FORWARD, self._forwards, sum(t.numel() for t in tensors), int.from_bytes(shapes[:6], "little")]
+        self._exchange(numbers, device, sharded)
+
+    def step(self, device: torch.device, sharded: bool) -> None:
+        """The first step of an optimizer begins."""
+        if not self.over and self._forwards:
+            self._exchange([STEP, self._forwards, 0, 0], device, sharded)
+        self.over = True
+
+    def _exchange(self, numbers: list[int], device: torch.device, sharded: bool) -> None:
+        for axis, group in self._groups.items():
+            if axis != TP and not sharded:
+                continue
+            with observer.label(layer=CHECKS, direction="other"):
+                (seen,) = collectives.all_gather((torch.tensor([numbers], device=device),), (0,), group).wait()
+            told = seen.view(-1, len(numbers)).tolist()
+            if any(each[: 4 if axis == TP else 2] != told[0][: 4 if axis == TP else 2] for each in told):
+                ranks = dist.get_process_group_ranks(group)
+                does = "; ".join(f"rank {rank} {_said(each)}" for rank, each in zip(ranks, told, strict=True))
+                raise RuntimeError(
+                    f"ranks of {axis} do different things in the first step, and would wait for each other: {does}. They "
+                    f"must run the same number of forwards and steps"
+                    + (", on inputs of the same shapes" if axis == TP else "")
+                    + ": give each of them as many batches (a sampler with drop_last, or the same steps per epoch)"
+                )
+
+
+def _said(numbers: list[int]) -> str:
+    kind, forwards, values, _ = numbers
+    if kind == STEP:
+        return f"begins the optimizer's step after {forwards} forwards"
+    return f"begins forward {forwards} of {values} values"
+
+
+# ---- ranks that wait later
+
+
+class Watched(Protocol):
+    """What the thread reads of a session."""
+
+    last: Any
+    direction: str
+    steps: int
+
+
+@dataclass
+class _Stand:
+    """Where a thread stands, since when, and whether the log says so."""
+
+    place: Any
+    since: float
+    said: bool = False
+
+
+class WaitWatch:
+    """Looks at the threads that train sessions, and calls `say` with a line for one that waits for other ranks."""
+
+    def __init__(self, say: Callable[[str], object] = LOG.warning) -> None:
+        self._say = say
+        self._sessions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._stands: weakref.WeakKeyDictionary[Any, _Stand] = weakref.WeakKeyDictionary()
+        self._started = False
+
+    def add(self, session: Watched) -> None:
+        """Watch the calling thread while it trains `session`."""
+        self._sessions[session] = threading.get_ident()
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._run, daemon=True, name="dlp-wait-watch").start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(PATIENCE / LOOKS)
+            self.look(time.monotonic())
+
+    def look(self, now: float) -> None:
+        """Look once, at time `now` in seconds."""
+        for session, thread in list(self._sessions.items()):
+            frame = sys._current_frames().get(thread)
+            last = None if session.last is None else session.last.name
+            place, offset = place_of(frame)
+            stand = self._stands.get(session)
+            if stand is None or stand.place != (place, offset, last, session.direction, session.steps):
+                self._stands[session] = _Stand((place, offset, last, session.direction, session.steps), now)
+            elif now - stand.since >= PATIENCE and not stand.said and last is not None and _in_a_pass(frame):
+                stand.said = True
+                self._say(
+                    f"rank {dist.get_rank() if dist.is_initialized() else 0} has waited for {now - stand.since:.0f} s in "
+                    f"{place}, in step {session.steps + 1}; the last layer that ran is {last}, in {session.direction}. "
+                    f"Another rank may run fewer tokens, microbatches or steps; py-spy dump shows where each rank is"
+                )
+
+
+def _in_a_pass(frame: Any) -> bool:
+    """Whether a thread is inside of collectives, autograd or a layer, and not in code of the user."""
+    if frame is None:
+        return False
+    path = frame.f_code.co_filename.replace("\\", "/")
+    return any(part in path for part in INSIDE)
+
+
+WATCH = WaitWatch()

@@ -1,0 +1,268 @@
+"""Replicas: parameters that every rank of a mesh axis holds must stay equal on these ranks.
+
+    axis                        replicated parameters
+    tp                          parameters that tp does not cut: norms, replicated biases, local linears
+    dp_shard, dp_replicate      parameters that FSDP does not shard over the axis
+
+Two comparisons, before optimizer steps that `dlp.parallel.model.checks.looks` names (the first ten, then each hundredth):
+
+    gradients over tp    until each parameter has had a gradient. The error names a cause: the module reads what tp cuts
+    values, all axes     the change of a digest since the last comparison. A rank that skips a layer or a step, or a dp rank
+                         that trains alone, is found however its gradients came to differ
+
+A digest is the norm of a tensor and sums of its parts, in fp64. A comparison costs one pass over the parameters, two small
+collectives per axis and one wait for the device; a step between comparisons costs nothing. The bytes are counted under the
+layer CHECKS, and the ledger does not compare them with a plan.
+
+`check_replicas` compares samples of the values before a checkpoint.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from dlp.comm import collectives, observer
+from dlp.comm.amax import agree
+from dlp.comm.mesh import TP, placement_on
+from dlp.comm.observer import CHECKS
+from dlp.parallel.model.checks import evenly, looks
+from dlp.parallel.weight.held import masters_of
+from dlp.parallel.weight.local import is_placeholder
+
+Groups = Mapping[str, ProcessGroup]
+PARTS = 8  # consecutive parts, and interleaved parts, whose sums a digest holds
+SAMPLE = 1024  # values of a parameter that are compared before a checkpoint
+TOLERANCE = 1e-2  # of the norm: gradients, and samples before a checkpoint
+DRIFT = 1e-3  # of the change since the last comparison
+ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-12}  # of the root mean square: differences that rounding explains
+COARSE = 1e-4  # as ROUNDING, for narrower dtypes
+
+
+def wide(groups: Groups) -> dict[str, ProcessGroup]:
+    """The axes with more than one rank."""
+    return {axis: group for axis, group in groups.items() if group.size() > 1}
+
+
+class Replicas:
+    """Compares replicas of a model's parameters. `partial`: names of parameters whose gradients are summed over tp; these
+    gradients are not compared. `groups`: this rank's group on each mesh axis."""
+
+    def __init__(self, model: nn.Module, partial: Iterable[str], groups: Groups) -> None:
+        self.model, self._partial, self._groups = model, set(partial), wide(groups)
+        self._unseen: dict[str, None] | None = None  # parameters that have had no gradient
+        self._before: dict[str, Tensor] = {}  # digests at the last comparison
+        self._own: set[tuple[str, str]] = set()  # (axis, plain parameter) that users cut themselves
+        self._steps = 0  # of optimizers that are not attached
+
+    def holds_some(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer holds a parameter of the model, or a master in its place."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        own = itertools.chain(self.model.parameters(), masters_of(self.model).values())
+        return any(id(p) in held for p in own)
+
+    def look_unattached(self) -> None:
+        """Before a step of an optimizer that is not attached, which nothing else counts."""
+        self.look(self._steps)
+        self._steps += 1
+
+    def look(self, step: int) -> None:
+        """Before step number `step`, from 0. All ranks call it. RuntimeError, on the ranks that share the parameter, naming
+        the parameter and the cause."""
+        if not self._groups or not looks(step):
+            return
+        parameters = values_of(self.model)
+        digests = dict(zip(parameters, digest(parameters.values()).unbind(), strict=True)) if parameters else {}
+        first = not self._before
+        if first:
+            self._find_own(parameters, digests)
+        if TP in self._groups:
+            self._compare_gradients(parameters, self._groups[TP])
+        changes = {name: now if first else now - self._before.get(name, now) for name, now in digests.items()}
+        self._before = digests
+        self._compare_values(parameters, digests, changes, step, first)
+
+    def _find_own(self, parameters: Mapping[str, Tensor], digests: Mapping[str, Tensor]) -> None:
+        """Plain parameters that begin with different values on the ranks of an axis are cut by the user."""
+        for axis, group in self._groups.items():
+            names = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
+            if names:
+                seen = gather([digests[name] for name in names], group)
+                equal = (seen == seen[:1]).all(2).all(0).tolist()
+                self._own |= {(axis, name) for name, is_equal in zip(names, equal, strict=True) if not is_equal}
+
+    def _on(self, axis: str, parameters: Mapping[str, Tensor]) -> list[str]:
+        """The names of the parameters that the ranks of an axis share."""
+        return [name for name, p in parameters.items() if is_replicated(p, axis) and (axis, name) not in self._own]
+
+    def _compare_gradients(self, parameters: Mapping[str, Tensor], group: ProcessGroup) -> None:
+        """Compare over tp the gradients that are not zero for the first time."""
+        if self._unseen is None:
+            self._unseen = dict.fromkeys(n for n in self._on(TP, parameters) if n not in self._partial)
+        found = {n: parameters[n] for n in self._unseen if n in parameters and parameters[n].requires_grad}
+        if not found:
+            return
+        seen = gather(list(digest([p if p.grad is None else p.grad for p in found.values()],
+                                  [p.grad is None for p in found.values()])), group)  # fmt: skip
+        spread, norms = seen.amax(0) - seen.amin(0), seen[..., 0]
+        differ = (spread > TOLERANCE * norms.amax(0)[:, None]).any(1).tolist()
+        by_name = dict(zip(found, norms.t().tolist(), strict=True))
+        bad = [name for name, differs in zip(found, differ, strict=True) if differs]
+        if bad:
+            raise RuntimeError(gradients_differ(self.model, bad, by_name, group))
+        for name, norm in by_name.items():
+            if max(norm) > 0:
+                del self._unseen[name]
+
+    def _compare_values(
+        self, parameters: Mapping[str, Tensor], digests: Mapping[str, Tensor], changes: Mapping[str, Tensor], step: int,
+        first: bool,
+    ) -> None:  # fmt: skip
+        """Compare changes since the last comparison, the values themselves in the first one."""
+        for axis, group in self._groups.items():
+            names = self._on(axis, parameters)
+            if not names:
+                continue
+            seen = gather([changes[name] for name in names], group)
+            spread = (seen.amax(0) - seen.amin(0)).amax(1)
+            moved = torch.zeros_like(spread) if first else seen.abs().amax(0).amax(1)
+            rounding = torch.stack([_rounding(parameters[name], digests[name]) for name in names])
+            drifts = (spread > torch.maximum(DRIFT * moved, rounding)).float()
+            with observer.label(layer=CHECKS):
+                for each in self._groups.values():  # ranks that hold other shards of the parameter raise as well
+                    (drifts,) = agree([drifts], each)
+            worst = next((name for name, drift in zip(names, drifts.tolist(), strict=True) if drift), None)
+            if worst is not None:
+                raise RuntimeError(values_differ(worst, axis, None if first else step))
+
+
+def _rounding(parameter: Tensor, digested: Tensor) -> Tensor:
+    """The difference of sums that rounding explains, fp32 []."""
+    count = max(1, (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).numel())
+    return digested[0].float() * (ROUNDING.get(parameter.dtype, COARSE) / count**0.5)
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters in high precision, by name; of weights that are held as codes the masters, if there are any."""
+    found = {
+        name: p
+        for name, p in model.named_parameters()
+        if p.is_floating_point() and not p.is_meta and type(p) in (nn.Parameter, DTensor) and not is_placeholder(p)
+    }
+    return found | dict(masters_of(model))
+
+
+def is_replicated(parameter: Tensor, axis: str) -> bool:
+    """Whether all ranks of an axis hold the parameter, or the shard of it that this rank holds. Plain parameters count as
+    replicated."""
+    placement = placement_on(axis, parameter)
+    return placement is None or isinstance(placement, Replicate)
+
+
+@torch.no_grad()
+def digest(tensors: Iterable[Tensor], absent: Sequence[bool] | None = None) -> Tensor:
+    """Numbers by which ranks compare tensors, or this rank's shards of them, fp64 [tensors, 2 + 2 PARTS]: the norm, the sums of
+    consecutive and of interleaved parts, and the sum of what is left, each sum divided by the root of its count. `absent`:
+    the tensors in whose place there are zeros."""
+    rows = []
+    for place, tensor in enumerate(tensors):
+        flat = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
+        if absent is not None and absent[place]:
+            rows.append(torch.zeros(2 + 2 * PARTS, dtype=torch.float64, device=flat.device))
+            continue
+        each = len(flat) // PARTS
+        cut, rest = flat[: each * PARTS], flat[each * PARTS :]
+        sums = (
+            cut.view(PARTS, each).sum(1, dtype=torch.float64),
+            cut.view(each, PARTS).sum(0, dtype=torch.float64),
+        )
+        norm = torch.linalg.vector_norm(flat, dtype=torch.float32).double()[None]
+        rows.append(
+            torch.cat([norm, *(part / max(each, 1) ** 0.5 for part in sums), rest.sum(dtype=torch.float64)[None]])
+        )
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def gather(rows: Sequence[Tensor], group: ProcessGroup) -> Tensor:
+    """Digests of all ranks of the group, fp32 [R, tensors, numbers]."""
+    with observer.label(layer=CHECKS, direction="other"):
+        (seen,) = collectives.all_gather((torch.stack(list(rows)).float()[None],), (0,), group).wait()
+    return seen
+
+
+@torch.no_grad()
+def check_replicas(model: nn.Module, groups: Groups) -> None:
+    """Compare the replicas of DTensors over each axis; all ranks call it. RuntimeError, naming the first parameter whose
+    replicas differ by more than TOLERANCE of the norm, in a sample of SAMPLE values."""
+    for axis, group in wide(groups).items():
+        found = dict(replicated(model, axis))
+        if not found:
+            continue
+        samples = [evenly(parameter, SAMPLE).float() for parameter in found.values()]
+        with observer.label(layer=CHECKS, direction="other"):
+            (seen,) = collectives.all_gather((torch.cat(samples)[None],), (0,), group).wait()
+        pieces = seen.split([len(sample) for sample in samples], 1)
+        distances = [(its - its[:1]).norm(dim=1).amax() / its.norm(dim=1).amax().clamp(min=1e-30) for its in pieces]
+        for name, drift in zip(found, torch.stack(distances).tolist(), strict=True):
+            if drift > TOLERANCE:
+                raise RuntimeError(f"{_kind_of(name, axis)} have drifted {drift:.2%} apart: {_remedy(axis)}")
+
+
+def replicated(model: nn.Module, axis: str) -> Iterator[tuple[str, DTensor]]:
+    """The DTensors that all ranks of an axis hold."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and is_replicated(parameter, axis):
+            yield name, parameter
+
+
+# ---- messages
+
+
+def _kind_of(name: str, axis: str) -> str:
+    if axis == TP:
+        return f"{name} is replicated on tp, and its replicas on the ranks of tp"
+    return f"{name} is not sharded over {axis}, and its replicas on the ranks of {axis}"
+
+
+def _remedy(axis: str) -> str:
+    if axis == TP:
+        return (
+            "gradients differed between tp ranks, or a rank skipped a layer or a step, as after an exception that was caught, "
+            "or changed the parameter alone. All tp ranks must run the same microbatches and steps. If the module reads "
+            "features that tp cuts, add it to a layer group with style = 'column'; start anew from a checkpoint in which "
+            "replicas are equal"
+        )
+    return (
+        "these ranks read different data, and nothing averages their gradients, so that each rank trains alone: call "
+        "dlp.fully_shard(model, mesh=mesh) after dlp.convert and before the optimizer is made, or average gradients over "
+        "the data-parallel ranks before each step"
+    )
+
+
+def values_differ(name: str, axis: str, step: int | None) -> str:
+    if step is None:
+        return (
+            f"{_kind_of(name, axis)} begin with different values: initialise the model alike on all ranks, as with one "
+            f"torch.manual_seed, or load one checkpoint on all of them"
+        )
+    return f"{_kind_of(name, axis)} moved apart before step {step + 1}: {_remedy(axis)}"
+
+
+def gradients_differ(
+    model: nn.Module, bad: Sequence[str], norms: Mapping[str, list[float]], group: ProcessGroup
+) -> str:
+    name = bad[0]
+    return (
+        f"{name} is replicated on tp, but its gradient differs between tp ranks (norms "
+        f"{', '.join(f'{value:.4g}' for value in norms[name])}), so that its replicas would drift apart. If its module "
+        f"reads features that tp cuts, as a norm behind a column-parallel q does, add it to a layer group with "
+        f"style = 'column'; if it reads tokens that tp cuts, to one with sequence_parallel = True (dlp.convert "
+        f"takes models of layers made by hand, too): its gradients are then summed over tp"
+    )

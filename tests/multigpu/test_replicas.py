@@ -1,0 +1,205 @@
+"""Ranks that part: what stops a run whose replicas of a parameter differ, or whose ranks do different things."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import dlp
+from tests import pool as worker
+from tests.multigpu.test_grads import Attention, batch, loss_of, make
+
+
+def said_by(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def two_layers(**sizes: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model, mesh = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)).to(worker.device()), worker.mesh(**sizes)
+    dlp.convert(model, [], mesh)
+    return model, mesh
+
+
+def x_of(seed: int) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)).to(worker.device())
+
+
+# ---- parameters that every data-parallel rank has
+
+
+def without_fully_shard(sizes: dict[str, int], attached: bool, averages: bool) -> tuple[str, str]:
+    """What the steps, and then `dlp.state_dict`, say of a model that dp ranks train on data of their own."""
+    model, _ = two_layers(**sizes)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    if attached:
+        dlp.attach(model, optimizer)
+
+    def steps() -> None:
+        for step in range(3):
+            model(x_of(10 * step + dist.get_rank())).square().sum().backward()
+            for parameter in model.parameters() if averages else ():
+                dist.all_reduce(parameter.grad.to_local(), op=dist.ReduceOp.SUM)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return said_by(steps), said_by(lambda: dlp.state_dict(model))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("sizes", [{"tp": 1}, {"tp": 1, "dp_replicate": 2, "dp_shard": 1}], ids=["shard", "replicate"])
+def test_dp_ranks_that_train_alone_are_stopped(ranks, sizes, attached):
+    axis = "dp_replicate" if "dp_replicate" in sizes else "dp_shard"
+    for steps, saved in ranks(2).run(without_fully_shard, sizes, attached, False):
+        assert steps.startswith(f"0.weight is not sharded over {axis}, and its replicas on the ranks of {axis} ")
+        assert "dlp.fully_shard(model, mesh=mesh)" in steps and "dlp.fully_shard(model, mesh=mesh)" in saved
+    assert ranks(2).run(without_fully_shard, sizes, attached, True) == [("", "")] * 2
+
+
+# ---- parameters that tp does not cut
+
+
+def partial_step(way: str) -> str:
+    """What the first step says of a model that is not attached."""
+    torch.manual_seed(3)
+    model: nn.Module
+    if way == "norm behind columns":
+        model = Attention()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, 0.5, 0.5)
+        model.to(worker.device())
+        groups = [{"name": "q", "match": ["q"], "style": "column"}, {"name": "o", "match": ["o"], "style": "row"}]
+        dlp.convert(model, groups, worker.mesh(tp=2))
+        model.tp = None
+        model.o.register_forward_pre_hook(lambda _, args: (args[0].flatten(-2) if args[0].dim() > 3 else args[0],))
+    else:
+        model = make(2)
+    optimizers = {p: SGD([p], lr=0.1) for p in model.parameters()}
+    if way == "steps in hooks":
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+
+    def step() -> None:
+        loss_of(model(batch(0))).backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+
+    return said_by(step)
+
+
+@pytest.mark.ranks(2)
+def test_partial_gradients_stop_steps_without_attach(ranks):
+    assert ranks(2).run(partial_step, "steps behind backward") == ["", ""]
+    for said in ranks(2).run(partial_step, "norm behind columns"):
+        assert said.startswith("q_norm.weight is replicated on tp, but its gradient differs between tp ranks (norms ")
+    for said in ranks(2).run(partial_step, "steps in hooks"):
+        assert said.startswith("an optimizer steps inside of a backward, before the gradient of block.")
+        assert "is summed over tp" in said
+
+
+def apart(way: str) -> str:
+    """What stops the steps of a model on tp whose rank 1 goes its own way once every gradient was seen."""
+    model, mesh = two_layers(tp=2)
+    optimizer = SGD(model.parameters(), lr=1e-4)
+    dlp.attach(model, optimizer)
+    me = mesh["tp"].get_local_rank()
+
+    def steps() -> None:
+        for step in range(12):
+            model(x_of(step)).square().sum().backward()
+            if me and step == 3 and way == "skips a layer":
+                model[0].weight.grad = None
+            if me and step == 0 and way == "another direction":
+                model[0].weight.grad.to_local().neg_()
+            if me and step == 0 and way == "another order":
+                grad = model[0].weight.grad.to_local()
+                grad.copy_(grad.roll(8))
+            if me and step == 0 and way == "no gradient":
+                model[0].weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            if me and step == 5 and way == "writes":
+                with torch.no_grad():
+                    model[1].bias.to_local().add_(1e-3)
+
+    return said_by(steps)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        ("together", ""),
+        (
+            "skips a layer",
+            "0.weight is replicated on tp, and its replicas on the ranks of tp moved apart before step 5",
+        ),
+        ("writes", "1.bias is replicated on tp, and its replicas on the ranks of tp moved apart before step 7"),
+        ("another direction", "0.weight is replicated on tp, but its gradient differs between tp ranks"),
+        ("another order", "0.weight is replicated on tp, but its gradient differs between tp ranks"),
+        ("no gradient", "0.weight is replicated on tp, but its gradient differs between tp ranks"),
+    ],
+)
+def test_tp_ranks_that_part_are_stopped(ranks, way, expected):
+    for said in ranks(2).run(apart, way):
+        assert said.startswith(expected) and bool(said) == bool(expected), said
+
+
+# ---- what ranks do
+
+
+def with_recipes(own: bool) -> str:
+    model = nn.Sequential(nn.Linear(16, 16)).to(worker.device())
+    recipe = "bf16" if own and dist.get_rank() == 1 else "fp8_current"
+    return said_by(lambda: dlp.convert(model, [{"name": "all", "match": ["**"], "recipe": recipe}], worker.mesh(tp=2)))
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_convert_otherwise_are_refused(ranks):
+    assert ranks(2).run(with_recipes, False) == ["", ""]
+    for said in ranks(2).run(with_recipes, True):
+        assert said.startswith("dlp.convert: rank 1 plans 0 otherwise than rank 0: bf16")
+
+
+def first_step(way: str, sizes: dict[str, int], attached: bool) -> str:
+    model, mesh = two_layers(**sizes)
+    if sizes["tp"] == 1:
+        dlp.fully_shard(model, mesh=mesh)
+    optimizer = SGD(model.parameters(), lr=1e-4)
+    if attached:
+        dlp.attach(model, optimizer)
+    last = dist.get_rank() == 1
+
+    def step() -> None:
+        for micro in range(2 if last and way == "a microbatch fewer" else 3):
+            rows = {"other tokens": 4, "an empty batch": 0}.get(way, 8) if last and micro == 1 else 8
+            model(x_of(micro)[:rows]).square().sum().backward()
+        optimizer.step()
+
+    return said_by(step)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("attached", [True, False])
+def test_what_ranks_do_is_compared_in_the_first_step(ranks, attached):
+    tp, dp = {"tp": 2}, {"tp": 1}
+    for sizes in (tp, dp):
+        assert ranks(2).run(first_step, "alike", sizes, attached) == ["", ""]
+        for said in ranks(2).run(first_step, "a microbatch fewer", sizes, attached):
+            assert "rank 0 begins forward 3" in said and "rank 1 begins the optimizer's step after 2 forwards" in said
+    for way, rows in (("other tokens", 4), ("an empty batch", 0)):
+        for said in ranks(2).run(first_step, way, tp, attached):
+            assert "rank 0 begins forward 2 of 128 values" in said
+            assert f"rank 1 begins forward 2 of {16 * rows} values" in said
+        assert ranks(2).run(first_step, "other tokens", dp, attached) == ["", ""]  # as FSDP allows
