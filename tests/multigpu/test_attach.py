@@ -109,6 +109,37 @@ def test_an_optimizer_from_before_convert_is_refused(ranks):
             assert message.endswith("dlp.convert and dlp.fully_shard replace parameters: make the optimizer after them")
 
 
+def stale_in_part(by: str) -> str:
+    """What `attach` says of an optimizer that was made between two calls that replace parameters."""
+    torch.manual_seed(0)
+    model, mesh = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(worker.device()), worker.mesh(tp=1)
+    dlp.convert(model, [], mesh)
+    dlp.fully_shard(model[0], mesh=mesh)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    if by == "dlp":
+        dlp.fully_shard(model, mesh=mesh)
+    elif by == "torch":
+        torch.distributed.fsdp.fully_shard(model, mesh=mesh["dp_shard"])
+    try:
+        dlp.attach(model, optimizer)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("by", ["dlp", "torch", "nothing"])
+def test_an_optimizer_that_is_stale_in_part_is_refused(ranks, by):
+    for message in ranks(2).run(stale_in_part, by):
+        if by == "nothing":
+            assert message == ""
+        else:
+            assert message.startswith(
+                "dlp.attach: this SGD holds 1.weight and 1.bias as they were before dlp.fully_shard"
+            )
+            assert "make the optimizer after dlp.convert and dlp.fully_shard" in message
+
+
 def sharded_from_outside() -> str:
     model, mesh = nn.Sequential(nn.Linear(8, 8)).to(worker.device()), worker.mesh(tp=1)
     dlp.convert(model, [], mesh)

@@ -342,6 +342,10 @@ def wrong_tokens() -> dict[str, str]:
         dlp.convert(model, chosen, mesh, batch=(size, SEQUENCE))
         model.tp = mesh["tp"] if scatter else None
         found[name] = refusal(lambda model=model: model(tokens))  # type: ignore[misc]
+    two = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(worker.device())
+    cut = [{"name": s, "match": n, "style": s, "sequence_parallel": True} for n, s in (("0", "column"), ("1", "row"))]
+    dlp.convert(two, cut, mesh, batch=(BATCH + 1, SEQUENCE))
+    found["other batch, linear"] = refusal(lambda: two(torch.zeros(12, 8, device=worker.device())))
     return found
 
 
@@ -355,7 +359,15 @@ def test_tokens_that_are_not_scattered_are_noticed_by_name(ranks):
         assert found["no scatter, linear"].startswith(
             "blocks.0.up: sequence parallelism over tp 2 expects token shards [12, K]"
         )
-        assert found["other batch"].startswith(f"blocks.0: {expects} [16, H]; got x of shape (12, 32)")
+        assert found["other batch"].startswith(
+            f"blocks.0: {expects} [16, H]; got x of shape (12, 32). If that is a shard of a microbatch of 24 tokens: "
+            f"dlp.convert was called with batch = (B, S) of 32 tokens"
+        )
+        assert "drop_last=True" in found["other batch"] and "drop_last" not in found["no scatter"]
+        assert found["other batch, linear"].startswith(
+            "0: sequence parallelism over tp 2 expects token shards [16, K]; got x of shape (12, 8). If that is a shard of a "
+            "microbatch of 24 tokens"
+        )
         assert found["norms left out"].startswith(
             "blocks.0: it gets token shards (12, 32), so its gradients must be summed"
         )

@@ -203,3 +203,47 @@ def test_what_ranks_do_is_compared_in_the_first_step(ranks, attached):
             assert "rank 0 begins forward 2 of 128 values" in said
             assert f"rank 1 begins forward 2 of {16 * rows} values" in said
         assert ranks(2).run(first_step, "other tokens", dp, attached) == ["", ""]  # as FSDP allows
+
+
+# ---- causes
+
+
+class PartOfHeads(nn.Module):
+    """x [B, S, H] -> [B, S, H]: each head of q reads one k; or the result of a gate of one column scales all features."""
+
+    def __init__(self, gate: bool, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.drop = nn.Dropout(dropout)
+        self.q, self.k, self.o = nn.Linear(8, 16), nn.Linear(8, 1 if gate else 4), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.norm(x))
+        q = self.q(x)
+        scaled = (q.view(*q.shape[:-1], -1, self.k.out_features) * self.k(x).unsqueeze(-2)).flatten(-2)
+        return self.o(torch.tanh(scaled))
+
+
+def cause(gate: bool, dropout: float, parts: bool) -> str:
+    """What the first step says. parts: q and o are cut, so that k has the gradient of this rank's heads."""
+    torch.manual_seed(3)
+    model, mesh = PartOfHeads(gate, dropout).to(worker.device()), worker.mesh(tp=2)
+    groups = [{"name": "q", "match": ["q"], "style": "column"}, {"name": "o", "match": ["o"], "style": "row"}]
+    dlp.convert(model, groups if parts else [], mesh)
+    torch.manual_seed(dist.get_rank() if dropout else 0)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    dlp.attach(model, optimizer)
+    loss_of(model(batch(0))).backward()
+    return said_by(optimizer.step)
+
+
+@pytest.mark.ranks(2)
+def test_the_layer_that_makes_gradients_partial_is_named_with_its_remedy(ranks):
+    assert ranks(2).run(cause, False, 0.0, False) == ["", ""]
+    for gate in (False, True):
+        for said in ranks(2).run(cause, gate, 0.0, True):
+            assert said.startswith("k.weight is replicated on tp, but its gradient differs between tp ranks (norms ")
+            assert "result is used together with features that tp cuts" in said and "norm" not in said.split("norms")[1]
+    for said in ranks(2).run(cause, False, 0.5, False):
+        assert "The random numbers of tp ranks differ, and drop drops values" in said
+        assert "torch.manual_seed" in said

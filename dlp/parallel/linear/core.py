@@ -601,6 +601,15 @@ class BoundTransfers:
         return started.whole if gather.columnwise else partial(_transposed, started)
 
 
+def other_microbatch(tokens: int, expected: int) -> str:
+    """What to do about a token shard of a microbatch of another size, for the message of a layer that gets one."""
+    return (
+        f"If that is a shard of a microbatch of {tokens} tokens: dlp.convert was called with batch = (B, S) of {expected} "
+        f"tokens, and every microbatch needs as many. Leave out a smaller last one (DataLoader(drop_last=True)), or pad it "
+        f"and give the padding the target -100. Otherwise: "
+    )
+
+
 @remembered
 def _transfers(bound: BoundSpec, shape: torch.Size) -> BoundTransfers:
     """For x of this shape [..., K]. ValueError where sequence parallelism gets anything but equal token shards."""
@@ -608,10 +617,12 @@ def _transfers(bound: BoundSpec, shape: torch.Size) -> BoundTransfers:
     unsplit = spec.tokens is not None and tokens * spec.tp != spec.tokens
     if style.cut_x == 0 and (len(shape) != 2 or unsplit):
         expected = "B*S/tp" if spec.tokens is None else f"{spec.tokens // spec.tp}"
+        other = len(shape) == 2 and spec.tokens is not None and tokens != spec.tokens
         raise ValueError(
             f"{spec.name}: sequence parallelism over tp {spec.tp} expects token shards [{expected}, K]; got x of shape "
-            f"{tuple(shape)}. Split the tokens with dlp.scatter_tokens before the first sequence-parallel layer, join "
-            f"them with dlp.gather_tokens after the last, and view heads with B and S from configuration"
+            f"{tuple(shape)}. {other_microbatch(tokens * spec.tp, spec.tokens or 0) if other else ''}Split the tokens with "
+            f"dlp.scatter_tokens before the first sequence-parallel layer, join them with dlp.gather_tokens after the last, "
+            f"and view heads with B and S from configuration"
         )
     if style.fprop.reduce == "scatter" and tokens % spec.tp:
         raise ValueError(

@@ -55,6 +55,7 @@ from dlp.parallel.weight.base import MAIN_GRADS, refresh
 from dlp.parallel.weight.fsdp2 import Managed, cast_managed, gather_quantized, managed
 from dlp.parallel.weight.held import Arguments, Closure, closure_of, masters_of, with_closure
 from dlp.parallel.weight.parameters import is_placeholder
+from dlp.parallel.weight.local import num_axes
 from dlp.quant import recipe as recipes
 from dlp.quant.patterns import must_match
 from dlp.quant.recipe import Recipe
@@ -90,7 +91,8 @@ def attach(
 
     Call it after `convert` and `fully_shard`, with parameters in memory, once for each optimizer. `model`: what `convert`
     was given, or a module around it. From here on FSDP gathers weights as the step boundary quantized them (see
-    `fully_shard`). ValueError for an optimizer that holds none of its parameters or is attached already, and for layers
+    `fully_shard`). ValueError for an optimizer that holds none of its parameters, or some as they were before these calls
+    replaced them, or is attached already, and for layers
     that are no part of what was converted.
 
     A step then raises RuntimeError inside of a backward, when tp-partial gradients were not summed, wgrads still wait (see
@@ -125,6 +127,7 @@ def attach(
     root, held = converted_root(model), list(masters_of(model).values())
     _check_whole(model, root)
     _check_owns(root or model, optimizer, held)
+    _check_not_stale(root or model, optimizer)
     session = _adopt_layers(model, mesh, seed) if root is None else session_of(root)
     root = root or model
     if optimizer in session.optimizers:
@@ -257,6 +260,27 @@ def _check_owns(model: nn.Module, optimizer: Optimizer, held: Sequence[Tensor]) 
             f"dlp.attach: this {type(optimizer).__name__} holds none of the model's {len(own)} parameters "
             f"({next(iter(own.values()))}, ...), so that its step trains nothing; dlp.convert and dlp.fully_shard replace "
             f"parameters: make the optimizer after them"
+        )
+
+
+def _check_not_stale(model: nn.Module, optimizer: Optimizer) -> None:
+    """ValueError for an optimizer that holds some of the model's parameters as they were before dlp.convert or a fully_shard
+    replaced them: tensors that are not the model's, of the shape of a parameter that it does not hold, on fewer mesh axes."""
+    own = {id(p): name for name, p in model.named_parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    known, foreign = {id(p) for p in held}, [p for p in held if id(p) not in own]
+    stale: list[str] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            old = next((p for p in foreign if p.shape == parameter.shape and num_axes(p) < num_axes(parameter)), None)
+            if old is not None:
+                stale.append(name)
+                foreign = [p for p in foreign if p is not old]
+    if stale:
+        some = " and ".join(stale[:2]) + (f" and {len(stale) - 2} more" if len(stale) > 2 else "")
+        raise ValueError(
+            f"dlp.attach: this {type(optimizer).__name__} holds {some} as they were before dlp.fully_shard or dlp.convert "
+            f"replaced them, so that its step does not train them: make the optimizer after dlp.convert and dlp.fully_shard"
         )
 
 

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from dlp.comm.mesh import AXES, TP, WORLD, ParallelDims
 from dlp.parallel import auto
 from dlp.parallel.auto import Times
+from dlp.parallel.linear.core import other_microbatch
 from dlp.parallel.linear.modules import (
     ConvertedLinear,
     LinearCore,
@@ -282,9 +283,14 @@ class ReplicatedMixin(SpreadModule):
                 f"add it to a layer group with sequence_parallel = true"
             )
         if not shard and self.on_shards:
+            sums = self.tp_sums
+            tp = 1 if sums is None else sums.group.size()
+            other = x.dim() == 1 + features and len(x) != self.token_rows * tp
+            remark = other_microbatch(len(x) * tp, self.token_rows * tp) if other else ""
             raise ValueError(
                 f"{self.layer_name}: sequence parallelism expects token shards [{self.token_rows}{', H' * features}]; got x "
-                f"of shape {tuple(x.shape)}. Split the tokens with dlp.scatter_tokens before it, or take it out of the group"
+                f"of shape {tuple(x.shape)}. {remark}Split the tokens with dlp.scatter_tokens before it, or take it out of the "
+                f"group"
             )
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
 
 import torch
 from torch import Tensor, nn
@@ -258,11 +259,44 @@ def values_differ(name: str, axis: str, step: int | None) -> str:
 def gradients_differ(
     model: nn.Module, bad: Sequence[str], norms: Mapping[str, list[float]], group: ProcessGroup
 ) -> str:
-    name = bad[0]
-    return (
+    """The message for parameters whose gradients differ, in the order of the model. The module of the last of them is the
+    nearest to the cause: backward begins there. All tp ranks call it."""
+    path = bad[-1].rpartition(".")[0]
+    name = next(each for each in bad if each.rpartition(".")[0] == path)
+    said = (
         f"{name} is replicated on tp, but its gradient differs between tp ranks (norms "
-        f"{', '.join(f'{value:.4g}' for value in norms[name])}), so that its replicas would drift apart. If its module "
-        f"reads features that tp cuts, as a norm behind a column-parallel q does, add it to a layer group with "
-        f"style = 'column'; if it reads tokens that tp cuts, to one with sequence_parallel = True (dlp.convert "
-        f"takes models of layers made by hand, too): its gradients are then summed over tp"
+        f"{', '.join(f'{value:.4g}' for value in norms[name])}), so that its replicas would drift apart. "
     )
+    dropout = next((at for at, module in model.named_modules() if _drops(module)), None)
+    if dropout is not None and not _same_random_numbers(group, next(model.parameters()).device):
+        said += (
+            f"The random numbers of tp ranks differ, and {dropout} drops values: tensors that tp does not cut must be dropped "
+            f"alike, so call torch.manual_seed with one seed on all tp ranks of a data-parallel rank. If that is not the "
+            f"cause: "
+        )
+    tokens = "to a layer group with sequence_parallel = True (dlp.convert takes models of layers made by hand, too)"
+    if hasattr(model.get_submodule(path), "core"):  # a linear
+        return said + (
+            f"{path} is a linear that tp does not cut. If the result is used together with features that tp cuts, as k and v "
+            f"of fewer heads than tp or a gate of one column are, each rank has the gradient of its own features only: give "
+            f"the linear a multiple of tp output features (k and v: as many heads as tp, by repeating heads) and a layer "
+            f"group with style = 'column', or choose a smaller tp. If it reads tokens that tp cuts, add it {tokens}"
+        )
+    return said + (
+        f"If its module reads features that tp cuts, as a norm behind a column-parallel q does, add it to a layer group with "
+        f"style = 'column'; if it reads tokens that tp cuts, {tokens}: its gradients are then summed over tp"
+    )
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module draws random numbers in forward."""
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+
+
+def _same_random_numbers(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the ranks of a group would draw the same random numbers next."""
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    mine = int.from_bytes(sha256(state.numpy().tobytes()).digest()[:6], "little")
+    with observer.label(layer=CHECKS, direction="other"):
+        (seen,) = collectives.all_gather((torch.tensor([mine], device=device),), (0,), group).wait()
+    return len(set(seen.flatten().tolist())) == 1
