@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from launch import clip as clipping
 from launch import update
 from launch.config import ConfigError, load
 from launch.update import IN_A_ROW, KNOWN, WINDOW, SpikeFilter
@@ -68,6 +72,27 @@ def test_a_factor_that_would_skip_half_of_all_steps_is_refused(value: str) -> No
         ConfigError, match=r"--train.skip_spikes|\[train\] skip_spikes: expected a number > 1, or 0, got"
     ):
         load("tiny", [f"--train.skip_spikes={value}"])
+
+
+def test_gradients_are_divided_by_the_norm_over_the_clip_and_1e_6_more() -> None:
+    """The optimizer divides by `grad_scale`. A larger constant than 1e-6 would shrink the gradients of small norms."""
+
+    class Sees(torch.optim.SGD):
+        scales: list[float] = []
+
+        def step(self, closure: Any = None) -> None:
+            self.scales.append(self.grad_scale.item())
+
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = Sees(model.parameters(), lr=1.0)
+    for clip, gradient, norm in ((1.0, [3.0, 4.0], 5.0), (0.01, [0.03, 0.04], 0.05), (1.0, [0.3, 0.4], 0.5)):
+        model.weight.grad = torch.tensor([gradient])
+        with patch.object(clipping.dist, "get_world_size", lambda: 1):
+            made = update.Update(model, optimizer, replace(load("tiny").train, clip=clip), torch.device("cpu"))
+            norms = made()
+        assert norms[0].item() == pytest.approx(norm)
+        assert optimizer.scales[-1] == pytest.approx(max(1.0, norm / clip), rel=1e-4)
+        assert model.weight.grad is None
 
 
 def test_nothing_of_the_rule_waits_for_the_device() -> None:

@@ -206,6 +206,48 @@ def test_all_partial_gradients_travel_in_one_all_reduce(ranks):
         assert shapes == [(norm + down_bias + mix + 5,)] * 2  # and a word for each of 5 parameters
 
 
+class OnSomeTokens(nn.Module):
+    """A norm that only the first half of the tokens passes: on two ranks only rank 0 calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.rest = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.tp: DeviceMesh | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tp is None:
+            rows = x.view(-1, HIDDEN)
+            half = len(rows) // 2
+            return self.rest(torch.cat([self.norm(rows[:half]), rows[half:]])).view(x.shape)
+        rows = dlp.scatter_tokens(x, self.tp)
+        rows = self.norm(rows) if self.tp.get_local_rank() == 0 else rows
+        return dlp.gather_tokens(self.rest(rows), self.tp).view(x.shape)
+
+
+def on_some_tokens(tp: int) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    model = OnSomeTokens()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.5, 0.5)
+    model.to(worker.device())
+    if tp > 1:
+        mesh = worker.mesh(tp=tp)
+        dlp.convert(model, [{"name": "sp", "match": ["**"], "sequence_parallel": True}], mesh, batch=(BATCH, SEQUENCE))
+        model.tp = mesh["tp"]
+    for i in range(2):
+        loss_of(model(batch(i))).backward()
+    return gradients(dict(model.named_parameters()))
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_a_gradient_of_its_own_gets_the_sum(ranks):
+    expected = ranks(1).run(on_some_tokens, 1)[0]
+    for found in ranks(2).run(on_some_tokens, 2):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert_close(found[name], gradient, 1e-5, name)
+
+
 def from_elsewhere() -> str:
     model = make(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launch import plot
+from launch import first_scales, plot
 from launch.config import Config, ConfigError
 from launch.plot_stats import parts_of
 from launch.train import plan_text
@@ -131,6 +131,21 @@ def test_an_inf_in_a_pass_that_finds_scales_is_located_as_one_in_the_step(ranks,
         assert message.startswith("step 1: loss ")
         assert ": x of model.layers.0.mlp.down_proj held a NaN or Inf when it was cast on rank 1, " in message
     assert not list(Path(run.run.dir).glob("checkpoints/step-*"))
+
+
+def left_by_passes(config: Config) -> tuple[int, list[str]]:
+    """How many scales passes had to find, and the parameters that they left a gradient."""
+    trainer, done = training.trainer(config)
+    unknown = first_scales.without_amax(trainer.built.model)
+    trainer.find_scales(done)
+    training.end_determinism()
+    return len(unknown), [name for name, p in trainer.built.model.named_parameters() if p.grad is not None]
+
+
+@pytest.mark.ranks(2)
+def test_passes_that_find_scales_leave_no_gradients(ranks, tmp_path, data):
+    for unknown, left in ranks(2).run(left_by_passes, config(tmp_path, data, "--recipe=fp8_delayed")):
+        assert unknown > 0 and not left
 
 
 class AskedBefore(Trainer):

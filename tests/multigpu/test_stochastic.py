@@ -52,6 +52,27 @@ def test_evaluation_draws_nothing_and_recomputation_the_same_bits():
         assert_bit_equal(weight_grad(other, recompute=True), weight_grad(plain))
 
 
+@pytest.mark.parametrize("attached", [True, False])
+def test_evaluation_of_a_model_draws_nothing(attached):
+    """The session of a model counts microbatches by another line than a lone layer does."""
+    models = [torch.nn.Sequential(layer()) for _ in range(2)]
+    for model in models:
+        dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        if not attached:
+            session_of(model).attached = False
+    plain, other = models
+    for _ in range(2):
+        with torch.no_grad():
+            other(torch.ones(SIZE, SIZE))
+        grads = []
+        for model in models:
+            model.zero_grad()
+            model(matrix("gauss", SIZE, SIZE, 1)).backward(matrix("gauss", SIZE, SIZE, 2))
+            grads.append(model[0].weight.grad)
+        assert_bit_equal(*grads)
+    assert int(session_of(plain).counter) == int(session_of(other).counter) == 2
+
+
 @pytest.mark.slow
 def test_the_gradient_is_unbiased_and_with_rounding_to_nearest_it_is_not():
     """dw is dy.T for x = 1. In each block one 6.0 makes the scale 1, so that 0.6 lies between 0.5 and 1."""
