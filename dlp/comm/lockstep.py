@@ -145,7 +145,7 @@ class WaitWatch:
             stand = self._stands.get(session)
             if stand is None or stand.place != (place, offset, last, session.direction, session.steps):
                 self._stands[session] = _Stand((place, offset, last, session.direction, session.steps), now)
-            elif now - stand.since >= PATIENCE and not stand.said and last is not None and _in_a_pass(frame):
+            elif now - stand.since >= PATIENCE and not stand.said and last is not None and in_a_pass(frame):
                 stand.said = True
                 self._say(
                     f"rank {dist.get_rank() if dist.is_initialized() else 0} has waited for {now - stand.since:.0f} s in "
@@ -154,7 +154,7 @@ class WaitWatch:
                 )
 
 
-def _in_a_pass(frame: Any) -> bool:
+def in_a_pass(frame: Any) -> bool:
     """Whether a thread is inside of collectives, autograd or a layer, and not in code of the user."""
     if frame is None:
         return False

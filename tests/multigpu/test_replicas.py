@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import dlp
+from dlp.comm import lockstep
 from tests import pool as worker
 from tests.multigpu.test_grads import Attention, batch, loss_of, make
 
@@ -169,7 +175,7 @@ def with_recipes(own: bool) -> str:
 def test_ranks_that_convert_otherwise_are_refused(ranks):
     assert ranks(2).run(with_recipes, False) == ["", ""]
     for said in ranks(2).run(with_recipes, True):
-        assert said.startswith("dlp.convert: rank 1 plans 0 otherwise than rank 0: bf16")
+        assert said.startswith("dlp.convert: rank 1 plans 0 otherwise than rank 0: local (16, 16) in bf16")
 
 
 def first_step(way: str, sizes: dict[str, int], attached: bool) -> str:
@@ -203,6 +209,42 @@ def test_what_ranks_do_is_compared_in_the_first_step(ranks, attached):
             assert "rank 0 begins forward 2 of 128 values" in said
             assert f"rank 1 begins forward 2 of {16 * rows} values" in said
         assert ranks(2).run(first_step, "other tokens", dp, attached) == ["", ""]  # as FSDP allows
+
+
+def test_a_thread_that_waits_inside_of_a_pass_is_named_once():
+    class Trains:
+        last, direction, steps = SimpleNamespace(name="blocks.0.up"), "backward", 4
+
+    session, said, release, inside = Trains(), list[str](), threading.Event(), threading.Event()
+    watch = lockstep.WaitWatch(said.append)
+    watch._started = True  # this test looks by hand
+
+    def waits() -> None:
+        watch.add(session)
+        code = compile("inside.set(); release.wait(60)", "site-packages/torch/distributed/c10d.py", "exec")
+        exec(code, {"inside": inside, "release": release})
+
+    with patch.object(lockstep, "in_a_pass", lambda frame: True):
+        thread = threading.Thread(target=waits)
+        thread.start()
+        assert inside.wait(10)
+        time.sleep(0.2)
+        for now in (0.0, lockstep.PATIENCE - 1, lockstep.PATIENCE, lockstep.PATIENCE + 1, 9 * lockstep.PATIENCE):
+            watch.look(now)
+    release.set()
+    thread.join()
+    assert len(said) == 1 and "in step 5; the last layer that ran is blocks.0.up, in backward" in said[0]
+
+
+def test_only_a_thread_inside_of_collectives_autograd_or_layers_waits_for_ranks():
+    def frame_in(file: str) -> Any:
+        namespace: dict[str, Any] = {"sys": sys}
+        exec(compile("frame = sys._getframe()", file, "exec"), namespace)
+        return namespace["frame"]
+
+    assert lockstep.in_a_pass(frame_in("/lib/torch/autograd/graph.py"))
+    assert lockstep.in_a_pass(frame_in("/lib/dlp/comm/collectives.py"))
+    assert not lockstep.in_a_pass(frame_in("/home/me/train.py")) and not lockstep.in_a_pass(None)
 
 
 # ---- causes

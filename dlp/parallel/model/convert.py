@@ -20,6 +20,7 @@ forward sees the plain tensors of all of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -161,20 +162,21 @@ def convert(
 
 def _check_alike(plan: Plan) -> None:
     """ValueError, on all ranks, where ranks plan different things: they would send each other operands in different formats."""
-    rows = {row.name: str(row) for row in (*plan.layers, *plan.others)}
-    mine, of_all = sha256(repr(rows).encode()).hexdigest(), [""] * dist.get_world_size()
-    dist.all_gather_object(of_all, mine)
+    mine = {row.name: f"{row.style} {row.shape} in {row.recipe}, overlap {row.overlap}" for row in plan.layers}
+    mine |= {row.name: f"{row.kind}, {row.style}" for row in plan.others}
+    mine = {name: re.sub(r" at 0x[0-9a-f]+", "", said) for name, said in mine.items()}  # objects of this process
+    hashed, of_all = sha256(repr(mine).encode()).hexdigest(), [""] * dist.get_world_size()
+    dist.all_gather_object(of_all, hashed)
     rank = next((rank for rank, its in enumerate(of_all) if its != of_all[0]), None)
     if rank is None:
         return
-    plans: list[Any] = [None] * len(of_all)
-    recipes = {row.name: str(row.recipe) for row in plan.layers}
-    dist.all_gather_object(plans, (rows, recipes))
-    (first, its_recipes), (other, recipes) = plans[0], plans[rank]
-    name = next((name for name in first.keys() | other.keys() if first.get(name) != other.get(name)), "")
+    plans: list[dict[str, str]] = [{}] * len(of_all)
+    dist.all_gather_object(plans, mine)
+    first, other = plans[0], plans[rank]
+    name = next((name for name in (*first, *other) if first.get(name) != other.get(name)), "")
     raise ValueError(
-        f"dlp.convert: rank {rank} plans {name} otherwise than rank 0: {recipes.get(name, other.get(name))} and "
-        f"{its_recipes.get(name, first.get(name))}; convert the same model with the same layer groups on all ranks"
+        f"dlp.convert: rank {rank} plans {name} otherwise than rank 0: {other.get(name, 'nothing')}, and rank 0 "
+        f"{first.get(name, 'nothing')}; convert the same model with the same layer groups on all ranks"
     )
 
 

@@ -151,7 +151,7 @@ def _rounding(parameter: Tensor, digested: Tensor) -> Tensor:
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
     """The parameters in high precision, by name; of weights that are held as codes the masters, if there are any."""
-    found = {
+    found: dict[str, Tensor] = {
         name: p
         for name, p in model.named_parameters()
         if p.is_floating_point() and not p.is_meta and type(p) in (nn.Parameter, DTensor) and not is_placeholder(p)

@@ -410,6 +410,12 @@ class Session:
         elif self.sums is not None and not self.attached:
             self.sums.check_complete(optimizer)
 
+    def look(self) -> None:
+        """Compare replicas before the next step, where `replicas` does so; for steps that a CUDA graph replays, which call no
+        hooks."""
+        if self.replicas is not None:
+            self.replicas.look(self.steps)
+
     def after_any_step(self, optimizer: Optimizer) -> None:
         """The post-hook of all optimizers' steps, attached or not."""
         foreign, layers = optimizer not in self.optimizers, [core.weights for core in self.cores]
