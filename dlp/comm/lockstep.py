@@ -15,6 +15,7 @@ thread nothing.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
 import time
@@ -93,6 +94,27 @@ def _said(numbers: list[int]) -> str:
     if kind == STEP:
         return f"begins the optimizer's step after {forwards} forwards"
     return f"begins forward {forwards} of {values} values"
+
+
+def check_alike(mine: Mapping[str, str], group: ProcessGroup | None, who: str) -> None:
+    """ValueError, on all ranks of the group, where ranks plan different things: they would send each other operands in
+    different formats. mine: what this rank plans, by the name of a layer; who: the call, for the message."""
+    if group is None or group.size() == 1:
+        return
+    mine = {name: re.sub(r" at 0x[0-9a-f]+", "", said) for name, said in mine.items()}  # objects of this process
+    hashed, of_all = sha256(repr(mine).encode()).hexdigest(), [""] * group.size()
+    dist.all_gather_object(of_all, hashed, group)
+    place = next((place for place, its in enumerate(of_all) if its != of_all[0]), None)
+    if place is None:
+        return
+    plans: list[dict[str, str]] = [{}] * len(of_all)
+    dist.all_gather_object(plans, mine, group)
+    first, other, ranks = plans[0], plans[place], dist.get_process_group_ranks(group)
+    name = next((name for name in (*first, *other) if first.get(name) != other.get(name)), "the order of layers")
+    raise ValueError(
+        f"{who}: rank {ranks[place]} plans {name} otherwise than rank {ranks[0]}: {other.get(name, 'nothing')}, and rank "
+        f"{ranks[0]} {first.get(name, 'nothing')}; all ranks call {who} for the same model with the same recipes"
+    )
 
 
 # ---- ranks that wait later

@@ -165,17 +165,25 @@ def test_tp_ranks_that_part_are_stopped(ranks, way, expected):
 # ---- what ranks do
 
 
-def with_recipes(own: bool) -> str:
+def with_recipes(door: str, own: bool) -> str:
+    mesh, recipe = worker.mesh(tp=2), "bf16" if own and dist.get_rank() == 1 else "fp8_current"
     model = nn.Sequential(nn.Linear(16, 16)).to(worker.device())
-    recipe = "bf16" if own and dist.get_rank() == 1 else "fp8_current"
-    return said_by(lambda: dlp.convert(model, [{"name": "all", "match": ["**"], "recipe": recipe}], worker.mesh(tp=2)))
+    if door == "attach":
+        hand = dlp.ColumnParallelLinear(16, 16, tp=mesh["tp"], device=worker.device(), recipe=recipe)
+        model = nn.Sequential(hand)
+        return said_by(lambda: dlp.attach(model, SGD(model.parameters(), lr=0.1)))
+    if door == "convert":
+        return said_by(lambda: dlp.convert(model, [{"name": "all", "match": ["**"], "recipe": recipe}], mesh))
+    dlp.convert(model, [], mesh)
+    return said_by(lambda: dlp.set_recipe(model, "0", recipe))
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_convert_otherwise_are_refused(ranks):
-    assert ranks(2).run(with_recipes, False) == ["", ""]
-    for said in ranks(2).run(with_recipes, True):
-        assert said.startswith("dlp.convert: rank 1 plans 0 otherwise than rank 0: local (16, 16) in bf16")
+@pytest.mark.parametrize("door", ["convert", "attach", "set_recipe"])
+def test_ranks_with_different_recipes_are_refused(ranks, door):
+    assert ranks(2).run(with_recipes, door, False) == ["", ""]
+    for said in ranks(2).run(with_recipes, door, True):
+        assert said.startswith(f"dlp.{door}: rank 1 plans 0 otherwise than rank 0: ") and "bf16" in said
 
 
 def first_step(way: str, sizes: dict[str, int], attached: bool) -> str:

@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dlp.comm.lockstep import WATCH
+from dlp.comm.lockstep import WATCH, check_alike
 from dlp.comm.mesh import AXES, DP_SHARD, TP, ParallelDims, placement_on
 from dlp.parallel.linear.modules import ConvertedLinear, LinearCore, ParallelLinear
 from dlp.parallel.linear.spec import LinearSpec
@@ -304,6 +304,8 @@ def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Sessi
     if tp_groups:
         model.partial_gradients = session.sums = PartialGradients(model, tp_groups[0])  # type: ignore[assignment]
         groups[TP] = tp_groups[0]
+        rows = {core.spec.name: f"{core.spec.style.name} in {core.spec.recipe}" for core in session.cores}
+        check_alike(rows, tp_groups[0], "dlp.attach")
     session.replicas = Replicas(model, [slot.path for slot in session.sums.slots] if session.sums else (), groups)
     return session
 
@@ -316,11 +318,14 @@ def set_recipe(model: nn.Module, pattern: str, recipe: Any) -> Swap:
 
     `recipe`: a name, a table {"name": ..., option: value}, a Recipe or a CustomRecipe. Call it between an optimizer step
     and the next forward, on all ranks. Raises ValueError, before anything is changed, for a pattern that matches no
-    layer or only some of a set of siblings, and for a recipe that a layer cannot run under.
+    layer or only some of a set of siblings, for a recipe that a layer cannot run under, and where tp ranks ask for different
+    recipes.
     """
     resolved, modules = recipes.as_recipe(recipe), layer_modules(model)
     names = {id(module): name for name, module in _by_own_name(model).items()}
     layers = [names[id(modules[name])] for name in match_layers(model, pattern, "set_recipe")]
+    asked = {layer: str(resolved.for_layer(layer)) for layer in layers}
+    check_alike(asked, _session(model, layers).groups.get(TP), "dlp.set_recipe")
     return _apply(model, _swap(layers, _session(model, layers).steps, recipe, resolved), resolved)
 
 

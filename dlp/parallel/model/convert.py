@@ -20,11 +20,9 @@ forward sees the plain tensors of all of them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dlp.comm.lockstep import check_alike
 from dlp.comm.mesh import AXES, TP, WORLD, ParallelDims
 from dlp.parallel import auto
 from dlp.parallel.auto import Times
@@ -126,7 +125,7 @@ def convert(
     )
     if plan.times is not None:
         auto.check_together(plan.choices())
-    _check_alike(plan)
+    check_alike(_rows_of(plan), dist.group.WORLD, "dlp.convert")
     tokens = batch[0] * batch[1] if batch is not None else None
     group = amax_process_group(dims, amax_group)
     groups_of_axes = {axis: dims.group(axis) for axis in AXES}
@@ -160,24 +159,10 @@ def convert(
     return plan
 
 
-def _check_alike(plan: Plan) -> None:
-    """ValueError, on all ranks, where ranks plan different things: they would send each other operands in different formats."""
-    mine = {row.name: f"{row.style} {row.shape} in {row.recipe}, overlap {row.overlap}" for row in plan.layers}
-    mine |= {row.name: f"{row.kind}, {row.style}" for row in plan.others}
-    mine = {name: re.sub(r" at 0x[0-9a-f]+", "", said) for name, said in mine.items()}  # objects of this process
-    hashed, of_all = sha256(repr(mine).encode()).hexdigest(), [""] * dist.get_world_size()
-    dist.all_gather_object(of_all, hashed)
-    rank = next((rank for rank, its in enumerate(of_all) if its != of_all[0]), None)
-    if rank is None:
-        return
-    plans: list[dict[str, str]] = [{}] * len(of_all)
-    dist.all_gather_object(plans, mine)
-    first, other = plans[0], plans[rank]
-    name = next((name for name in (*first, *other) if first.get(name) != other.get(name)), "")
-    raise ValueError(
-        f"dlp.convert: rank {rank} plans {name} otherwise than rank 0: {other.get(name, 'nothing')}, and rank 0 "
-        f"{first.get(name, 'nothing')}; convert the same model with the same layer groups on all ranks"
-    )
+def _rows_of(plan: Plan) -> dict[str, str]:
+    """What ranks must agree on, by the name of a module."""
+    rows = {row.name: f"{row.style} {row.shape} in {row.recipe}, overlap {row.overlap}" for row in plan.layers}
+    return rows | {row.name: f"{row.kind}, {row.style}" for row in plan.others}
 
 
 def _layers_that_run_as_one(plan: Plan) -> list[list[LayerPlan]]:

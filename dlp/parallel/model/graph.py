@@ -123,6 +123,8 @@ class Replays:
     def __call__(self, batch: Any) -> Any:
         """Replay the captured step on `batch`, and count it."""
         assert self._captured is not None
+        for session in self.sessions:
+            session.look()
         result = self._captured(batch)
         for session, count in zip(self.sessions, self._advance, strict=True):
             session.steps += count

@@ -56,7 +56,7 @@ class Replicas:
     gradients are not compared. `groups`: this rank's group on each mesh axis."""
 
     def __init__(self, model: nn.Module, partial: Iterable[str], groups: Groups) -> None:
-        self.model, self._partial, self._groups = model, set(partial), wide(groups)
+        self.model, self._partial, self.groups = model, set(partial), wide(groups)
         self._unseen: dict[str, None] | None = None  # parameters that have had no gradient
         self._before: dict[str, Tensor] = {}  # digests at the last comparison
         self._own: set[tuple[str, str]] = set()  # (axis, plain parameter) that users cut themselves
@@ -76,22 +76,22 @@ class Replicas:
     def look(self, step: int) -> None:
         """Before step number `step`, from 0. All ranks call it. RuntimeError, on the ranks that share the parameter, naming
         the parameter and the cause."""
-        if not self._groups or not looks(step):
+        if not self.groups or not looks(step):
             return
         parameters = values_of(self.model)
         digests = dict(zip(parameters, digest(parameters.values()).unbind(), strict=True)) if parameters else {}
         first = not self._before
         if first:
             self._find_own(parameters, digests)
-        if TP in self._groups:
-            self._compare_gradients(parameters, self._groups[TP])
+        if TP in self.groups:
+            self._compare_gradients(parameters, self.groups[TP])
         changes = {name: now if first else now - self._before.get(name, now) for name, now in digests.items()}
         self._before = digests
         self._compare_values(parameters, digests, changes, step, first)
 
     def _find_own(self, parameters: Mapping[str, Tensor], digests: Mapping[str, Tensor]) -> None:
         """Plain parameters that begin with different values on the ranks of an axis are cut by the user."""
-        for axis, group in self._groups.items():
+        for axis, group in self.groups.items():
             names = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
             if names:
                 seen = gather([digests[name] for name in names], group)
@@ -126,7 +126,7 @@ class Replicas:
         first: bool,
     ) -> None:  # fmt: skip
         """Compare changes since the last comparison, the values themselves in the first one."""
-        for axis, group in self._groups.items():
+        for axis, group in self.groups.items():
             names = self._on(axis, parameters)
             if not names:
                 continue
@@ -136,7 +136,7 @@ class Replicas:
             rounding = torch.stack([_rounding(parameters[name], digests[name]) for name in names])
             drifts = (spread > torch.maximum(DRIFT * moved, rounding)).float()
             with observer.label(layer=CHECKS):
-                for each in self._groups.values():  # ranks that hold other shards of the parameter raise as well
+                for each in self.groups.values():  # ranks that hold other shards of the parameter raise as well
                     (drifts,) = agree([drifts], each)
             worst = next((name for name, drift in zip(names, drifts.tolist(), strict=True) if drift), None)
             if worst is not None:

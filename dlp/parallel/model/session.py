@@ -284,7 +284,7 @@ class Session:
 
     def meet(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """The first forward pre-hook of the session's model: compare what ranks do in the first step."""
-        if self.lockstep.over or torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_dynamo_compiling() or self.lockstep.over or not torch.is_grad_enabled():
             return
         if self.cores and not (in_backward() or capturing()):
             self.lockstep.forward((args, kwargs), self.cores[0].device, is_sharded(model))
@@ -400,7 +400,9 @@ class Session:
 
     def before_any_step(self, optimizer: Optimizer) -> None:
         """The pre-hook of all optimizers' steps, attached or not: what holds without `attach`, too."""
-        if torch.compiler.is_dynamo_compiling() or self.replicas is None or not self.replicas.holds_some(optimizer):
+        if self.replicas is None or not self.replicas.groups or (self.attached and self.lockstep.over):
+            return
+        if torch.compiler.is_dynamo_compiling() or not self.replicas.holds_some(optimizer):
             return
         if not in_backward():
             if not self.lockstep.over and self.cores and not capturing():
