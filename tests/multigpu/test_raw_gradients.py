@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from launch.clip import GradientNorm
 from launch.config import Config
-from launch.graph import Batch
-from launch.trainer import Trainer
+from launch.trainer import Batch, Trainer
 from tests import training
 from tests.metrics import relative_error
 from tests.pool import Pool
@@ -138,3 +137,21 @@ def test_raw_gradients_are_those_of_one_rank_with_the_full_batch(ranks, one_rank
                 assert relative_error(found.gradients[name], gradient) <= 1e-5, (options, name)
             assert found.norm == pytest.approx(expected.norm, rel=1e-5), options
             assert found.loss == pytest.approx(expected.loss, rel=1e-5), options
+
+
+OPTIONS = [
+    ["--train.checkpointing=full"],
+    ["--train.main_grads=grad", "--train.weight_cache=forward"],
+    ["--model.fused=true"],
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options[0])
+def test_options_that_change_who_computes_gradients_keep_them(ranks, one_rank, tmp_path, data, options):
+    """`main_grads = "grad"` adds into gradients that exist already, so the second microbatch goes another way."""
+    expected = one_rank(ranks(1))
+    asked = config(tmp_path, data, f"--train.micro_batch={SEQUENCES // 4}", *options)
+    for found in ranks(2).run(distributed, asked):
+        for name, gradient in expected.gradients.items():
+            assert relative_error(found.gradients[name], gradient) <= 1e-5, name
