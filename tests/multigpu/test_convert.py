@@ -431,9 +431,9 @@ def hand_made(way: str) -> dict[str, float]:
         for ours, theirs in zip((model.up, model.down), (plain[1], plain[3]), strict=True):
             theirs.weight.copy_(ours.weight.full_tensor())
             theirs.bias.copy_(ours.bias.full_tensor())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)  # plain parameters beside DTensors
     if way == "convert":
         dlp.convert(model, [{"name": "sp", "match": ["norm"], "sequence_parallel": True}], mesh, batch=(1, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)  # plain parameters beside DTensors
     dlp.attach(model, optimizer)
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).to(worker.device())
     plain(x).square().sum().backward()
@@ -441,7 +441,7 @@ def hand_made(way: str) -> dict[str, float]:
     if way == "convert":
         optimizer.step()
     else:  # nobody said that the norm sees token shards
-        alone = r"^norm.weight is replicated on tp, but its gradient differs .* to one with sequence_parallel = True"
+        alone = r"^norm.weight is replicated on tp, but its gradient differs .* with sequence_parallel = True"
         with pytest.raises(RuntimeError, match=alone):
             optimizer.step()
     names = ["up.weight", "up.bias", "down.weight", "down.bias"] + ["norm.weight", "norm.bias"] * (way == "convert")

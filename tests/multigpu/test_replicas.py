@@ -18,6 +18,7 @@ from torch.optim import SGD
 
 import dlp
 from dlp.comm import lockstep
+from dlp.parallel.model import replicas
 from tests import pool as worker
 from tests.multigpu.test_grads import Attention, batch, loss_of, make
 
@@ -160,6 +161,38 @@ def apart(way: str) -> str:
 def test_tp_ranks_that_part_are_stopped(ranks, way, expected):
     for said in ranks(2).run(apart, way):
         assert said.startswith(expected) and bool(said) == bool(expected), said
+
+
+def steps_that_compare() -> tuple[list[int], list[int]]:
+    """The steps in which ranks exchange digests, and those in which they exchange what they do, of 102 steps."""
+    model, _ = two_layers(tp=2)
+    optimizer = SGD(model.parameters(), lr=1e-4)
+    dlp.attach(model, optimizer)
+    digests, told = set[int](), set[int]()
+    gather, all_gather = replicas.gather, lockstep.collectives.all_gather
+
+    def counted_gather(*args: Any) -> Tensor:
+        digests.add(step)
+        return gather(*args)
+
+    def counted_exchange(*args: Any) -> Any:
+        told.add(step)
+        return all_gather(*args)
+
+    for step in range(102):
+        with patch.object(lockstep.collectives, "all_gather", counted_exchange):
+            loss = model(x_of(step)).square().sum()
+        loss.backward()
+        with patch.object(replicas, "gather", counted_gather):
+            optimizer.step()
+        optimizer.zero_grad()
+    return sorted(digests), sorted(told)
+
+
+@pytest.mark.ranks(2)
+def test_warm_steps_compare_nothing(ranks):
+    for digests, told in ranks(2).run(steps_that_compare):
+        assert digests == [*range(10), 100] and told == [0]
 
 
 # ---- what ranks do

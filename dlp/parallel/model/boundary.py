@@ -1,7 +1,7 @@
 """The step boundary: the one place where anything changes between steps. Forward and backward only read.
 
-    before a step   check that no backward is running, no wgrad is delayed, partial gradients are summed, and gradients of
-                    replicated parameters are equal over tp
+    before a step   check that no backward is running, no wgrad is delayed, partial gradients are summed, and replicas of
+                    parameters are equal
     step            with a closure: cast the weights before each evaluation, check as above after it
     after it        bump the version counters of parameters, so that a backward that still needs old values raises; then the
                     boundary itself, in this order:
@@ -96,7 +96,8 @@ def attach(
     that are no part of what was converted.
 
     A step then raises RuntimeError inside of a backward, when tp-partial gradients were not summed, wgrads still wait (see
-    `backward_dw`), or the gradients of replicated parameters differ between tp ranks, looked at until each has had one.
+    `backward_dw`), or replicas of a parameter differ between ranks (`dlp.parallel.model.replicas`; compared in the first ten
+    steps and in each hundredth). In the first step ranks must run the same forwards.
 
     weight_cache   "step": weights are cast once a step, in both orientations, and the operands are kept. "forward": to save
                    memory nothing is kept; weights are cast wherever they are used, rowwise in forward and columnwise in

@@ -3,7 +3,7 @@
     compare, check_gathered   numbers that ranks must share are equal on all of them: scales, parts that a gather does not send
     StaleWeights              weights that something else than an attached optimizer has changed, whose casts are out of date
     Flags, NonFiniteWatch     tensors that were not finite when they were cast
-    (and for gradients `dlp.parallel.model.grads.Replicas`)
+    (and for replicas of parameters `dlp.parallel.model.replicas`)
 
 Checks over ranks are collective: all ranks of the group call them together. Checks that wait for the device run in the first
 ten steps, and then in every hundredth (`looks`).

@@ -113,8 +113,11 @@ def convert(
 
     Modules, their hooks, names and attributes stay; layers of dlp that were made by hand join the model's step boundary. Raises
     ValueError, before anything is changed, for a group that matches nothing or has no effect, a size that tp does not divide,
-    siblings that cannot run as one layer, sequence parallelism without `batch`, and modules that would compute something else
-    afterwards, naming the module.
+    siblings that cannot run as one layer, sequence parallelism without `batch`, modules that would compute something else
+    afterwards, naming the module, and ranks that plan different things.
+
+    Without `attach`, too, an optimizer's step raises RuntimeError where replicas of a parameter differ between ranks, and
+    inside of a backward that has not summed the gradients of the optimizer's parameters over tp.
     """
     dims = ParallelDims.from_mesh(mesh)
     tp = dims.tp_mesh
