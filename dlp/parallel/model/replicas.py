@@ -236,7 +236,8 @@ def _remedy(axis: str) -> str:
     if axis == TP:
         return (
             "gradients differed between tp ranks, or a rank skipped a layer or a step, as after an exception that was caught, "
-            "or changed the parameter alone. All tp ranks must run the same microbatches and steps. If the module reads "
+            "or changed the parameter alone, or an optimizer rounds with other random numbers. All tp ranks must run the same "
+            "microbatches and steps. If the module reads "
             "features that tp cuts, add it to a layer group with style = 'column'; start anew from a checkpoint in which "
             "replicas are equal"
         )
