@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import dlp
 from dlp.comm import lockstep
@@ -193,6 +196,27 @@ def steps_that_compare() -> tuple[list[int], list[int]]:
 def test_warm_steps_compare_nothing(ranks):
     for digests, told in ranks(2).run(steps_that_compare):
         assert digests == [*range(10), 100] and told == [0]
+
+
+def test_a_model_that_dies_inside_of_a_step_does_not_disturb_the_hooks_of_optimizers():
+    """The garbage collector may run while torch iterates over the hooks of all optimizers."""
+    models = [nn.Sequential(dlp.Linear(16, 16)) for _ in range(2)]
+    optimizers = [SGD(model.parameters(), lr=0.1) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        dlp.attach(model, optimizer)
+    died = weakref.ref(models[1])
+
+    def die(*_: Any) -> None:
+        del models[1:], optimizers[1:]
+        gc.collect()
+
+    handles = [register_optimizer_step_pre_hook(die), register_optimizer_step_post_hook(die)]
+    del model, optimizer
+    models[0](torch.ones(4, 16)).sum().backward()
+    optimizers[0].step()
+    for handle in handles:
+        handle.remove()
+    assert died() is None
 
 
 # ---- what ranks do

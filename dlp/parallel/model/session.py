@@ -490,23 +490,30 @@ def give_session(model: nn.Module, session: Session) -> None:
     model.dlp_session = session  # type: ignore[assignment]
     meet_first(model)
     model.register_forward_pre_hook(session.before_forward)
-    for register, method in (
-        (register_optimizer_step_pre_hook, session.before_any_step),
-        (register_optimizer_step_post_hook, session.after_any_step),
-    ):
-        weakref.finalize(model, register(_calls(method)).remove)
+    _watch_optimizers(session)
 
 
-def _calls(method: Callable[[Optimizer], None]) -> Callable[[Optimizer, Any, Any], None]:
-    """A hook of all optimizers' steps that calls a method, and does not keep its object alive."""
-    weak = weakref.WeakMethod(method)
+_WATCHING: weakref.WeakSet[Session] = weakref.WeakSet()  # sessions of models
+_REGISTERED: list[RemovableHandle] = []  # the two hooks
 
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        call = weak()
-        if call is not None:
-            call(optimizer)
 
-    return hook
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for session in list(_WATCHING):
+        session.before_any_step(optimizer)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for session in list(_WATCHING):
+        session.after_any_step(optimizer)
+
+
+def _watch_optimizers(session: Session) -> None:
+    """Call `before_any_step` and `after_any_step` around each step of any optimizer, as long as the session lives. The hooks
+    stay: torch iterates over the hooks while they run, and a model that dies meanwhile must not remove one."""
+    if not _REGISTERED:
+        _REGISTERED.append(register_optimizer_step_pre_hook(_before_step))
+        _REGISTERED.append(register_optimizer_step_post_hook(_after_step))
+    _WATCHING.add(session)
 
 
 def meet_first(model: nn.Module) -> None:
