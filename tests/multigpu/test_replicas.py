@@ -210,7 +210,8 @@ def test_a_model_that_dies_inside_of_a_step_does_not_disturb_the_hooks_of_optimi
         del models[1:], optimizers[1:]
         gc.collect()
 
-    handles = [register_optimizer_step_pre_hook(die), register_optimizer_step_post_hook(die)]
+    registers = (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    handles = [register(hook) for hook in (die, lambda *_: None) for register in registers]  # a hook follows `die`
     del model, optimizer
     models[0](torch.ones(4, 16)).sum().backward()
     optimizers[0].step()
