@@ -15,6 +15,7 @@ from torch.optim import AdamW
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import dlp
+from dlp.parallel.model import session
 from tests import pool as worker
 from tests.metrics import assert_bit_equal
 from tests.shardnet import BF16
@@ -133,15 +134,18 @@ def test_writes_that_torch_does_not_count_are_refused():
         loss_of(model)
 
 
-def test_the_hook_on_all_optimizers_goes_with_the_model():
+def test_sessions_that_optimizers_call_go_with_the_model():
     gc.collect()
-    before = len(_global_optimizer_post_hooks)
+    before = len(session._WATCHING)
     model = mlp()
     trained(model)
-    assert len(_global_optimizer_post_hooks) == before + 1
+    hooks = len(_global_optimizer_post_hooks)
+    assert len(session._WATCHING) == before + 1
     del model
     gc.collect()
-    assert len(_global_optimizer_post_hooks) == before
+    assert len(session._WATCHING) == before
+    trained(mlp())
+    assert len(_global_optimizer_post_hooks) == hooks, "one hook, however many models there were"
 
 
 def distributed(fsdp: bool) -> tuple[list[Tensor], list[Tensor], str]:
