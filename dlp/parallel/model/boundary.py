@@ -54,8 +54,8 @@ from dlp.parallel.model.survey import check_no_fsdp1, guard
 from dlp.parallel.weight.base import MAIN_GRADS, refresh
 from dlp.parallel.weight.fsdp2 import Managed, cast_managed, gather_quantized, managed
 from dlp.parallel.weight.held import Arguments, Closure, closure_of, masters_of, with_closure
-from dlp.parallel.weight.parameters import is_placeholder
 from dlp.parallel.weight.local import num_axes
+from dlp.parallel.weight.parameters import is_placeholder
 from dlp.quant import recipe as recipes
 from dlp.quant.patterns import must_match
 from dlp.quant.recipe import Recipe

@@ -35,7 +35,7 @@ from dlp.comm.mesh import TP, placement_on
 from dlp.comm.observer import CHECKS
 from dlp.parallel.model.checks import evenly, looks
 from dlp.parallel.weight.held import masters_of
-from dlp.parallel.weight.local import is_placeholder
+from dlp.parallel.weight.parameters import is_placeholder
 
 Groups = Mapping[str, ProcessGroup]
 PARTS = 8  # consecutive parts, and interleaved parts, whose sums a digest holds
