@@ -143,7 +143,7 @@ def _x_of(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
     x = inputs[0].detach()
     spec = module.core.spec if isinstance(module, ParallelLinear) else None
     if spec is None or spec.prologue is None:
-        return x.reshape(-1, x.shape[-1])
+        return x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return ops.stored(spec.prologue.make(spec.name, *[given.detach() for given in inputs]).matrix)
 
 

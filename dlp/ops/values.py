@@ -38,7 +38,7 @@ def rows_of(value: Value) -> Any:
         return value.matrix
     if is_handed(value):
         value = value.tensor()
-    return value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
+    return value if value.dim() == 2 else value.reshape(value.shape[:-1].numel(), value.shape[-1])
 
 
 def each(value: Value) -> tuple[Any, ...]:

@@ -47,7 +47,7 @@ def quantized_linear(
 ) -> Tensor:  # fmt: skip
     """x [..., K], the parts of w [N, K], b [N] -> y [..., N] in the dtype of x. `x_scale`: fp32 [], what a static cast
     multiplies x by."""
-    how, rows = _USES[use], x.reshape(-1, x.shape[-1])
+    how, rows = _USES[use], x.reshape(x.shape[:-1].numel(), x.shape[-1])
     w = how.format.wrap(parts)
     if how.activation is None:
         a = QuantizedTensor(_HP, (rows,))
@@ -99,7 +99,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     parts = list(ctx.saved_tensors)  # read once: checkpointing unpacks them once
     needs_x, _, _, needs_bias, _ = ctx.needs_input_grad
     dx = dy @ decoded(parts, dy.dtype, ctx.use) if needs_x else None
-    db = dy.reshape(-1, dy.shape[-1]).sum(0) if needs_bias else None
+    db = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1]).sum(0) if needs_bias else None
     return dx, [None] * len(parts), None, db, None
 
 

@@ -70,8 +70,17 @@ def gemm_int8_rowwise(
 
 
 def int8_sums(a: Tensor, b: Tensor) -> Tensor:
-    """int8 a [rows, C] @ b [cols, C].T -> int32 [rows, cols]."""
-    return torch._int_mm(a, b.t())
+    """int8 a [rows, C] @ b [cols, C].T -> int32 [rows, cols].
+
+    `torch._int_mm` hands strides to oneDNN as leading dimensions. The stride of a dimension of size 1 is arbitrary, and oneDNN
+    leaves the result uninitialized if the leading dimension is shorter than a row: such operands get the strides of rows.
+    """
+    return torch._int_mm(_row_strides(a), _row_strides(b.t()))
+
+
+def _row_strides(x: Tensor) -> Tensor:
+    """x with the strides of a contiguous matrix if one of the two sizes is 1; else x."""
+    return x.contiguous().view(-1).view(x.shape) if 1 in x.shape else x
 
 
 def gemm_fp8_block(

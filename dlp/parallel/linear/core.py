@@ -409,7 +409,11 @@ def as_matrix(x: LayerInput) -> Any:
     """[..., K] -> [M, K]; lazy matrices and operands are matrices already."""
     if isinstance(x, Produced):
         return x.matrix
-    return x if isinstance(x, LazyMatrix) or hasattr(x, OPERANDS) or x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return (
+        x
+        if isinstance(x, LazyMatrix) or hasattr(x, OPERANDS) or x.dim() == 2
+        else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    )
 
 
 def trimmed(values: Tensor, columns: int, rows: int | None = None) -> Tensor:

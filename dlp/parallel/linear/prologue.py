@@ -62,7 +62,7 @@ class Prologue(Protocol):
 
 def rows(x: Tensor) -> Tensor:
     """[..., K] -> [M, K]."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 # What both a prologue and an op of its own (`dlp.ops.basic`) compute

@@ -1,0 +1,108 @@
+"""Every format, GEMM and mode at sizes 0, 1, 2 and around a block in M, N and K, where kernels of torch may be outside of the
+region in which they are right. No ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dlp
+from dlp.quant import recipe as recipes
+from dlp.quant.gemm import Gemm
+from dlp.quant.quantizer import Quantizer
+from dlp.quant.recipe import GEMMS
+from tests.cases import RECIPES as NAMES
+from tests.metrics import relative_error
+from tests.quantizers import RECIPES, quantize
+
+PAIRS = list({recipe.operands(which): None for recipe in RECIPES for which in GEMMS})  # of quantizers, each once
+WORST = 0.3  # relative error of the coarsest format; foreign memory, or a term too few, is far beyond
+
+
+def sizes(block: int) -> Iterator[tuple[int, int, int]]:
+    """Sizes of M, N and K: each small or around a block while the others are one above a block; and all of them 0 or 1."""
+    yield from itertools.product((0, 1), repeat=3)
+    for place, size in itertools.product(range(3), sorted({0, 1, 2, block - 1, block, block + 1})):
+        yield tuple(size if i == place else block + 1 for i in range(3))  # type: ignore[misc]
+
+
+def values(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + 1000 * columns)).bfloat16()
+
+
+int_mm = torch._int_mm
+
+
+def strict_int_mm(a: Tensor, b: Tensor) -> Tensor:
+    """`torch._int_mm`, but AssertionError where oneDNN on a CPU with VNNI would leave the result uninitialized: torch takes an
+    operand with stride(1) == 1 for rows at a distance of stride(0), any other one for columns at a distance of stride(1)."""
+    for x in (a, b) if a.numel() and b.numel() else ():
+        rows = x.stride(1) == 1
+        leading, least = (x.stride(0), x.shape[1]) if rows else (x.stride(1), x.shape[0])
+        assert leading >= least or 1 not in x.stride(), f"{tuple(x.shape)} with strides {x.stride()}"
+    return int_mm(a, b)
+
+
+@pytest.fixture(autouse=True)
+def as_on_vnni() -> Iterator[None]:
+    with mock.patch.object(torch, "_int_mm", strict_int_mm):
+        yield
+
+
+@pytest.mark.parametrize("left, right", PAIRS, ids=str)
+def test_a_gemm_of_any_sizes_is_the_float64_product(left: Quantizer, right: Quantizer):
+    """Operands are padded as their formats ask. |error| <= (C + 8) 2^-24 sum |a||b|."""
+    blocks = [size for quantizer in (left, right) for size in quantizer.format.block if size > 1]
+    for rows, cols, contraction in sizes(max([16, *blocks])):
+        a, b = (
+            quantize(quantizer, quantizer.format.padded(values(lines, contraction)))
+            for quantizer, lines in ((left, rows), (right, cols))
+        )
+        x, w = a.dequantize().double(), b.dequantize().double()
+        width = min(x.shape[1], w.shape[1])  # one format may ask for more zeros than the other one
+        if x.shape[1] != w.shape[1]:
+            continue
+        y = Gemm("fprop", b, torch.float32)(a)
+        bound = (width + 8) * 2**-24 * (x.abs() @ w.abs().t())
+        assert y.shape == (len(x), len(w)) and ((y.double() - x @ w.t()).abs() <= bound).all(), (
+            rows,
+            cols,
+            contraction,
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_of_any_sizes_has_the_results_of_plain_torch(name: str):
+    """y, dx and dw of each recipe, whose layers append zeros themselves."""
+    for place, size in itertools.product(range(3), (0, 1, 2)):
+        tokens, out_features, in_features = (size if i == place else 33 for i in range(3))
+        x, w, dy = values(tokens, in_features), values(out_features, in_features), values(tokens, out_features)
+        layer = dlp.ColumnParallelLinear(in_features, out_features, recipe=name, dtype=torch.bfloat16)
+        with torch.no_grad():
+            layer.weight.copy_(w)
+        x.requires_grad_()
+        y = layer(x[None])
+        y.backward(dy[None])
+        for result, expected in ((y[0], x @ w.t()), (x.grad, dy @ w), (layer.weight.grad, dy.t() @ x)):
+            assert result is not None
+            assert relative_error(result, expected) < WORST, (tokens, out_features, in_features)
+
+
+@pytest.mark.parametrize("mode", ["weight_only", "dynamic"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("bf16", "fp8_delayed")])
+def test_a_quantized_model_of_any_sizes_has_the_results_of_plain_torch(name: str, mode: str):
+    """`quantize_`, which refuses sizes that codes cannot have; tokens in three dimensions."""
+    fmt = recipes.load(name).w.rowwise.format
+    for tokens, out_features, in_features in sizes(max(16, *fmt.block)):
+        if out_features % fmt.multiple[0] or in_features % fmt.multiple[1]:
+            continue
+        model = nn.Sequential(nn.Linear(in_features, out_features, dtype=torch.bfloat16))
+        x = values(tokens, in_features)[None]
+        expected = model(x)
+        dlp.quantize_(model, name, mode=mode)
+        assert relative_error(model(x), expected) < WORST, (tokens, out_features, in_features)
