@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dlp
+from dlp import ops
 from dlp.parallel.linear.core import run_forward, to_save
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 from launch import build
@@ -172,6 +173,94 @@ def test_a_converted_model_compiles(ranks, backend, whole, world):
     for errors, graphs in ranks(world).run(compiled_conversion, backend, whole):
         assert max(errors) <= (0 if backend == "aot_eager" else 0.02), errors
         assert whole or graphs == 1, "equal blocks share a graph"
+
+
+class Language(nn.Module):
+    """Embedding, blocks, head and loss. borders: tokens are cut over tp and gathered; else the vocabulary is cut."""
+
+    def __init__(self, borders: bool) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(64, HIDDEN), nn.ModuleList([Net(), Net()])
+        self.head, self.borders = nn.Linear(HIDDEN, 64, bias=False), borders
+
+    def forward(self, tokens: Tensor, targets: Tensor, tp: Any) -> Tensor:
+        x = self.embed(tokens)
+        x = dlp.scatter_tokens(x, tp) if self.borders else x
+        for block in self.blocks:
+            x = x + block(x)
+        x = dlp.gather_tokens(x, tp) if self.borders else x
+        return dlp.cross_entropy(self.head(x).flatten(0, -2), targets.flatten(), tp) / targets.numel()
+
+
+def whole_model(recipe: str, borders: bool) -> list[list[bool]]:
+    """Whether loss and gradients of three steps are equal, compiled as one graph and not."""
+    mesh = worker.mesh(tp=2)
+    tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1)).to(worker.device())
+    vocabulary = {"name": "vocabulary", "match": ["embed"], "style": "column"}
+    groups = [
+        *GROUPS[:2], {"name": "sp", "match": ["blocks.**"], "sequence_parallel": True} if borders else vocabulary,
+        {"name": "quantized", "match": ["blocks.*.{gate,up,down}"], "recipe": recipe},
+        {"name": "head", "match": ["head"], "style": "column"},
+    ]  # fmt: skip
+    steps: list[list[list[Tensor]]] = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Language(borders).to(worker.device())
+        dlp.convert(model, groups, mesh, batch=(4, 16))
+        dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        steps.append([])
+        for _ in range(3):
+            model.zero_grad()
+            loss = run(tokens, tokens.roll(1, 1), mesh["tp"])
+            loss.backward()
+            steps[-1].append([loss.detach(), *[getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]])
+    torch._dynamo.reset()
+    return [[torch.equal(a, b) for a, b in zip(*step, strict=True)] for step in zip(*steps, strict=True)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("recipe", "borders"), [("nvfp4", True), ("fp8_current", False)])
+def test_a_whole_model_is_one_graph(ranks, recipe, borders):
+    """With token shards or a cut vocabulary, and with microbatches that are counted for stochastic rounding."""
+    for steps in ranks(2).run(whole_model, recipe, borders):
+        assert all(map(all, steps)), steps
+
+
+def out_of_range() -> bool:
+    compiled = torch.compile(dlp.cross_entropy, fullgraph=True, backend="aot_eager")
+    loss = compiled(torch.zeros(4, 8, device=worker.device()), torch.tensor([1, 2, 16, 3], device=worker.device()),
+                    dist.group.WORLD)  # fmt: skip
+    torch._dynamo.reset()
+    return bool(loss.isnan())
+
+
+@pytest.mark.ranks(2)
+def test_a_target_outside_of_the_vocabulary_makes_a_compiled_loss_nan(ranks):
+    assert ranks(2).run(out_of_range) == [True, True]
+
+
+def moved(kind: type[ops.BasicOperation], fullgraph: bool) -> list[Tensor]:
+    """y and dx of an op that moves tensors, between two linears."""
+    torch.manual_seed(0)
+    rows = (1, 2) if kind is ops.AllGather else (2, 1) if kind is ops.ReduceScatter else (1, 1)
+    model = ops.Sequential(ops.Linear(HIDDEN, HIDDEN), ops.GELU(), kind(dist.group.WORLD), ops.GELU())
+    x = torch.randn(8 * rows[0], HIDDEN, device=worker.device(), requires_grad=True)
+    model.to(worker.device())
+    y = (torch.compile(model, fullgraph=True, backend="aot_eager") if fullgraph else model)(x)
+    assert len(y) == 8 * rows[1]
+    y.square().sum().backward()
+    torch._dynamo.reset()
+    assert x.grad is not None
+    return [y.detach(), x.grad]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [ops.AllGather, ops.ReduceScatter, ops.AllReduce])
+def test_ops_that_communicate_compile(ranks, kind):
+    for eager, compiled in zip(ranks(2).run(moved, kind, False), ranks(2).run(moved, kind, True), strict=True):
+        for a, b in zip(eager, compiled, strict=True):
+            assert relative_error(a, b) < 1e-6
 
 
 def graphs_of_blocks(config: Config) -> int:

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import dlp
 from dlp.kernels.reference.loss import CHUNK
+from dlp.parallel.model import vocabulary
 from dlp.parallel.model.embedding import IGNORED, VocabParallelEmbedding
 from dlp.parallel.weight.local import place
 from tests import pool as worker
@@ -124,6 +126,114 @@ def all_ignored() -> tuple[Tensor, Tensor]:
 def test_ignored_targets_count_for_nothing(ranks):
     for loss, gradient in ranks(2).run(all_ignored):
         assert loss.item() == 0 and not gradient.any()
+
+
+def refused(function: Any, *args: Any, **options: Any) -> str:
+    try:
+        function(*args, **options)
+    except (IndexError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def out_of_range(token: int) -> list[str]:
+    """What the cross entropy over tp, the one of this rank alone and the embedding say of a token."""
+    logits, targets = logits_and_targets(8, torch.float32)
+    targets[3] = token
+    tp = worker.mesh(tp=dist.get_world_size())["tp"]
+    module = VocabParallelEmbedding(place(torch.zeros(VOCABULARY, HIDDEN), tp, 0), tp, False)
+    return [
+        refused(dlp.cross_entropy, columns_of_rank(logits), targets, tp),
+        refused(dlp.cross_entropy, logits, targets),
+        refused(module, targets.clamp(min=min(token, 0)).view(2, 4)),
+    ]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("token", [-1, VOCABULARY, -101, VOCABULARY + 7])
+def test_tokens_outside_of_the_vocabulary_are_refused(ranks, token):
+    (over_tp, alone, embedding), other = ranks(2).run(out_of_range, token)
+    said = f"IndexError: cross_entropy: {token} is out of range: targets are in [0, 32), or ignore_index (-100)"
+    assert over_tp.startswith(said) and alone == over_tp and other[0] == over_tp
+    assert embedding.startswith("IndexError: embedding: -") == (token < 0)
+    assert "is out of range: tokens are in [0, 32)" in embedding
+
+
+def read_late() -> tuple[list[str], list[bool]]:
+    """As on a GPU: the token is refused one call late, and what belongs to it is NaN meanwhile."""
+    logits, targets = logits_and_targets(8, torch.float32)
+    group, mine = dist.group.WORLD, columns_of_rank(logits).requires_grad_()
+    tp = worker.mesh(tp=dist.get_world_size())["tp"]
+    module = VocabParallelEmbedding(place(torch.ones(VOCABULARY, HIDDEN), tp, 0), tp, False)
+    bad = targets.clone()
+    bad[3] = VOCABULARY
+    with mock.patch.object(vocabulary, "_reads_at_once", lambda tokens: False):
+        loss = dlp.cross_entropy(mine, bad, group)
+        loss.backward()
+        rows = module(bad.clamp(min=0)).isnan().all(-1)
+        late = [refused(dlp.cross_entropy, mine, targets, group), refused(module, targets.clamp(min=0))]
+        again = refused(dlp.cross_entropy, mine, targets, group)
+    assert mine.grad is not None
+    gradient = mine.grad.isnan().all(-1).tolist()
+    return [*late, again], [bool(loss.isnan()), gradient == rows.tolist() == [i == 3 for i in range(8)]]
+
+
+@pytest.mark.ranks(2)
+def test_a_gpu_refuses_them_one_call_late(ranks):
+    for (loss, embedding, again), nan in ranks(2).run(read_late):
+        assert loss.startswith("IndexError: cross_entropy: 32 is out of range in the call before this one: targets are")
+        assert embedding.startswith("IndexError: embedding: 32 is out of range in the call before this one: tokens are")
+        assert again == "no error" and all(nan)
+
+
+def ignored_rows(z_loss: float) -> tuple[float, float, Tensor, Tensor]:
+    """Loss and gradient where ignored rows have NaN logits, and those of the other rows alone by torch."""
+    logits, targets = logits_and_targets(9, torch.float32)
+    targets[targets == IGNORED] = 7
+    logits[targets == 7] = torch.nan
+    logits[targets == 7, 0] = torch.inf
+    kept = targets != 7
+    whole, mine = logits[kept].clone().requires_grad_(), columns_of_rank(logits).clone().requires_grad_()
+    expected = F.cross_entropy(whole, targets[kept], reduction="sum") + z_loss * whole.logsumexp(1).square().sum()
+    loss = dlp.cross_entropy(mine, targets, dist.group.WORLD, ignore_index=7, z_loss=z_loss)
+    expected.backward()
+    loss.backward()
+    assert whole.grad is not None and mine.grad is not None
+    gradient = torch.zeros_like(logits)
+    gradient[kept] = whole.grad
+    return loss.item(), expected.item(), mine.grad, columns_of_rank(gradient)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("z_loss", [0.0, 1e-3])
+def test_logits_of_ignored_rows_may_be_anything(ranks, z_loss):
+    for loss, expected, gradient, expected_gradient in ranks(2).run(ignored_rows, z_loss):
+        assert loss == pytest.approx(expected, rel=2e-6)
+        assert_close(gradient, expected_gradient, 1e-5)
+
+
+def other_rows_are_nan() -> Tensor:
+    """A NaN in row 0 of this rank's part, which no token of the text reads."""
+    tp = worker.mesh(tp=2)["tp"]
+    weight = torch.ones(VOCABULARY, HIDDEN)
+    weight[:: VOCABULARY // 2] = torch.nan
+    return VocabParallelEmbedding(place(weight, tp, 0), tp, False)(torch.arange(1, 9)[None])
+
+
+@pytest.mark.ranks(2)
+def test_a_row_that_no_token_reads_may_be_nan(ranks):
+    for rows in ranks(2).run(other_rows_are_nan):
+        assert torch.equal(rows, torch.ones_like(rows))
+
+
+def wrong_dtype() -> str:
+    logits, targets = logits_and_targets(8, torch.float32)
+    return refused(dlp.cross_entropy, logits, targets.float())
+
+
+@pytest.mark.ranks(1)
+def test_cross_entropy_wants_token_numbers(ranks):
+    assert "targets are token numbers, int64; got torch.float32" in ranks(1).run(wrong_dtype)[0]
 
 
 def wrong_length() -> str:

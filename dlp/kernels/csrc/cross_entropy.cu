@@ -2,6 +2,7 @@
 //
 //   log_sum_exp        log_sum[row] = log(sum(exp(x))),   picked[row] = x[row, target], or 0 if the target is no column here
 //   softmax_gradient   dx = (exp(x - log_sum) - one_hot(target)) * weight[row]     (Goodfellow et al., Deep Learning, 6.2.2.3)
+//                      0 in rows of weight 0, whatever x is: ignored tokens may have logits that are not finite
 //
 // Logits are read as they are and never stored in fp32. log_sum_exp takes a row a block of 256 threads, four octets a thread
 // in flight, and keeps a running maximum and sum in each thread (Milakov and Gimelshein, arXiv 1805.02867). softmax_gradient
@@ -115,7 +116,8 @@ __global__ void __launch_bounds__(kThreads) softmax_gradient_kernel(const __grid
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
             const float softmax = expf(__fsub_rn(x[i][k], log_sum));
-            dx.set(k, __fmul_rn(column + k == target ? __fsub_rn(softmax, 1.0f) : softmax, weight));
+            const float factor = column + k == target ? __fsub_rn(softmax, 1.0f) : softmax;
+            dx.set(k, weight == 0.0f ? 0.0f : __fmul_rn(factor, weight));
         }
         store_values(out + column, rounded<T>(dx), cols - column, reinterpret_cast<uintptr_t>(out + column) % 16 == 0);
     }

@@ -27,14 +27,14 @@ def log_sum_exp(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def softmax_gradient(logits: Tensor, target: Tensor, log_sum: Tensor, weight: Tensor) -> Tensor:
     """(exp(logits - log_sum) - one at the target) * weight: logits [M, C], target int64 [M], log_sum and weight fp32 [M] ->
-    [M, C] in the dtype of logits."""
+    [M, C] in the dtype of logits; rows of weight 0 are 0, whatever the logits are."""
     column, here = _columns(target, logits.shape[1])
     gradient = torch.empty_like(logits)
     for rows in range(0, len(logits), CHUNK):
         chunk = slice(rows, rows + CHUNK)
         softmax = (logits[chunk].float() - log_sum[chunk, None]).exp_()
         softmax.scatter_add_(1, column[chunk, None], -here[chunk, None].float())
-        gradient[chunk] = softmax * weight[chunk, None]
+        gradient[chunk] = torch.where(weight[chunk, None] == 0, 0.0, softmax * weight[chunk, None])
     return gradient
 
 

@@ -14,21 +14,12 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm import collectives
+from dlp.comm import traced
 from dlp.ops.op import BasicOperation
 from dlp.ops.values import Value
 from dlp.parallel.linear.spec import LinearSpec
-
-
-def gathered(x: Tensor, group: ProcessGroup) -> Tensor:
-    return collectives.all_gather((x.contiguous(),), (0,), group).wait()[0]
-
-
-def scattered(x: Tensor, group: ProcessGroup) -> Tensor:
-    return collectives.reduce_scatter(x.contiguous(), group).wait()
 
 
 class OfRanks(BasicOperation):
@@ -74,25 +65,23 @@ class _OverGroup(OfRanks):
 
 class AllGather(_OverGroup):
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        return input_ if self.is_single else gathered(input_, self.process_group)  # type: ignore[arg-type]
+        return input_ if self.is_single else traced.all_gather(input_, self.process_group)  # type: ignore[arg-type]
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
-        return (grad_output if self.is_single else scattered(grad_output, self.process_group)), ()  # type: ignore[arg-type]
+        return (grad_output if self.is_single else traced.reduce_scatter(grad_output, self.process_group)), ()  # type: ignore[arg-type]
 
 
 class ReduceScatter(_OverGroup):
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        return input_ if self.is_single else scattered(input_, self.process_group)  # type: ignore[arg-type]
+        return input_ if self.is_single else traced.reduce_scatter(input_, self.process_group)  # type: ignore[arg-type]
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
-        return (grad_output if self.is_single else gathered(grad_output, self.process_group)), ()  # type: ignore[arg-type]
+        return (grad_output if self.is_single else traced.all_gather(grad_output, self.process_group)), ()  # type: ignore[arg-type]
 
 
 class AllReduce(_OverGroup):
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        if self.is_single:
-            return input_
-        return collectives.all_reduce(input_.contiguous(), self.process_group).wait()  # type: ignore[arg-type]
+        return input_ if self.is_single else traced.all_reduce(input_, self.process_group)  # type: ignore[arg-type]
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
         return grad_output, ()

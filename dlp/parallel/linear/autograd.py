@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.effects import EffectType
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import register_flop_formula
@@ -545,6 +546,18 @@ for _name, _real, _fake, _flops, _gemm in (
     _LIBRARY.impl(_name, _labelled(_real, _gemm), "CompositeExplicitAutograd")
     torch.library.register_fake(f"dlp::{_name}", _fake, lib=_LIBRARY)
     register_flop_formula(getattr(torch.ops.dlp, _name))(_flops)
+
+
+def count_microbatch(spec_id: Tensor) -> None:
+    """Count a microbatch of the session of this layer, as an op: compiled code runs it before the layers of the model."""
+    bound_of(spec_id).session.advance()
+
+
+_LIBRARY.define("count_microbatch(Tensor spec_id) -> ()")
+_LIBRARY.impl("count_microbatch", count_microbatch, "CompositeExplicitAutograd")
+torch.library.register_fake("dlp::count_microbatch", lambda spec_id: None, lib=_LIBRARY)
+# an op without results, which graph passes would remove
+torch.library._register_effectful_op("dlp::count_microbatch", EffectType.ORDERED, lib=_LIBRARY)
 
 
 def opaque() -> bool:

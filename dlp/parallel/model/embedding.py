@@ -24,9 +24,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dlp.comm import collectives, observer
+from dlp.comm import traced
 from dlp.comm.mesh import tp_group_of
 from dlp.kernels import ops
+from dlp.parallel.model.vocabulary import outside, refuse
 from dlp.parallel.weight.local import fill, local
 from dlp.parallel.weight.parameters import SpreadModule
 
@@ -39,42 +40,46 @@ class _ReduceTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: ProcessGroup, reduce: str, name: str) -> Tensor:
         ctx.group, ctx.reduce, ctx.name = group, reduce, name
-        op = collectives.all_reduce if reduce == "all" else collectives.reduce_scatter
-        with observer.label(layer=name, direction="fprop"):
-            return op(rows, group).wait()
+        return (traced.all_reduce if reduce == "all" else traced.reduce_scatter)(rows, group, name, "fprop")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.reduce == "all":
             return grad, None, None, None
-        with observer.label(layer=ctx.name, direction="dgrad"):
-            return collectives.all_gather((grad,), (0,), ctx.group).wait()[0], None, None, None
+        return traced.all_gather(grad, ctx.group, ctx.name, "dgrad"), None, None, None
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of `weight` [V/tp, H] at `index` [M], zero where `mine`, bool [M], says that another rank has the row; rows get a
-    gradient where `learns`, bool [M]. The gradients of equal tokens are summed in fp32 and rounded once: a text repeats tokens
-    so often that a bf16 sum would lose several percent."""
+    """Rows of `weight` [V/tp, H], which are those from `first` on of the vocabulary, at `tokens` [M]; zero where another rank
+    has the row, NaN where no rank has one (`wrong`, bool [M]). The row of `padding_idx` gets no gradient. The gradients of
+    equal tokens are summed in fp32 and rounded once: a text repeats tokens so often that a bf16 sum would lose several
+    percent."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, index: Tensor, mine: Tensor, learns: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor, wrong: Tensor, first: int, padding_idx: int | None) -> Tensor:
+        index = tokens - first
+        mine = ~outside(index, len(weight))
+        index = torch.where(mine, index, 0)
+        learns = mine if padding_idx is None else mine & (tokens != padding_idx)
         ctx.save_for_backward(index, learns)
         ctx.vocabulary, ctx.dtype = len(weight), weight.dtype
-        return F.embedding(index, weight) * mine.unsqueeze(-1)
+        others = torch.where(wrong, torch.nan, 0.0).to(weight.dtype)
+        return torch.where(mine.unsqueeze(-1), F.embedding(index, weight), others.unsqueeze(-1))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         index, learns = ctx.saved_tensors
-        rows = grad.float() * learns.unsqueeze(-1)
+        rows = torch.where(learns.unsqueeze(-1), grad.float(), 0.0)
         summed = torch.ops.aten.embedding_dense_backward(rows, index, ctx.vocabulary, -1, False)
-        return summed.to(ctx.dtype), None, None, None
+        return summed.to(ctx.dtype), None, None, None, None
 
 
 class VocabParallelEmbedding(SpreadModule, nn.Embedding):
     """tokens [B, S] int64 -> [B, S, H], or this rank's token shard [B*S/tp, H] with sequence parallelism; dtype of `weight`.
 
-    `weight` [V, H], cut over tp along V. The row `padding_idx` gets no gradient.
+    `weight` [V, H], cut over tp along V. The row `padding_idx` gets no gradient. Raises IndexError for tokens outside of
+    [0, V): on a GPU in the call behind, and the rows are NaN meanwhile.
     """
 
     dlp_made = "vocabulary"
@@ -102,10 +107,11 @@ class VocabParallelEmbedding(SpreadModule, nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = local(self.weight, self.name)
-        index = tokens.reshape(-1) - self.group.rank() * weight.shape[0]
-        mine = (index >= 0) & (index < weight.shape[0])
-        learns = mine if self.padding_idx is None else mine & (tokens.reshape(-1) != self.padding_idx)
-        rows: Tensor = _Lookup.apply(weight, torch.where(mine, index, 0), mine, learns)
+        flat, vocabulary = tokens.reshape(-1), weight.shape[0] * self.group.size()
+        wrong = outside(flat, vocabulary)
+        refuse(self.name, flat, wrong, f"tokens are in [0, {vocabulary}), the rows of the embedding")
+        first = self.group.rank() * weight.shape[0]
+        rows: Tensor = _Lookup.apply(weight, flat, wrong, first, self.padding_idx)
         if self.sequence_parallel:
             sharded: Tensor = _ReduceTokens.apply(rows, self.group, "scatter", self.name)
             return sharded
@@ -140,11 +146,6 @@ def _slice(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.chunk(group.size())[group.rank()].contiguous()
 
 
-def _gather(x: Tensor, group: ProcessGroup, direction: str) -> Tensor:
-    with observer.label(layer="tokens", direction=direction):
-        return collectives.all_gather((x,), (0,), group).wait()[0]
-
-
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -153,14 +154,14 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group, "dgrad").view(ctx.shape), None
+        return traced.all_gather(grad, ctx.group, "tokens", "dgrad").view(ctx.shape), None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return _gather(x, group, "fprop")
+        return traced.all_gather(x, group, "tokens", "fprop")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -189,47 +190,81 @@ def gather_tokens(x: Tensor, tp: DeviceMesh | ProcessGroup) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Sum over tokens of lse - logits[target] + z_loss lse^2, lse = logsumexp(logits). Saves the logits and one fp32 lse per
-    token."""
+    """Sum over tokens of lse - logits[target] + z_loss lse^2, lse = logsumexp(logits), each times `counts`, fp32 [M]: 1, 0 for
+    a token that is ignored, NaN for a target outside of the vocabulary. Saves the logits and two fp32 numbers per token."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None, z_loss: float) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, counts: Tensor, group: ProcessGroup | None, z_loss: float
+    ) -> Tensor:
         column = targets if group is None else targets - group.rank() * logits.shape[1]  # of this rank, if it is one
         lse, picked = ops.log_sum_exp(logits, column)
         if group is not None and group.size() > 1:
-            with observer.label(layer="cross_entropy", direction="fprop"):
-                (both,) = collectives.all_gather((torch.stack([lse, picked])[None],), (0,), group).wait()
+            both = traced.all_gather(torch.stack([lse, picked])[None], group, "cross_entropy", "fprop")
             lse, picked = both[:, 0].logsumexp(0), both[:, 1].sum(0)
-        valid = targets != IGNORED
-        ctx.save_for_backward(logits, column, valid, lse)
+        ctx.save_for_backward(logits, column, counts, lse)
         ctx.z_loss = z_loss
         loss = lse - picked if z_loss == 0 else lse - picked + z_loss * lse.square()
-        return (loss * valid).sum()
+        return _times(loss, counts).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, column, valid, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, column, counts, lse = ctx.saved_tensors
+        weight = _times(grad, counts)
         if ctx.z_loss == 0:
-            return ops.softmax_gradient(logits, column, lse, grad * valid), None, None, None
-        more = 2 * ctx.z_loss * lse * grad * valid  # of the softmax, not of what is taken off at the target
-        gradient = ops.softmax_gradient(logits, column, lse, grad * valid + more)
-        mine = (column >= 0) & (column < logits.shape[1])
+            return ops.softmax_gradient(logits, column, lse, weight), None, None, None, None
+        more = _times(2 * ctx.z_loss * lse * grad, counts)  # of the softmax, not of what is taken off at the target
+        gradient = ops.softmax_gradient(logits, column, lse, weight + more)
+        mine = ~outside(column, logits.shape[1])
         at = torch.where(mine, column, 0).unsqueeze(1)
-        gradient.scatter_add_(1, at, (more * mine).to(gradient.dtype).unsqueeze(1))
-        return gradient, None, None, None
+        gradient.scatter_add_(1, at, torch.where(mine, more, 0.0).to(gradient.dtype).unsqueeze(1))
+        return gradient, None, None, None, None
+
+
+def _times(values: Tensor, counts: Tensor) -> Tensor:
+    """values * counts, and 0 where counts are 0, whatever the values are."""
+    return torch.where(counts == 0, 0.0, values * counts)
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, tp: DeviceMesh | ProcessGroup | None = None, *, z_loss: float = 0.0
-) -> Tensor:
-    """The summed cross entropy, in nats, fp32 scalar, equal on all tp ranks.
+    logits: Tensor, targets: Tensor, tp: DeviceMesh | ProcessGroup | None = None, *, ignore_index: int = IGNORED,
+    z_loss: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Return the cross entropy summed over tokens, in nats, fp32 scalar, equal on all tp ranks.
 
-    logits [M, V/tp] (column-parallel head, any float dtype), targets [M] int64 in [0, V), -100 is ignored. Divide by the
-    global number of valid tokens once. z_loss: weight of each token's squared logsumexp, which is added and keeps logits from
-    drifting (arXiv 2204.02311). fp32 logits are nowhere stored, but on a CPU for a chunk of tokens at a time.
+    Divide by the global number of tokens that count once. fp32 logits are nowhere stored, but on a CPU for a chunk of tokens at
+    a time.
+
+    Args:
+        logits: of a column-parallel head, any float dtype.
+        targets: int64, each in [0, V) or `ignore_index`.
+        tp: the ranks that share the vocabulary; None: this rank has all of it.
+        ignore_index: tokens with this target add nothing to the loss and get no gradient, whatever their logits are.
+        z_loss: weight of each token's squared logsumexp, which is added and keeps logits from drifting (arXiv 2204.02311).
+
+    Shape:
+        logits [M, V/tp], targets [M] or any shape of M elements.
+
+    Raises:
+        ValueError: for another number of targets than there are rows.
+        TypeError: for targets that are not int64.
+        IndexError: for targets outside of [0, V): on a CPU at once, on a GPU in the next call; the loss is NaN meanwhile.
+
+    Example:
+        >>> loss = dlp.cross_entropy(head(x).flatten(0, 1), targets, mesh) / tokens
     """
     if len(logits) != targets.numel():
         raise ValueError(f"cross_entropy: {len(logits)} rows of logits, but {targets.numel()} targets")
-    loss: Tensor = _CrossEntropy.apply(logits, targets.reshape(-1), None if tp is None else tp_group_of(tp), z_loss)
+    if targets.dtype != torch.int64:
+        raise TypeError(
+            f"cross_entropy: targets are token numbers, int64; got {targets.dtype}: convert them by .long()"
+        )
+    group, flat = None if tp is None else tp_group_of(tp), targets.reshape(-1)
+    vocabulary = logits.shape[1] * (1 if group is None else group.size())
+    counted = flat != ignore_index
+    wrong = counted & outside(flat, vocabulary)
+    refuse("cross_entropy", flat, wrong, f"targets are in [0, {vocabulary}), or ignore_index ({ignore_index})")
+    counts = counted.float().masked_fill_(wrong, torch.nan)
+    loss: Tensor = _CrossEntropy.apply(logits, flat, counts, group, z_loss)
     return loss

@@ -302,7 +302,10 @@ class Session:
         if self.stats is not None:
             self.stats.recording = torch.is_grad_enabled() or not self._trains()
         if self.draws and torch.is_grad_enabled() and self.cores:
-            self.advance()
+            if torch.compiler.is_dynamo_compiling():
+                torch.ops.dlp.count_microbatch(self.cores[0].bound.spec_id)
+            else:
+                self.advance()
 
     def _trains(self) -> bool:
         """Whether any weight requires a gradient."""
