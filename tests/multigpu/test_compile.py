@@ -212,7 +212,7 @@ def whole_model(recipe: str, borders: bool) -> list[list[bool]]:
         steps.append([])
         for _ in range(3):
             model.zero_grad()
-            loss = run(tokens, tokens.roll(1, 1), mesh["tp"])
+            loss = run(tokens, tokens.roll(1, 1), mesh)
             loss.backward()
             steps[-1].append([loss.detach(), *[getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]])
     torch._dynamo.reset()

@@ -40,7 +40,7 @@ def _gelu(g: Tensor) -> Slope:
 
 
 def _relu(g: Tensor) -> Slope:
-    return g.clamp_min(0), (g > 0).float()
+    return g.relu(), (g > 0).float()
 
 
 def _srelu(g: Tensor) -> Slope:

@@ -93,6 +93,7 @@ class MakeExtraOutput(BasicOperation):
         self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, basic_op_kwargs: Sequence[Any],
         **quantizers: Any,
     ) -> tuple[Value, Sequence[Sequence[Tensor]]]:  # fmt: skip
+        basic_op_ctxs[0].in_place = self.in_place
         return input_, [(input_,)]
 
     def fuser_backward(
@@ -102,11 +103,15 @@ class MakeExtraOutput(BasicOperation):
         if extra is None:
             return grad_output, [()], [()]
         grad = grad_output if isinstance(grad_output, Tensor) else grad_output.tensor()
-        into = self.in_place and extra.data_ptr() not in basic_op_ctxs[0].shared_addresses
+        into = basic_op_ctxs[0].in_place and extra.data_ptr() not in basic_op_ctxs[0].shared_addresses
         return by_torch(torch.add, extra, extra, grad) if into else added(grad, extra), [()], [()]
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         return x, x
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return by_torch(partial(torch.mul, other=scale), torch.empty_like(x), x)
 
 
 class ConstantScale(BasicOperation):
@@ -120,13 +125,15 @@ class ConstantScale(BasicOperation):
         self.scale = scale
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        return self._scaled(input_)
+        return _scaled(input_, self.scale_for(ctx))
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
-        return self._scaled(grad_output), ()
+        return _scaled(grad_output, ctx.scale), ()
 
-    def _scaled(self, x: Tensor) -> Tensor:
-        return by_torch(partial(torch.mul, other=self.scale), torch.empty_like(x), x)
+    def scale_for(self, ctx: Any) -> float:
+        """The scale of a forward, which its backward uses, too, whatever is set meanwhile."""
+        ctx.scale = self.scale
+        return self.scale
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         return x * self.scale
@@ -143,14 +150,14 @@ class Dropout(BasicOperation):
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
         if not self.training or self.p == 0:
-            ctx.drops = False
+            ctx.factor = None
             return input_
-        ctx.drops, kept = True, torch.rand_like(input_, dtype=torch.float32) >= self.p
+        ctx.factor, kept = 1 / (1 - self.p), torch.rand_like(input_, dtype=torch.float32) >= self.p
         ctx.save_for_backward(kept)
-        return input_ * kept * (1 / (1 - self.p))
+        return input_ * kept * ctx.factor
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
-        return (grad_output * ctx.saved_tensors[0] * (1 / (1 - self.p)) if ctx.drops else grad_output), ()
+        return (grad_output if ctx.factor is None else grad_output * ctx.saved_tensors[0] * ctx.factor), ()
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         return F.dropout(x, self.p, self.training)

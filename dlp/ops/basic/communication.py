@@ -11,9 +11,10 @@ Next to a linear that is not cut over ranks they are fused with it: it gathers x
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm import traced
@@ -47,6 +48,21 @@ class _OverGroup(OfRanks):
         """Whether there is one rank, so that nothing is sent."""
         return self.process_group is None or self.process_group.size() == 1
 
+    def keep_group(self, ctx: Any) -> ProcessGroup | None:
+        """The group of a forward, which its backward uses, too, whatever is set meanwhile."""
+        ctx.group = self.process_group
+        return self.process_group
+
+    def group_of(self, ctx: Any) -> ProcessGroup | None:
+        """The group of the forward of this context; before that, the one that is set."""
+        group: ProcessGroup | None = getattr(ctx, "group", self.process_group)
+        return group
+
+    @staticmethod
+    def run(collective: Callable[..., Tensor], x: Value, group: ProcessGroup | None) -> Tensor:
+        """x itself where there is one rank."""
+        return x if group is None else collective(x, group)
+
     def obstacle_to_fusion(self, spec: LinearSpec) -> str | None:
         """Why a linear of this spec cannot do this op's communication with equal bits; None: it can."""
         if self.is_single:
@@ -65,23 +81,23 @@ class _OverGroup(OfRanks):
 
 class AllGather(_OverGroup):
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        return input_ if self.is_single else traced.all_gather(input_, self.process_group)  # type: ignore[arg-type]
+        return self.run(traced.all_gather, input_, self.keep_group(ctx))
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
-        return (grad_output if self.is_single else traced.reduce_scatter(grad_output, self.process_group)), ()  # type: ignore[arg-type]
+        return self.run(traced.reduce_scatter, grad_output, ctx.group), ()
 
 
 class ReduceScatter(_OverGroup):
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        return input_ if self.is_single else traced.reduce_scatter(input_, self.process_group)  # type: ignore[arg-type]
+        return self.run(traced.reduce_scatter, input_, self.keep_group(ctx))
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
-        return (grad_output if self.is_single else traced.all_gather(grad_output, self.process_group)), ()  # type: ignore[arg-type]
+        return self.run(traced.all_gather, grad_output, ctx.group), ()
 
 
 class AllReduce(_OverGroup):
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        return input_ if self.is_single else traced.all_reduce(input_, self.process_group)  # type: ignore[arg-type]
+        return self.run(traced.all_reduce, input_, self.keep_group(ctx))
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
         return grad_output, ()

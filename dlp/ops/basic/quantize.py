@@ -51,27 +51,28 @@ class Quantize(OfRanks):
         recipe = own if region is None or not region.enabled else region.recipe or own
         return None if recipe is None else recipe.for_layer("quantize")
 
-    def _quantized(self, value: Value, recipe: Recipe | None, tensor: str) -> Value:
-        """The value quantized as `recipe` casts "x" or "dy"; as it is where that is not possible. ValueError if it is
-        strict."""
+    def _quantized(self, ctx: Any, value: Value, tensor: str) -> Value:
+        """The value quantized as the recipe of this pass casts "x" or "dy"; as it is where that is not possible. ValueError if
+        it is strict."""
+        recipe, strict, group = ctx.how
         if recipe is None or isinstance(value, Handed) or why_not(recipe, tensor) is not None:
-            if self.strict and recipe is not None and not isinstance(value, Handed):
+            if strict and recipe is not None and not isinstance(value, Handed):
                 raise ValueError(f"Quantize(strict=True): {recipe}: {why_not(recipe, tensor)}; leave strict away")
             return value
-        return quantized(rows_of(value), value.shape, recipe, tensor, self.process_group, self.strict)
+        return quantized(rows_of(value), value.shape, recipe, tensor, group, strict)
 
     def op_forward(
         self, ctx: Any, input_: Value, *, prev_op_grad_output_quantizer: Any = None, next_op_input_quantizer: Any = None,
         **kwargs: Any,
     ) -> Value:  # fmt: skip
-        ctx.recipe = self.active_recipe()
+        ctx.how = self.active_recipe(), self.strict, self.process_group  # of backward, too, whatever is set meanwhile
         ctx.quantizes_dx = self.on_backward and prev_op_grad_output_quantizer is None
         if not self.on_forward or next_op_input_quantizer is not None:
             return input_
-        return self._quantized(input_, ctx.recipe, "x")
+        return self._quantized(ctx, input_, "x")
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
-        return (self._quantized(grad_output, ctx.recipe, "dy") if ctx.quantizes_dx else grad_output), ()
+        return (self._quantized(ctx, grad_output, "dy") if ctx.quantizes_dx else grad_output), ()
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """x: traced linears take dense tensors, and cast them."""

@@ -35,7 +35,7 @@ class LinearIntoExtraInput(InnerFused):
             if isinstance(op, Bias):
                 biases = op.biases_for(op_ctx)
             else:
-                alpha = op.scale
+                alpha = op.scale_for(op_ctx)
         add.check(_y_shape(ctx, input_), extra)
         overwrites_x = isinstance(input_, Tensor) and share_bytes(input_, extra)
         if overwrites_x or not extra.is_contiguous() or extra.dtype != input_.dtype:

@@ -26,31 +26,32 @@ class GatheredLinear(InnerFused):
     takes = frozenset({LAZY, MANY, HANDED})
     none_grads = True
 
-    def bound(self, ctx: Any) -> BoundSpec:
-        """The spec as COLUMN_SP over the group of the AllGather."""
-        return with_style(ctx.bound, COLUMN_SP, self.basic_ops[0].process_group)
+    def bound(self, basic_op_ctxs: Sequence[Any]) -> BoundSpec:
+        """The spec as COLUMN_SP over the group that the AllGather has, or had in this forward."""
+        return with_style(basic_op_ctxs[1].bound, COLUMN_SP, self.basic_ops[0].group_of(basic_op_ctxs[0]))
 
     def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
-        return obstacle(self.bound(basic_op_ctxs[1]), which)
+        return obstacle(self.bound(basic_op_ctxs), which)
 
     def fuser_forward(
         self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
     ) -> tuple[Value, Sequence[Any]]:
-        _, linear, *bias = self.basic_ops
+        gather, linear, *bias = self.basic_ops
+        gather.keep_group(basic_op_ctxs[0])
         ctx, shape = basic_op_ctxs[1], tuple(input_.shape)
         biases = bias[0].biases_for(basic_op_ctxs[2]) if bias else None
         if isinstance(input_, Produced):
             input_ = Produced(input_.matrix, input_.matrix.shape)
         else:
             input_ = input_.rows() if is_handed(input_) else rows_of(input_)
-        ys = [with_leading_dims(y, shape) for y in linear.multiply(ctx, input_, self.bound(ctx), biases)]
+        ys = [with_leading_dims(y, shape) for y in linear.multiply(ctx, input_, self.bound(basic_op_ctxs), biases)]
         ctx.x_shape = shape
         return (tuple(ys) if len(ys) > 1 else ys[0]), [()] * len(self.basic_ops)
 
     def fuser_backward(
         self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Value, Sequence[Any], Sequence[Any]]:
-        dx, of_weights = self.basic_ops[1].differentiate(basic_op_ctxs[1], grad_output, self.bound(basic_op_ctxs[1]))
+        dx, of_weights = self.basic_ops[1].differentiate(basic_op_ctxs[1], grad_output, self.bound(basic_op_ctxs))
         return dx, [(), of_weights], [(), ()]
 
 

@@ -24,23 +24,25 @@ from dlp.parallel.style import ROW, ROW_SP
 class ReducedLinear(InnerFused):
     takes = frozenset({LAZY, HANDED})
 
-    def bound(self, ctx: Any) -> BoundSpec:
-        """The spec as ROW or ROW_SP: the linear's own, or over the group of the reduction."""
+    def bound(self, basic_op_ctxs: Sequence[Any]) -> BoundSpec:
+        """The spec as ROW or ROW_SP: the linear's own, or over the group that the reduction has, or had in this forward."""
         linear, reduction = self.basic_ops[:2]
+        bound: BoundSpec = basic_op_ctxs[0].bound
         if linear.reduced:
-            bound: BoundSpec = ctx.bound
             return bound
-        return with_style(ctx.bound, ROW_SP if isinstance(reduction, ReduceScatter) else ROW, reduction.process_group)
+        style = ROW_SP if isinstance(reduction, ReduceScatter) else ROW
+        return with_style(bound, style, reduction.group_of(basic_op_ctxs[1]))
 
     def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
-        return obstacle(self.bound(basic_op_ctxs[0]), which)
+        return obstacle(self.bound(basic_op_ctxs), which)
 
     def fuser_forward(
         self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
     ) -> tuple[Value, Sequence[Any]]:
-        linear, _, *bias = self.basic_ops
+        linear, reduction, *bias = self.basic_ops
+        reduction.keep_group(basic_op_ctxs[1])
         biases = bias[0].biases_for(basic_op_ctxs[2]) if bias else None
-        y = linear.multiply(basic_op_ctxs[0], input_, self.bound(basic_op_ctxs[0]), biases)[0]
+        y = linear.multiply(basic_op_ctxs[0], input_, self.bound(basic_op_ctxs), biases)[0]
         if not linear.reduced:
             y = with_leading_dims(y, input_.shape)
         return y, [()] * len(self.basic_ops)
@@ -53,7 +55,7 @@ class ReducedLinear(InnerFused):
         if bias:
             grad_output, bias_grads = bias[0].op_backward(basic_op_ctxs[2], grad_output)
             of_bias = [bias_grads]
-        dx, of_weights = linear.differentiate(basic_op_ctxs[0], grad_output, self.bound(basic_op_ctxs[0]))
+        dx, of_weights = linear.differentiate(basic_op_ctxs[0], grad_output, self.bound(basic_op_ctxs))
         return dx, [of_weights, (), *of_bias], [()] * len(self.basic_ops)
 
 
