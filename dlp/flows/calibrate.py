@@ -133,7 +133,8 @@ def _records(slot: ScaleSlot, amax: Callable[[Tensor], Tensor], runs: Callable[[
         core = module.core if isinstance(module, ParallelLinear) else None
         if core is not None and core.stats is not None:
             core.stats.record(f"{core.spec.members[0]}.x", x, QuantizedTensor(HighPrecision(), (x,)), always=True)
-        slot.staging.copy_(torch.maximum(slot.staging, amax(x).float()))
+        found = torch.where(x.isfinite().all(), amax(x).float(), torch.inf)  # amax ignores NaN
+        slot.staging.copy_(torch.maximum(slot.staging, found))
 
     return hook
 

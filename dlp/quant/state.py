@@ -199,6 +199,7 @@ class ScalingState:
         self.unread = torch.zeros((), device=device)
         self.any_agreed = any(use.agreed for use in uses)
         self._cast_by_forward = frozenset(name for name, use in slots.items() if use.forward)
+        self._gone: dict[tuple[str, SlotOptions], Tensor] = {}  # scales of slots that recipe changes have taken away
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -216,11 +217,17 @@ class ScalingState:
         """The tensors that casts read and write."""
         return [self.table.scale, self.table.staging, self.unread]
 
-    def slot(self, name: str, record: bool, scales: ForwardScales | None = None) -> ScaleSlot:
+    def slot(
+        self, name: str, record: bool, scales: ForwardScales | None = None, options: SlotOptions | None = None
+    ) -> ScaleSlot:
         """The slot for a cast of one tensor. record: its amax counts; scales: of the forward that is recomputed or
-        differentiated, which replace those of the table."""
+        differentiated, which replace those of the table; options: that the cast expects. A slot of other options than the
+        table has was taken away by a recipe change under a pending backward: its scale is its last one, and its amax does not
+        count."""
         if scales is not None and scales.values is not None and name in scales.state._cast_by_forward:
             return scales.slot(name)
+        if options is not None and self.table.options.get(name) != options:
+            return ScaleSlot(self._gone[name, options], self.unread)
         slot = self._views.get(name)
         if slot is None:
             slot = self._views[name] = self.table.slot(name)
@@ -288,6 +295,11 @@ class ScalingState:
         """`new`, a state for other slots, in which slots that are in both keep their scales and histories."""
         self._release()
         new.table.adopt(self.table)
+        old, now = self.table, new.table.options
+        gone = {
+            (name, old.options[name]): old.slot(name).scale for name in old.names if now.get(name) != old.options[name]
+        }
+        new._gone = {key: scale.clone() for key, scale in (self._gone | gone).items() if now.get(key[0]) != key[1]}
         return new
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import dlp
+from dlp import ops
 from dlp.parallel.linear.modules import Linear
 from dlp.parallel.model.boundary import layer_modules, recipes_of, schedule
 from dlp.parallel.model.session import session_of
@@ -212,3 +214,38 @@ def test_a_run_resumed_between_swaps_continues_bit_for_bit(ranks):
             assert again == losses
             for name in whole:
                 assert_bit_equal(resumed[name], whole[name], f"{name}, resumed after {at}")
+
+
+def pending(first: Any, then: Any, recompute: bool, attached: bool, of_ops: bool) -> list[Tensor]:
+    """y, dx and dw of a forward under the recipe `first`, whose backward runs after a change to `then`; None: there is none."""
+    torch.manual_seed(0)
+    make = (lambda: ops.Linear(32, 32, recipe=first)) if of_ops else (lambda: Linear(32, 32, recipe=first))
+    model = nn.Sequential(make(), nn.GELU(), make())
+    if attached:
+        dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    x = torch.randn(32, 32, requires_grad=True)
+    for _ in range(2):  # scales that follow from amaxes
+        model(x).square().sum().backward()
+        dlp.end_step(model)
+    x.grad = None
+    model.zero_grad()
+    y = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
+    if then is not None:
+        dlp.set_recipe(model, "**", then)
+    y.square().sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *[p.grad for p in model.parameters() if p.grad is not None]]
+
+
+@pytest.mark.parametrize("of_ops", [False, True], ids=["layers", "ops"])
+@pytest.mark.parametrize("attached", [False, True], ids=["alone", "attached"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("fp8_delayed", "bf16"), (SHORT, {**SHORT, "margin": 3, "fp8_format": "E4M3"}), ("fp8_current", "mxfp8")],
+    ids=["delayed to bf16", "delayed to delayed", "current to mxfp8"],
+)
+def test_a_backward_goes_on_with_the_recipe_of_its_forward(first, then, recompute, attached, of_ops):
+    changed = pending(first, then, recompute, attached, of_ops)
+    for actual, expected in zip(changed, pending(first, None, recompute, attached, of_ops), strict=True):
+        assert_bit_equal(actual, expected)

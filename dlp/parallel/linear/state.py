@@ -346,7 +346,7 @@ def cast_context(
     _, context, names = found
     if not plan.scaled_by_slots:
         return context
-    slots = [None if name is None else bound.session.slot(name, record) for name in names]
+    slots = [None if name is None else bound.session.slot(name, bound.spec, record) for name in names]
     return CastContext(context.flag, slots, context.origins)
 
 

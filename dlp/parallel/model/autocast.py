@@ -12,10 +12,11 @@ and w when the outermost region ends, if gradients are enabled, and those of dy 
 Those of layers that run in no region wait for `dlp.end_step`.
 
 **Which forward a recomputation repeats.** A layer in an activation checkpoint runs again in backward, perhaps after other
-forwards, and must then run under the spec and the delayed scales of its first run. `LayerRuns` keeps both for each checkpoint
-that the layer ran in, in the order of its calls, as long as the checkpoint lives. This is the only file that touches what is
-private in torch.utils.checkpoint. With `use_reentrant=False` a checkpoint works by hooks on saved tensors, which are on a stack
-of this thread while its function runs, and which know its frame. A checkpoint with `use_reentrant=True` cannot be recognised.
+forwards or a change of its recipe, and must then run under the spec and the delayed scales of its first run. `LayerRuns` keeps
+both for each checkpoint that the layer ran in, in the order of its calls, as long as the checkpoint lives. This is the only
+file that touches what is private in torch.utils.checkpoint. With `use_reentrant=False` a checkpoint works by hooks on saved
+tensors, which are on a stack of this thread while its function runs, and which know its frame. A checkpoint with
+`use_reentrant=True` cannot be recognised.
 """
 
 from __future__ import annotations
@@ -208,8 +209,9 @@ def active_spec(core: Layer) -> BoundSpec:
     """The bound spec under which a forward of this layer runs now. Sets the session's scales accordingly."""
     region, own = _REGION.get(), core.bound
     session = own.session
-    if region is None and not session.regions and (session.attached or not own.spec.slots):
-        return own  # no forward can have run under anything else
+    in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # or in other hooks
+    if region is None and not session.regions and (session.attached or not own.spec.slots) and not in_checkpoint:
+        return own
     checkpoints = _checkpoints()
     ran = _again(core, checkpoints) if in_backward() else _first(core, region)
     core.ran_under.keep(ran, checkpoints)

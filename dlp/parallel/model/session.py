@@ -237,9 +237,9 @@ class Session:
             self._task = task
             _ENGINE.queue_callback(lambda: self.update_scales(False, group))
 
-    def slot(self, name: str, record: bool) -> ScaleSlot:
-        """The delayed scale of one tensor, for its cast. `record`: the amax of the cast counts."""
-        return self.scaling.slot(name, record, None if self.attached else self.scales)
+    def slot(self, name: str, spec: Spec, record: bool) -> ScaleSlot:
+        """The delayed scale of one tensor, for its cast by a layer of this spec. `record`: the amax of the cast counts."""
+        return self.scaling.slot(name, record, None if self.attached else self.scales, spec.slots[name][1])
 
     def flag(self, members: tuple[str, ...], tensor: str, member: str, device: torch.device) -> Tensor:
         """fp32 [], which casts of one tensor set to NaN where a value is not finite; `members`: of the tensor's layer."""

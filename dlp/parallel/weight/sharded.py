@@ -243,7 +243,8 @@ class ShardedWeight(MemberWeight):
         """The delayed scale that the cast of one layout reads, if its quantizer has one."""
         if layout is None or caps_of(layout.quantizer).slot is None:
             return None
-        return self.bound.session.slot(self.bound.spec.slot_name("w", self.name, layout.columnwise), True)
+        spec = self.bound.spec
+        return self.bound.session.slot(spec.slot_name("w", self.name, layout.columnwise), spec, True)
 
     def staged(self) -> tuple[ProcessGroup, list[Tensor]] | None:
         """The staged amaxes of this shard and dp_shard, where not all of its ranks share delayed scales; where they do,
