@@ -125,6 +125,13 @@ def test_static_scales_are_what_was_observed(observer):
             "0 was given nothing but zeros, of which no scale follows: calibrate with other batches",
         ),
         ("max", torch.full((4, 64), torch.inf), "x of 0 was not finite in a batch: leave that out"),
+        ("max", torch.full((4, 64), torch.nan), "x of 0 was not finite in a batch: leave that out"),
+        (
+            "average",
+            torch.full((4, 64), 1.0).index_fill(1, torch.tensor(3), torch.nan),
+            "x of 0 was not finite in a batch",
+        ),
+        ("mse", torch.full((4, 64), 1.0).index_fill(1, torch.tensor(3), torch.nan), "x of 0 was not finite in a batch"),
         (lambda window: window.amax(), None, r"the observer returned \[\], and must return an amax a layer, \[2\]"),
         (lambda window: window.amax(1), None, r"the observer returned \[1\], and must return an amax a layer, \[2\]"),
         (lambda window: -window.amax(0), None, "the observer found an amax of -.* for 0: .* finite and above 0"),

@@ -144,6 +144,21 @@ def test_megatrons_main_grad(dtype: torch.dtype):
     assert weight.grad is not None and not weight.grad.any()
 
 
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "qat"], ids=["by the GEMM", "after the GEMM"]
+)  # fmt: skip
+def test_a_main_grad_is_overwritten_where_that_is_asked(recipe: str):
+    """Whether the GEMM writes the gradient, or what is clipped is taken out of its result first."""
+    model = linear(recipe)
+    plain, adding = attached(model), attached(model, "main_grad")
+    weight = weight_of(adding)
+    weight.main_grad, weight.overwrite_main_grad = torch.full((N, K), 7.0), True
+    for i in range(2):
+        (expected,) = torch.autograd.grad(plain(values(i, M, K)), weight_of(plain), values(9, M, N))
+        adding(values(i, M, K)).backward(values(9, M, N))
+        assert_bit_equal(weight.main_grad, expected.float())
+
+
 def weight_of(model: nn.Module) -> Tensor:
     return model[0].weight  # type: ignore[index]
 

@@ -172,9 +172,12 @@ def agree_on(shapes: list[tuple[int, ...]]) -> tuple[list[Tensor], bool, int]:
     return agreed, all(torch.equal(a, b) for a, b in zip(observed, before, strict=True)), len(seen.names)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_agree_is_one_reduction_to_the_elementwise_maximum(ranks, world):
-    shapes: list[tuple[int, ...]] = [(), (5,), (1, 3), ()]
+SHAPES: list[list[tuple[int, ...]]] = [[(), (5,), (1, 3), ()], [(3,)], [(each,) for each in range(1, 12)]]
+
+
+@pytest.mark.parametrize(("world", "shapes"), [(1, SHAPES[0]), (4, SHAPES[0]), *[(2, shapes) for shapes in SHAPES]])
+def test_agree_is_one_reduction_to_the_elementwise_maximum(ranks, world, shapes):
+    """Of several tensors, of one, and of more than a kernel takes."""
     for agreed, untouched, launches in ranks(world).run(agree_on, shapes):
         for value, shape in zip(agreed, shapes, strict=True):
             expected = torch.stack([of_rank(rank, shape, torch.float32) for rank in range(world)]).amax(0)
