@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import dlp
+from dlp import ops
 from dlp.parallel.linear.modules import Linear
 from dlp.parallel.model import autocast, session
 from tests.cases import matrix
@@ -356,3 +357,34 @@ def test_scales_of_regions_are_saved_without_a_step_boundary(recipe):
     with dlp.autocast():
         lone(matrix("gauss", SIZE, SIZE, 1)).sum().backward()
     assert dlp.state_dict(lone)["slots..x.scale"] == scale(lone, "x") != 1
+
+
+def sequence(recipe: str) -> ops.Sequential:
+    return ops.Sequential(ops.LayerNorm(32), ops.Linear(32, 32, recipe=recipe), ops.GELU())
+
+
+@pytest.mark.parametrize("make", [sequence, lambda recipe: dlp.ColumnParallelLinear(32, 32, recipe=recipe)])
+@pytest.mark.parametrize(
+    ("recipe", "options", "said"),
+    [
+        ("bf16", {}, True), ("bf16", {"recipe": "fp8_current"}, False), ("fp8_current", {}, False),
+        ("bf16", {"enabled": False}, False), ("bf16", {"recipe": "bf16"}, False),
+    ],
+)  # fmt: skip
+def test_a_region_that_quantizes_nothing_says_so(
+    make: Any, recipe: str, options: dict[str, Any], said: bool, caplog: pytest.LogCaptureFixture
+):
+    """Once, for autocast around a forward and for quantized_model_init around the constructor."""
+    model = make(recipe)
+    with caplog.at_level("WARNING", "dlp"):
+        for _ in range(2):
+            with dlp.autocast(**options):
+                model(torch.randn(4, 32))
+        found = [each.getMessage() for each in caplog.records if "dlp.autocast without a recipe" in each.getMessage()]
+        assert len(found) == said
+        caplog.clear()
+        with dlp.quantized_model_init(**options):
+            make(recipe)
+        codes = options.get("recipe") == "fp8_current" or recipe == "fp8_current"
+        found = [each.getMessage() for each in caplog.records if "no weight is quantized" in each.getMessage()]
+        assert len(found) == (not codes and options.get("enabled", True))

@@ -11,7 +11,7 @@ table again.
 
 A kernel from outside is registered in the same way (`register`), for an operation or a format of dlp, or of a user:
 
-    register(GemmEntry("int6 mm", int6_gemm, formats=(("int6", "int6"),), devices=("cpu",)))
+    register(GemmEntry(name="int6 mm", run=int6_gemm, formats=(("int6", "int6"),), devices=("cpu",)))
 
 The table knows no format: an operand is described by a string and sizes (`OperandLayout`).
 """

@@ -4,7 +4,9 @@
 
 `qfactory(role)` is asked once per layer and role, or `qfactory(role, layer)` if it takes the layer's name: a second
 parameter without default, or called `layer` or `layer_name`. It returns a quantizer (used in both orientations), an
-`Operand` of two (rowwise, columnwise), or None for high precision.
+`Operand` of two (rowwise, columnwise), or None for high precision. A layer that is constructed explicitly asks before the model
+has a name for it: there the name is "linear", or "linear_0", "linear_1", ... of siblings. `dlp.set_recipe` asks by the names in
+the model.
 """
 
 from __future__ import annotations

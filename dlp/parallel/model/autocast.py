@@ -84,6 +84,12 @@ def high_precision(recipe: Recipe, calibrating: bool) -> Recipe:
     return Recipe(name, x, w, dy, reduce_amax=recipe.reduce_amax, y=kept(recipe.y), dx=kept(recipe.dx))
 
 
+def quantizes_nothing(recipe: Recipe) -> bool:
+    """Whether all operands and results of a recipe stay in high precision."""
+    operands = (getattr(recipe, name) for name in recipes.OPERANDS)
+    return recipe.y is recipe.dx is None and all(operand.keeps_source for operand in operands)
+
+
 @dataclass
 class Region:
     """The arguments of one `with` block.
@@ -115,6 +121,12 @@ class Region:
         bound: BoundSpec = core.variants.get(key, core.bound)
         self.resolved.add(bound)
         return bound
+
+    @property
+    def quantizes_nothing(self) -> bool:
+        """Whether the region is enabled without a recipe, and no layer that ran in it has a recipe that quantizes."""
+        own = self.enabled and self.recipe is None and bool(self.resolved)
+        return own and all(quantizes_nothing(bound.spec.recipe) for bound in self.resolved)
 
     def _variant(self, core: Layer) -> LinearSpec:
         own, its = core.spec, plain(core.spec.recipe)
@@ -286,6 +298,11 @@ def autocast(
         yield
     finally:
         _REGION.reset(token)
+    if region.quantizes_nothing:
+        next(iter(region.touched)).note(
+            "dlp.autocast without a recipe: each layer keeps its own recipe, and those of the layers that ran in the region "
+            "quantize nothing; pass recipe=..., or set recipes of layers"
+        )
     if outer is not None:
         outer.touched.update(region.touched)
     elif torch.is_grad_enabled():

@@ -18,6 +18,7 @@ Loaded weights become the masters, so that the next step starts from them; `dlp.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,8 @@ from dlp.quant.fake import is_fake
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import as_bytes
 
+LOG = logging.getLogger("dlp")
+
 
 @contextmanager
 def quantized_model_init(
@@ -62,11 +65,18 @@ def quantized_model_init(
     a weight that other modules share, and for recipes with delayed scales of weights.
     """
     chosen = None if recipe is None else recipes.as_recipe(recipe)
-    token = REGION.set(Region(chosen, preserve_high_precision_init_val) if enabled else None)
+    region = Region(chosen, preserve_high_precision_init_val) if enabled else None
+    token = REGION.set(region)
     try:
         yield
     finally:
         REGION.reset(token)
+    if region is not None and region.made and not any(region.made):
+        LOG.warning(
+            "quantized_model_init: no weight is quantized, since the recipes of the %d layers made inside quantize none; pass "
+            "recipe=..., or give the layers a recipe",
+            len(region.made),
+        )
 
 
 def hold_quantized(weights: LayerWeights) -> None:
@@ -76,7 +86,8 @@ def hold_quantized(weights: LayerWeights) -> None:
         return
     if region.recipe is not None:
         layer.set_spec(layer.with_recipe(region.recipe.for_layer(layer.spec.members[0])))
-    if holds(layer.spec.recipe):
+    region.made.append(holds(layer.spec.recipe))
+    if region.made[-1]:
         weights.set([HeldWeight(weights, i, region.preserve) for i in range(len(layer.members))])
 
 

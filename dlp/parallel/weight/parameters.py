@@ -308,10 +308,11 @@ class SpreadModule(nn.Module):
 
 @dataclass(frozen=True)
 class Region:
-    """The arguments of the `quantized_model_init` that is active."""
+    """The arguments of the active `quantized_model_init`; `made`: for each layer made inside, whether it holds codes."""
 
     recipe: Any
     preserve: bool
+    made: list[bool] = field(default_factory=list)
 
 
 REGION: ContextVar[Region | None] = ContextVar("dlp_quantized_model_init", default=None)
