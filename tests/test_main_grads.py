@@ -159,6 +159,21 @@ def test_a_main_grad_is_overwritten_where_that_is_asked(recipe: str):
         assert_bit_equal(weight.main_grad, expected.float())
 
 
+def test_a_hook_of_a_parameter_is_given_its_gradient():
+    """In place of None: autograd adds what a hook reads, and what it returns."""
+    model = linear()
+    plain, adding = attached(model), attached(model, "grad")
+    found: dict[str, list[Tensor]] = {"plain": [], "adding": []}
+    for name, each in (("plain", plain), ("adding", adding)):
+        weight_of(each).register_hook(lambda grad, name=name: found[name].append(grad.clone()) or 2 * grad)
+        for i in range(3):
+            each(values(i, M, K)).backward(values(9, M, N))
+    for a, b in zip(found["adding"], found["plain"], strict=True):
+        assert_bit_equal(a, b)
+    assert len(found["plain"]) == 3
+    assert_bit_equal(weight_of(adding).grad, weight_of(plain).grad)
+
+
 def weight_of(model: nn.Module) -> Tensor:
     return model[0].weight  # type: ignore[index]
 

@@ -186,6 +186,8 @@ class MainGrad:
         """The gradient that dw can be added to; None: there is none. ValueError for an unfit `main_grad`."""
         parameter = self.parameter
         if self.mode == "grad":
+            if parameter._backward_hooks:  # they read the gradient that autograd passes on
+                return None
             grad = None if parameter.grad is None else _local(parameter.grad)
             fits = grad is not None and grad.dtype == torch.float32 and grad.is_contiguous()
             return Target(grad) if fits and grad is not None else None
