@@ -48,7 +48,7 @@ def _start(kind: str, x: Tensor, group: ProcessGroup, layer: str, direction: str
     with observer.label(**fields):
         if kind == "all_gather":
             return collectives.all_gather((x.contiguous(),), (0,), group).wait()[0]
-        return getattr(collectives, kind)(x.contiguous(), group).wait()  # type: ignore[no-any-return]
+        return getattr(collectives, kind)(x.contiguous(), group).wait()
 
 
 def _collective(x: Tensor, kind: str, ranks: int, group_name: str, layer: str, direction: str) -> Tensor:

@@ -103,7 +103,10 @@ class MakeExtraOutput(BasicOperation):
         if extra is None:
             return grad_output, [()], [()]
         grad = grad_output if isinstance(grad_output, Tensor) else grad_output.tensor()
-        into = basic_op_ctxs[0].in_place and extra.data_ptr() not in basic_op_ctxs[0].shared_addresses
+        into = (
+            getattr(basic_op_ctxs[0], "in_place", self.in_place)
+            and extra.data_ptr() not in basic_op_ctxs[0].shared_addresses
+        )
         return by_torch(torch.add, extra, extra, grad) if into else added(grad, extra), [()], [()]
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
@@ -128,12 +131,17 @@ class ConstantScale(BasicOperation):
         return _scaled(input_, self.scale_for(ctx))
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
-        return _scaled(grad_output, ctx.scale), ()
+        return _scaled(grad_output, self.scale_of(ctx)), ()
 
     def scale_for(self, ctx: Any) -> float:
         """The scale of a forward, which its backward uses, too, whatever is set meanwhile."""
         ctx.scale = self.scale
         return self.scale
+
+    def scale_of(self, ctx: Any) -> float:
+        """The scale of the forward of this context; the one that is set where a fused op of the user ran forward."""
+        scale: float = getattr(ctx, "scale", self.scale)
+        return scale
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         return x * self.scale

@@ -84,7 +84,7 @@ class AllGather(_OverGroup):
         return self.run(traced.all_gather, input_, self.keep_group(ctx))
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
-        return self.run(traced.reduce_scatter, grad_output, ctx.group), ()
+        return self.run(traced.reduce_scatter, grad_output, self.group_of(ctx)), ()
 
 
 class ReduceScatter(_OverGroup):
@@ -92,7 +92,7 @@ class ReduceScatter(_OverGroup):
         return self.run(traced.reduce_scatter, input_, self.keep_group(ctx))
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
-        return self.run(traced.all_gather, grad_output, ctx.group), ()
+        return self.run(traced.all_gather, grad_output, self.group_of(ctx)), ()
 
 
 class AllReduce(_OverGroup):

@@ -19,9 +19,9 @@ class BackwardScaledLinear(InnerFused):
     def fuser_backward(
         self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Value, Sequence[Any], Sequence[Any]]:
-        linear, _ = self.basic_ops
+        linear, scale = self.basic_ops
         dx, of_weights = linear.differentiate(
-            basic_op_ctxs[0], grad_output, basic_op_ctxs[0].bound, Finish(basic_op_ctxs[1].scale)
+            basic_op_ctxs[0], grad_output, basic_op_ctxs[0].bound, Finish(scale.scale_of(basic_op_ctxs[1]))
         )
         return dx, [of_weights, ()], [(), ()]
 
