@@ -37,6 +37,9 @@ from dlp.parallel.traffic.predict import Workload
 from dlp.parallel.weight.fsdp2 import fully_shard
 from dlp.parallel.weight.held import quantized_model_init, with_master_weights
 
+# meshes compared with one rank
+from dlp.proof.run import prove
+
 # recipes
 from dlp.quant.custom import CustomRecipe
 from dlp.quant.recipe import Recipe
@@ -46,8 +49,7 @@ __all__ = [
     "ColumnParallelLinear", "CustomRecipe", "LayerGroup", "Linear", "Plan", "Recipe", "RowParallelLinear",
     "VocabParallelEmbedding", "Workload", "attach", "autocast", "backward_dw", "build_mesh", "calibrate",
     "check_scales", "convert", "cross_entropy", "end_step", "export", "freeze", "fully_shard", "gather_tokens", "graphed_step",
-    "graphing",
-    "load_quantized_state_dict", "load_state_dict", "make_plan", "not_finite", "ops", "quantize_",
+    "graphing", "load_quantized_state_dict", "load_state_dict", "make_plan", "not_finite", "ops", "prove", "quantize_",
     "quantized_model_init", "quantized_state_dict", "read_stats", "recipe", "record_stats", "scatter_tokens",
     "set_recipe", "state_dict", "testing", "watch_scales", "wire_report", "with_master_weights",
 ]  # fmt: skip

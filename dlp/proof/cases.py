@@ -1,0 +1,159 @@
+"""Meshes by name, and where a rank's shard lies in the tensor of one rank.
+
+    tp2        tensor parallel over 2 ranks              dp2        FSDP over 2 ranks
+    tp2+sp     the same with sequence parallelism        hsdp2x2    2 replicas of FSDP over 2 ranks
+    accumulate4    4 microbatches                        tp2xdp2+sp+accumulate2    several of these
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dlp.comm.mesh import DP_SHARD, TP, ParallelDims, placement_on
+
+MESHES = ("tp2", "tp2+sp", "dp2", "accumulate2", "hsdp2x2", "tp2xdp2", "tp2xdp2+sp+accumulate2")
+_PART = re.compile(r"hsdp(\d+)x(\d+)|(tp|dp|accumulate)(\d+)|(sp)")
+
+
+@dataclass(frozen=True)
+class MeshCase:
+    """One mesh that is compared with one rank.
+
+    name                                as the user wrote the mesh
+    dp_replicate, dp_shard, tp          sizes of the axes
+    sequence_parallel                   whether tp cuts tokens between layers
+    accumulate                          microbatches of a step
+    """
+
+    name: str
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+    accumulate: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> MeshCase:
+        """ValueError for a text that names no mesh."""
+        fields: dict[str, int | bool] = {}
+        rest = text
+        while match := _PART.match(rest):
+            replicate, shard, axis, size, _ = match.groups()
+            if replicate:
+                given: dict[str, int | bool] = {"dp_replicate": int(replicate), "dp_shard": int(shard)}
+            elif axis:
+                given = {{"dp": "dp_shard"}.get(axis, axis): int(size)}
+            else:
+                given = {"sequence_parallel": True}
+            if fields.keys() & given.keys() or 0 in given.values():
+                break
+            fields |= given
+            rest = rest[match.end() :]
+            if not rest:
+                return cls(text, **fields)  # type: ignore[arg-type]
+            if rest[0] not in "x+":
+                break
+            rest = rest[1:]
+        raise ValueError(
+            f"mesh {text!r}: expected tpN, dpN, hsdpNxM, accumulateN and sp, joined by x or +, as in tp2xdp2+sp+accumulate2"
+        )
+
+    @property
+    def dp(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp
+
+    @property
+    def pieces(self) -> int:
+        """The number of microbatches that a global batch is cut into, over all data-parallel ranks."""
+        return self.dp * self.accumulate
+
+
+ONE = MeshCase("one rank")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's coordinates in a `MeshCase`. `piece`: index of its microbatch among all pieces of the global batch; None:
+    all tokens."""
+
+    case: MeshCase
+    tp: int = 0
+    dp: int = 0
+    piece: int | None = None
+
+    @classmethod
+    def of(cls, case: MeshCase, dims: ParallelDims) -> Place:
+        return cls(case, dims.rank(TP), dims.dp_rank)
+
+    def at(self, micro: int) -> Place:
+        """The place of a microbatch of this rank."""
+        return Place(self.case, self.tp, self.dp, self.dp * self.case.accumulate + micro)
+
+    def part(self, whole: Tensor, shape: torch.Size) -> Tensor | None:
+        """The part of the one-rank tensor that a rank at this place holds as an activation of `shape`; None: no cut by data
+        and tp gives that shape."""
+        case = self.case
+        candidates = [whole]
+        if self.piece is not None and case.pieces > 1 and whole.dim() and whole.shape[0] % case.pieces == 0:
+            candidates.insert(0, whole.chunk(case.pieces)[self.piece])
+        for given in candidates:
+            if given.numel() == shape.numel() and _folds(given, shape):
+                return given.reshape(shape)
+            if given.numel() != shape.numel() * case.tp or not given.dim():
+                continue
+            rows = given.reshape(-1, given.shape[-1])
+            options = [(rows, 0)] if len(shape) != given.dim() else []
+            options += [(given, dim) for dim in (given.dim() - 1, *range(given.dim() - 1))]
+            options += [(rows, 0), (rows, 1)]
+            for tensor, dim in options:
+                cut = tensor.chunk(case.tp, dim)[self.tp] if tensor.shape[dim] % case.tp == 0 else tensor
+                if cut.numel() == shape.numel() and _folds(cut, shape):
+                    return cut.reshape(shape)
+        return None
+
+
+def _folds(tensor: Tensor, shape: torch.Size) -> bool:
+    """Whether the tensor is of `shape`, but for how leading dimensions are folded."""
+    last = tensor.dim() == 0 or (len(shape) > 0 and tensor.shape[-1] == shape[-1])
+    return tensor.shape == shape or (last and (len(shape) != tensor.dim()))
+
+
+def tokens_of(case: MeshCase, tokens: int, piece: int, tp: int, *, cut: bool) -> slice:
+    """The tokens of a piece of the global batch; with `cut`, those of one tp rank in it."""
+    size = tokens // case.pieces
+    if not cut:
+        return slice(piece * size, (piece + 1) * size)
+    part = size // case.tp
+    return slice(piece * size + tp * part, piece * size + (tp + 1) * part)
+
+
+def parameter_part(full: Tensor, parameter: Tensor, place: Place | None = None) -> Tensor:
+    """The slice of a full parameter, or of its gradient, that this rank, or the one at `place`, holds: cut by tp first, what
+    remains by dp_shard."""
+    if not isinstance(parameter, DTensor):
+        return full
+    for axis in (TP, DP_SHARD):
+        dim = getattr(placement_on(axis, parameter), "dim", None)
+        if dim is not None:
+            group = parameter.device_mesh.get_group(axis)
+            rank = group.rank() if place is None else place.tp if axis == TP else place.dp % place.case.dp_shard
+            chunks = full.chunk(group.size(), dim)
+            full = chunks[rank] if rank < len(chunks) else full.narrow(dim, 0, 0)
+    return full
+
+
+def held(tensor: Tensor) -> Tensor:
+    """This rank's values of a parameter or gradient, detached."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+

@@ -1,0 +1,299 @@
+"""What kind of mistake makes a tensor differ: hypotheses, each a tensor that a known mistake would give, tried in order.
+
+A contraction is cut into shares by the ranks that hold its terms: over tp (features, or tokens under sequence parallelism) and
+over the pieces of the global batch. The tensor of a rank is fitted by the shares of one rank's contraction, found = sum c_q P_q:
+
+    c = 1 for all shares              as it should be
+    c = 1 for this rank's, else 0     missing sum: over tp, over dp, or over both
+    c = 0 for one microbatch          missing microbatch
+    c = 0 for some other rank         missing part
+    c = 2, or the number of ranks     summed twice
+    c = 1/2, or 1 / ranks             divided twice
+
+The other hypotheses: the part of another rank, the value of the step before, the result of the weights before the last update,
+the last gradient not cleared, the bias added several times, rows or columns with another scale, a coarser rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dlp.proof.bounds import Terms, rows_of, terms
+from dlp.proof.cases import Place, tokens_of
+from dlp.proof.record import Key, Trace, is_parameter_gradient
+
+EXPLAINED = 0.05  # of the squared difference: what a hypothesis may leave
+KINDS = {
+    "missing sum": "the tensor is this rank's share of a sum that was not made",
+    "missing microbatch": "the share of a microbatch is not in the sum",
+    "missing part": "the shares of some ranks are not in the sum",
+    "summed twice": "the sum, or a share of the sum, is counted several times",
+    "divided twice": "the tensor is divided once too often",
+    "wrong group": "the sum was made over ranks that hold other data",
+    "stale weight": "the layer computed with the weights before the last update",
+    "stale value": "the tensor is that of the step before",
+    "not cleared": "the gradient of the step before was added",
+    "another rank's part": "the tensor is the part of another rank",
+    "another scale": "rows or columns are multiplied by a scale that is not theirs",
+    "bias": "the bias is added several times or not at all",
+    "randomness": "random numbers are equal where they must differ, or differ where they must be equal",
+    "replicas differ": "ranks that must hold equal values hold different ones",
+    "amax": "the scale follows from the amax of other ranks than those that hold the tensor",
+    "coarser rounding": "the values are right but rounded more coarsely than the formats allow",
+    "zero": "the tensor is zero or missing",
+    "not finite": "values are NaN or infinite",
+    "shape": "no cut by data and tp gives this shape",
+    "values": "other values; no simple mistake gives them",
+}
+
+
+class Guess(NamedTuple):
+    """One of KINDS, and what is known beside it."""
+
+    kind: str
+    detail: str = ""
+
+
+class Cut(Protocol):
+    """Takes the part of a rank: `cut(whole)` of this rank, `cut(whole, place)` of another one. None: there is none."""
+
+    def __call__(self, whole: Tensor, place: Place | None = None) -> Tensor | None: ...
+
+
+class Case(NamedTuple):
+    """A tensor that differs. found, expected: of this rank, fp32 [rows, columns]; cut: how `Place` or a parameter's placement
+    takes a rank's part of a whole tensor."""
+
+    trace: Trace
+    key: Key
+    place: Place
+    found: Tensor
+    expected: Tensor
+    cut: Cut
+
+    @property
+    def missing(self) -> float:
+        return float((self.found - self.expected).square().sum())
+
+    def explained(self, by: Tensor | None) -> bool:
+        """Whether a hypothesis leaves next to nothing of the difference."""
+        if by is None or by.numel() != self.found.numel():
+            return False
+        return float((self.found - by.reshape(self.found.shape)).square().sum()) <= EXPLAINED * self.missing
+
+
+def diagnose(case: Case) -> Guess:
+    """The first hypothesis that explains the difference."""
+    if not bool(case.found.isfinite().all()):
+        return Guess("not finite")
+    if case.key.tensor.startswith("scale"):
+        return Guess("amax", f"{float(case.found / case.expected):.4g} times the scale of one rank")
+    if not case.found.any():
+        return Guess("zero", "all values are 0")
+    for hypothesis in (_other_part, _stale, _shares, _factor, _wrong_group, _bias, _scales, _rounding):
+        guess = hypothesis(case)
+        if guess is not None:
+            return guess
+    return Guess("values")
+
+
+def _value(case: Case, key: Key) -> Tensor | None:
+    """This rank's part of another tensor of one rank."""
+    whole = case.trace.values.get(key)
+    part = None if whole is None else case.cut(whole.float())
+    return None if part is None else rows_of(part)
+
+
+def _other_part(case: Case) -> Guess | None:
+    whole, place = case.trace.values[case.key].float(), case.place
+    for other in _places(place):
+        if other != place and case.explained(case.cut(whole, other)):
+            return Guess("another rank's part", f"that of tp rank {other.tp}, dp rank {other.dp}")
+    return None
+
+
+def _places(place: Place) -> Iterator[Place]:
+    case = place.case
+    for dp in range(case.dp):
+        for tp in range(case.tp):
+            for micro in range(case.accumulate):
+                there = Place(case, tp, dp)
+                yield there if place.piece is None else there.at(micro)
+
+
+def _stale(case: Case) -> Guess | None:
+    key = case.key
+    before = _value(case, key._replace(step=key.step - 1))
+    if before is not None and not torch.equal(before, case.expected):
+        if case.explained(before):
+            return Guess("stale value")
+        if is_parameter_gradient(key) and case.explained(case.expected + before):
+            return Guess("not cleared")
+    if key.tensor == "y" and key.step > 0:
+        old = terms(case.trace, key, weights_of=key.step - 1)
+        if old:
+            whole = sum_of(old).reshape(case.trace.values[key].shape)
+            bias = case.trace.weight(key.step, key.layer, "bias")
+            whole = whole if bias is None else whole + bias.float()
+            if case.explained(case.cut(whole)):
+                return Guess("stale weight", f"those of step {key.step - 1}")
+    return None
+
+
+def sum_of(found: list[Terms], part: slice = slice(None)) -> Tensor:
+    total = found[0].product(part)
+    for each in found[1:]:
+        total = total + each.product(part)
+    return total
+
+
+Share = tuple[int, int]  # piece of the global batch, tp rank; -1: not cut
+
+
+def _cuts(case: Case, found: list[Terms]) -> dict[Share, slice]:
+    """The slices of the contraction that ranks and microbatches hold."""
+    mesh, length = case.place.case, min(each.length for each in found)
+    if found[0].over == "features":
+        if mesh.tp == 1 or length % mesh.tp:
+            return {}
+        size = length // mesh.tp
+        return {(-1, tp): slice(tp * size, (tp + 1) * size) for tp in range(mesh.tp)}
+    if length % (mesh.pieces * mesh.tp):
+        return {}
+    pieces = range(mesh.pieces)
+    return {(i, tp): tokens_of(mesh, length, i, tp, cut=True) for i in pieces for tp in range(mesh.tp)}
+
+
+def _shares(case: Case) -> Guess | None:
+    found = terms(case.trace, case.key)
+    cuts = _cuts(case, found) if found and len({each.length for each in found}) == 1 else {}
+    shape, parts = case.trace.values[case.key].shape, {}
+    for share, where in cuts.items():
+        part = case.cut(sum_of(found, where).reshape(shape))
+        if part is not None:
+            parts[share] = part.reshape(-1)
+    if len(parts) < 2:
+        return None
+    matrix = torch.stack(list(parts.values()), 1).double()
+    found_too = case.found.double().reshape(-1, 1)
+    solved = torch.linalg.pinv(matrix.t() @ matrix, rcond=1e-9, hermitian=True) @ (matrix.t() @ found_too)
+    c = {share: _simple(float(each)) for share, each in zip(parts, solved.flatten(), strict=True)}
+    if any(each is None for each in c.values()):
+        return None
+    fitted = matrix @ torch.tensor([[float(each or 0)] for each in c.values()], dtype=torch.float64)
+    if not case.explained(fitted.float()):
+        return None
+    return _pattern(case.place, {share: each for share, each in c.items() if each is not None})
+
+
+def _simple(number: float) -> Fraction | None:
+    """The simple ratio that a coefficient is near; None: it is near none."""
+    options = [Fraction(0), *(Fraction(n) for n in range(1, 9)), *(Fraction(1, n) for n in range(2, 9))]
+    near = min(options, key=lambda each: abs(float(each) - number))
+    return near if abs(float(near) - number) <= 0.15 * max(float(near), 0.5) else None
+
+
+def _pattern(place: Place, c: dict[Share, Fraction]) -> Guess | None:
+    """The kind of mistake that gives these coefficients."""
+    values, mesh = set(c.values()), place.case
+    if len(values) == 1:
+        return _multiple(values.pop())
+    ones, zeros = ({share for share, each in c.items() if each == value} for value in (1, 0))
+    if len(ones) + len(zeros) < len(c):
+        rest = {share: each for share, each in c.items() if each not in (0, 1)}
+        many = max(rest.values()) > 1
+        return Guess("summed twice" if many else "divided twice", f"{_named(rest, mesh.accumulate)}, {max(rest.values())} times")
+    own_tp = {share for share in c if share[1] == place.tp}
+    own_dp = {share for share in c if share[0] // mesh.accumulate == place.dp or share[0] == -1}
+    for wanted, axis in ((own_tp & own_dp, "tp and dp"), (own_tp, "tp"), (own_dp, "dp")):
+        if ones == wanted:
+            over = axis if mesh.tp > 1 and mesh.dp > 1 else "tp" if mesh.tp > 1 else "dp"
+            return Guess("missing sum", f"over {over}")
+    micros = {share[0] % mesh.accumulate for share in zeros}
+    if mesh.accumulate > 1 and len(micros) == 1 and not {share for share in ones if share[0] % mesh.accumulate in micros}:
+        return Guess("missing microbatch", f"number {micros.pop()} of {mesh.accumulate}, counted from 0")
+    return Guess("missing part", _named(zeros, mesh.accumulate))
+
+
+def _named(shares: set[Share] | dict[Share, Fraction], accumulate: int) -> str:
+    first = min(shares)
+    data = "" if first[0] < 0 else f"dp rank {first[0] // accumulate}, microbatch {first[0] % accumulate}, "
+    more = f" and {len(shares) - 1} more" if len(shares) > 1 else ""
+    return f"the share of {data}tp rank {first[1]}{more}"
+
+
+def _multiple(ratio: Fraction) -> Guess | None:
+    if ratio == 1:
+        return None
+    return Guess("summed twice" if ratio > 1 else "divided twice", f"{ratio} of what one rank has")
+
+
+def _factor(case: Case) -> Guess | None:
+    """One factor for all values."""
+    want = case.expected.double()
+    gain = _simple(float((case.found.double() * want).sum() / want.square().sum().clamp(min=1e-300)))
+    return _multiple(gain) if gain and case.explained(case.expected * float(gain)) else None
+
+
+def _wrong_group(case: Case) -> Guess | None:
+    """A sum over data-parallel ranks of this tp rank's shares, in the place of a sum over tp."""
+    found, mesh = terms(case.trace, case.key), case.place.case
+    cuts = _cuts(case, found) if found and found[0].over == "features" else {}
+    if not cuts or mesh.dp == 1 or case.place.piece is None:
+        return None
+    whole = sum_of(found, cuts[-1, case.place.tp]).reshape(case.trace.values[case.key].shape)
+    micro = case.place.piece % mesh.accumulate
+    parts = [case.cut(whole, Place(mesh, case.place.tp, dp).at(micro)) for dp in range(mesh.dp)]
+    if any(part is None for part in parts):
+        return None
+    total = torch.stack([part for part in parts if part is not None]).sum(0)
+    return Guess("wrong group", "a sum over dp instead of tp") if case.explained(total) else None
+
+
+def _bias(case: Case) -> Guess | None:
+    bias = case.trace.weight(case.key.step, case.key.layer, "bias")
+    if case.key.tensor != "y" or bias is None:
+        return None
+    whole = bias.float().expand_as(case.trace.values[case.key])
+    part = case.cut(whole.contiguous())
+    if part is None or not part.any():
+        return None
+    part = rows_of(part)
+    times = float(((case.found - case.expected) * part).sum() / part.square().sum())
+    near = round(times)
+    if near and case.explained(case.expected + near * part):
+        return Guess("bias", f"added {near + 1} times")
+    return None
+
+
+def _scales(case: Case) -> Guess | None:
+    """A factor for each block of rows or of columns, as many blocks as ranks."""
+    mesh = case.place.case
+    for count in dict.fromkeys((mesh.tp, mesh.dp, mesh.ranks, 8)):
+        for dim, word in enumerate(("rows", "columns")):
+            if count == 1 or case.found.shape[dim] % count:
+                continue
+            gains, parts = [], []
+            for got, want in zip(case.found.chunk(count, dim), case.expected.chunk(count, dim), strict=True):
+                gains.append(float((got * want).sum() / want.square().sum().clamp(min=1e-30)))
+                parts.append(want * gains[-1])
+            if case.explained(torch.cat(parts, dim)):
+                said = ", ".join(f"{gain:.4g}" for gain in gains)
+                return Guess("another scale", f"factors {said} for {count} blocks of {word}")
+    return None
+
+
+def _rounding(case: Case) -> Guess | None:
+    """Errors without a bias, small beside the values, in most elements."""
+    delta, want = case.found - case.expected, case.expected
+    norm = want.norm().clamp(min=1e-30)
+    gain, error = float((delta * want).sum() / norm.square()), float(delta.norm() / norm)
+    spread_out = float((delta != 0).float().mean()) > 0.5
+    if error < 0.2 and abs(gain) < 0.3 * error and spread_out:
+        return Guess("coarser rounding", f"a relative error of {error:.2g}")
+    return None

@@ -1,0 +1,157 @@
+"""The follower: on a mesh, compares this rank's part of each tensor with the trace of one rank, and goes on with the trace's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from dlp.proof.bounds import Measured, Spread, measure, rows_of, spread, variance
+from dlp.proof.cases import Place, held, parameter_part
+from dlp.proof.diagnose import Case, Cut, Guess, diagnose
+from dlp.proof.record import Key, Recorder, Trace, is_activation_gradient
+from dlp.proof.report import places
+
+KEPT = 64  # tensors of a rank that are kept for the diagnosis
+WHOLE = Measured(float("inf"), float("inf"), False, [], [])
+
+
+class Seen(NamedTuple):
+    """One comparison. `shape`: rows and columns of this rank's part."""
+
+    key: Key
+    measured: Measured
+    shape: tuple[int, int]
+    guess: Guess | None = None
+
+    def where(self) -> str:
+        rows, columns = (places(*each) for each in zip(self.measured[3:], self.shape, ("rows", "columns"), strict=True))
+        return f"{rows}, {columns}"
+
+
+class Bounds:
+    """The spreads of one trace, each computed once."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._spreads: dict[Key, Spread] = {}
+
+    def __call__(self, key: Key) -> Spread:
+        if key not in self._spreads:
+            self._spreads[key] = spread(self.trace, key)
+        return self._spreads[key]
+
+
+class Follower:
+    """Compares one run on a mesh. failed: what exceeds its bound, or, with `exact`, is not bit-equal; worst: the largest
+    difference over its bound."""
+
+    def __init__(self, model: nn.Module, bounds: Bounds, place: Place, exact: bool) -> None:
+        self.trace, self._bounds, self.place, self.exact = bounds.trace, bounds, place, exact
+        self.recorder = Recorder(model, self._take, self._again)
+        self.micro = 0
+        self.compared = self.equal = 0
+        self.worst: tuple[float, Key | None] = (0.0, None)
+        self.failed: list[Seen] = []
+        self.masks: dict[tuple[Key, int], tuple[bool, str]] = {}  # of dropout: whether tp cuts the tensor, and its hash
+        self._random = {name for name, each in self.trace.modules.items() if isinstance(each, _DropoutNd) and each.p > 0}
+
+    def _take(self, key: Key, tensor: Tensor) -> Tensor:
+        place = self.place.at(self.micro)
+        whole = self.trace.values.get(key)
+        part = None if whole is None else place.part(whole, tensor.shape)
+        if whole is None or part is None:
+            said = "one rank has no such tensor" if whole is None else f"{tuple(tensor.shape)} of {tuple(whole.shape)}"
+            self.failed.append(Seen(key, WHOLE, (1, 1), Guess("shape", said)))
+            return tensor
+        if key.layer in self._random and self.trace.modules[key.layer].training and key.tensor in ("y", "dx"):
+            if key.tensor == "y":
+                mask = (tensor == 0).cpu().contiguous().view(torch.uint8)
+                digest = hashlib.sha256(mask.numpy().tobytes()).hexdigest()
+                cut = tensor.numel() * place.case.pieces < whole.numel()
+                self.masks[key, self.micro] = cut, digest
+        else:
+            self._compare(key, tensor, lambda each, at=None: (at or place).part(each, tensor.shape), place)
+        scaled = part * place.case.dp if is_activation_gradient(key) else part
+        return scaled.to(tensor.dtype, copy=True)
+
+    def _again(self, key: Key, tensor: Tensor) -> Tensor:
+        """A forward that is recomputed in backward goes on with the trace's tensors, too."""
+        whole = self.trace.values.get(key)
+        part = None if whole is None else self.place.at(self.micro).part(whole, tensor.shape)
+        return tensor if part is None else part.to(tensor.dtype, copy=True)
+
+    def add(self, key: Key, tensor: Tensor) -> Tensor:
+        """Compare a tensor that is equal on all ranks."""
+        self._compare(key, tensor, lambda whole, at=None: whole, self.place)
+        return tensor
+
+    def parameter(self, key: Key, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """Compare this rank's part of a parameter or of its gradient; returns the trace's part."""
+
+        def cut(whole: Tensor, at: Place | None = None) -> Tensor | None:
+            part = parameter_part(whole, parameter, at)
+            return part if part.shape == tensor.shape else None
+
+        whole = self.trace.values.get(key)
+        part = None if whole is None else cut(whole)
+        if part is None:
+            self.failed.append(Seen(key, WHOLE, (1, 1), Guess("shape", f"{tuple(tensor.shape)}")))
+            return tensor
+        self._compare(key, tensor, cut, self.place)
+        return part.to(tensor.dtype)
+
+    def missing(self, key: Key) -> None:
+        """A gradient that one rank has is not there."""
+        self.failed.append(Seen(key, WHOLE, (1, 1), Guess("zero", "the parameter has no gradient")))
+
+    def _compare(self, key: Key, tensor: Tensor, cut: Cut, place: Place) -> None:
+        whole = self.trace.values[key]
+        expected = cut(whole)
+        assert expected is not None
+        if not tensor.numel():
+            return
+        factor = place.case.dp if is_activation_gradient(key) else 1
+        given = expected * factor
+        self.compared += 1
+        if torch.equal(tensor, given.to(tensor.dtype)) and bool(tensor.isfinite().all()):
+            self.equal += 1
+            return
+        coarser = max((tensor.dtype, whole.dtype), key=lambda dtype: torch.finfo(dtype).eps if dtype.is_floating_point else 0)
+        of = self._bounds(key)
+        dtype = coarser if coarser.is_floating_point else torch.float32
+        deviations = cut(self._dtype_of_layer(key, dtype, whole, of))
+        assert deviations is not None
+        measured = measure(tensor, given, deviations * factor**2)
+        self.worst = max(self.worst, (measured.ratio, key), key=lambda each: each[0])
+        if measured.ratio <= 1 and not self.exact:
+            return
+        guess = None
+        if len(self.failed) < KEPT:
+            found, want = rows_of(tensor) / factor, rows_of(expected)
+            guess = Guess("coarser rounding", "within the bound") if measured.ratio <= 1 else diagnose(
+                Case(self.trace, key, place, found, want, cut)
+            )  # fmt: skip
+        self.failed.append(Seen(key, measured, tuple(rows_of(tensor).shape), guess))  # type: ignore[arg-type]
+
+    def _dtype_of_layer(self, key: Key, dtype: torch.dtype, whole: Tensor, of: Spread) -> Tensor:
+        """The variance of a tensor; gradients of parameters are rounded as activations are."""
+        link = next((each for (step, layer, _), each in self.trace.recorder.outputs.items() if (step, layer) == key[:2]), None)
+        if link is not None and key.tensor not in ("w", "b") and link.value in self.trace.values:
+            dtype = max(dtype, self.trace.values[link.value].dtype, key=lambda each: torch.finfo(each).eps)
+        return variance(whole, of, dtype)
+
+
+def gradients(model: nn.Module, run: Any, named: dict[tuple[str, str], nn.Parameter], name: Callable[[str], str]) -> None:
+    """Hand this rank's gradients to a trace or follower, and go on with those that are returned."""
+    for (layer, own), parameter in named.items():
+        key = Key(run.recorder.step, layer, name(own))
+        if parameter.grad is not None:
+            grad = held(parameter.grad)
+            grad.copy_(run.parameter(key, grad, parameter))
+        elif isinstance(run, Follower) and key in run.trace.values:
+            run.missing(key)

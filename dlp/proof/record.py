@@ -1,0 +1,250 @@
+"""The recorder: hooks on every module without children, in the order of forward and backward.
+
+    one rank   `Trace`      keeps y, dy, dx, dw, db, weights, scales, loss and gradient norm, and hands each tensor on unchanged
+    a mesh     `Follower`   compares this rank's part of each tensor with the trace, and hands the trace's part on
+
+Because each module and each gap between modules gets the inputs of one rank, differences do not accumulate: what differs was
+computed wrongly right there, and the bound on roundings needs the formats and contraction of that one place only
+(`dlp.proof.bounds`).
+
+    x ──► [pre-hook] ──► module ──► [hook] ──► y         each hook passes its tensor through `_Replace`, whose backward
+    dx ◄── [tensor hook] ◄── backward ◄── [tensor hook] ◄── dy     leaves the gradient to a tensor hook
+
+Each reader of a tensor has an x of its own, so that its dx is the gradient of this reader alone; siblings, which must read the
+same tensor, share theirs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from dlp.parallel.model.session import in_backward
+
+GRADIENT_NAMES = {"weight": "dw", "bias": "db"}
+WEIGHT_NAMES = {"weight": "w", "bias": "b"}
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+class Key(NamedTuple):
+    """One tensor of a run. `step`: -1 before the first; `layer`: a module's name; `call`: of a module that runs several times
+    in a microbatch."""
+
+    step: int
+    layer: str
+    tensor: str
+    call: int = 0
+
+
+@dataclass
+class Link:
+    """A tensor at a module: the names of its value and of its gradient, and of an x the modules that read it, with their calls."""
+
+    value: Key
+    grad: Key
+    readers: list[tuple[str, int]] = field(default_factory=list)
+
+
+Take = Callable[[Key, Tensor], Tensor]
+
+
+class _Replace(torch.autograd.Function):
+    """A tensor -> `value`, with the gradient of the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
+        return value.clone()  # not a view of it, which FSDP would warn of
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Recorder:
+    """Installs the hooks. `take(key, tensor)` sees each tensor and returns the tensor that the run goes on with; `again(key,
+    tensor)` the same in recomputed forwards."""
+
+    def __init__(self, model: nn.Module, take: Take, again: Take) -> None:
+        self.take, self._again = take, again
+        self.step = 0
+        self.inputs: dict[tuple[int, str, int], Link] = {}
+        self.outputs: dict[tuple[int, str, int], Link] = {}
+        self._calls: Counter[tuple[bool, str]] = Counter()
+        self._shared: dict[tuple[int, int], tuple[Tensor, Tensor, Link]] = {}  # of siblings: x, its replacement, its link
+        self._handles: list[Any] = []
+        for name, module in model.named_modules():
+            if not any(True for _ in module.children()):
+                plain = plain_name(name)
+                before = module.register_forward_pre_hook(partial(self._before, plain), with_kwargs=True)
+                self._handles += [before, module.register_forward_hook(partial(self._after, plain))]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def microbatch(self) -> None:
+        """A forward of the model begins: each module is called anew."""
+        self._calls.clear()
+        self._shared.clear()
+
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        call = self._calls[in_backward(), name]
+        names = iter(("x", *(f"x{i}" for i in range(1, 99))))
+        core = getattr(module, "core", None)
+        siblings = id(core) if core is not None and len(core.members) > 1 else 0
+
+        def passed(x: Any) -> Any:
+            return self._input(Key(self.step, name, next(names), call), x, siblings) if isinstance(x, Tensor) else x
+
+        return tree_map(passed, (args, dict(kwargs)))
+
+    def _input(self, key: Key, x: Tensor, siblings: int) -> Tensor:
+        reader = key.layer, key.call
+        known = self._shared.get((id(x), siblings))
+        if known is not None:
+            _, replacement, link = known
+            link.readers.append(reader)
+            self.inputs[key.step, key.layer, key.call] = link
+            return replacement
+        link = Link(key, key._replace(tensor=f"d{key.tensor}"), [reader])
+        replacement = self._pass_on(x, link, self.inputs)
+        if siblings:
+            self._shared[id(x), siblings] = x, replacement, link
+        return replacement
+
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        call = self._calls[in_backward(), name]
+        self._calls[in_backward(), name] += 1
+        names = iter(("y", *(f"y{i}" for i in range(1, 99))))
+
+        def passed(y: Any) -> Any:
+            if not (isinstance(y, Tensor) and y.is_floating_point()):
+                return y
+            key = Key(self.step, name, next(names), call)
+            return self._pass_on(y, Link(key, key._replace(tensor=f"d{key.tensor}")), self.outputs)
+
+        return tree_map(passed, output)
+
+    def _pass_on(self, tensor: Tensor, link: Link, links: dict[tuple[int, str, int], Link]) -> Tensor:
+        """The tensor that the run goes on with, in the place of `tensor`. Integers are only looked at."""
+        key = link.value
+        if in_backward():
+            again = self._again(key, tensor.detach())
+            return _Replace.apply(tensor, again) if tensor.is_floating_point() else tensor  # type: ignore[no-any-return]
+        if key.tensor in ("x", "y"):
+            links[key.step, key.layer, key.call] = link
+        value = self.take(key, tensor.detach())
+        if not tensor.is_floating_point():
+            return tensor
+        replaced: Tensor = _Replace.apply(tensor, value)
+        if replaced.requires_grad:
+            replaced.register_hook(lambda grad: self.take(link.grad, grad))
+        return replaced
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or parameter without those of wrappers."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+class Trace:
+    """What one rank computed, in order. `values` by key; `links`: the tensors between modules; `modules`: of the model, by
+    name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values: dict[Key, Tensor] = {}
+        self.modules = {plain_name(name): module for name, module in model.named_modules()}
+        self.recorder = Recorder(model, self._take, lambda key, tensor: tensor)
+        self.elements = sum(parameter.numel() for parameter in model.parameters())
+        self._order: dict[Key, int] = {}
+
+    def _take(self, key: Key, tensor: Tensor) -> Tensor:
+        self.values[key] = tensor.detach().clone()
+        return tensor
+
+    def add(self, key: Key, value: Tensor) -> Tensor:
+        """Keep a tensor that no hook sees; returns the tensor that the run goes on with."""
+        return self._take(key, value)
+
+    def parameter(self, key: Key, value: Tensor, parameter: Tensor) -> Tensor:
+        """`add` of this rank's part of a parameter or of its gradient."""
+        return self._take(key, value)
+
+    def input(self, step: int, layer: str, call: int) -> Tensor | None:
+        """x of a module, as it was computed."""
+        link = self.recorder.inputs.get((step, layer, call))
+        return None if link is None else self.values.get(link.value)
+
+    def output(self, step: int, layer: str, call: int) -> Tensor | None:
+        link = self.recorder.outputs.get((step, layer, call))
+        return None if link is None else self.values.get(link.value)
+
+    def output_grad(self, step: int, layer: str, call: int) -> Tensor | None:
+        """dy of a module."""
+        link = self.recorder.outputs.get((step, layer, call))
+        return None if link is None else self.values.get(link.grad)
+
+    def readers(self, key: Key) -> list[tuple[str, int]]:
+        """The modules whose backwards make up the gradient of this name."""
+        link = self.recorder.inputs.get((key.step, key.layer, key.call))
+        return link.readers if link is not None and link.grad == key else []
+
+    def weight(self, step: int, layer: str, name: str = "weight") -> Tensor | None:
+        """A parameter as it was in a step's forward."""
+        return self.values.get(Key(step - 1, layer, WEIGHT_NAMES.get(name, name)))
+
+    def order(self, key: Key) -> int:
+        """The place of a tensor in the order of forward and backward. Gradients of parameters stand behind dy of their layer."""
+        if len(self._order) != len(self.values):
+            self._order = {each: i for i, each in enumerate(self._in_order())}
+        return self._order.get(key, len(self._order))
+
+    def _in_order(self) -> Iterator[Key]:
+        behind: dict[Key, list[Key]] = {}
+        moved = set()
+        outputs = {(link_key[0], link_key[1]): link for link_key, link in self.recorder.outputs.items()}
+        for key in self.values:
+            link = outputs.get((key.step, key.layer))
+            if link is not None and is_parameter_gradient(key) and link.grad in self.values:
+                behind.setdefault(link.grad, []).append(key)
+                moved.add(key)
+        for key in self.values:
+            if key not in moved:
+                yield key
+                yield from behind.get(key, ())
+
+
+def is_parameter_gradient(key: Key) -> bool:
+    return key.tensor.startswith("d") and key.tensor[:2] not in ("dx", "dy")
+
+
+def is_activation_gradient(key: Key) -> bool:
+    return key.tensor[:2] in ("dx", "dy")
+
+
+def named_parameters(model: nn.Module) -> Mapping[tuple[str, str], nn.Parameter]:
+    """The parameters of a model by the name of the module and the name there; a tied one under its first name."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        layer, _, own = plain_name(name).rpartition(".")
+        found[layer, own] = parameter
+    return found
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Hooks are removed at the end."""
+    try:
+        yield
+    finally:
+        recorder.remove()

@@ -1,0 +1,168 @@
+"""The report of `dlp.prove`: a line for each mesh, a table of what differs, and one sentence on the first difference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dlp.proof.diagnose import KINDS, Guess
+from dlp.proof.record import Key, is_activation_gradient, is_parameter_gradient
+
+SHOWN = 6  # differences of a mesh that are printed
+
+
+class Finding(NamedTuple):
+    """A tensor that differs from that of one rank.
+
+    ratio    the difference over the bound
+    error    the relative difference, in the 2-norm, where that is largest
+    ranks    the ranks on which the tensor differs, of `world`
+    where    rows and columns, on the first of these ranks
+    guess    the kind of mistake
+    """
+
+    key: Key
+    ratio: float
+    error: float
+    ranks: tuple[int, ...]
+    world: int
+    where: str
+    guess: Guess
+
+    @property
+    def layer(self) -> str:
+        return self.key.layer
+
+    @property
+    def kind(self) -> str:
+        return self.guess.kind
+
+    @property
+    def direction(self) -> str:
+        return direction(self.key)
+
+    def __str__(self) -> str:
+        kind = f"{self.guess.kind} ({self.guess.detail})" if self.guess.detail else self.guess.kind
+        times = f"{self.ratio:.3g} times the bound" if self.ratio > 0 else "not bit-equal"
+        return (
+            f"{self.key.tensor} of {self.key.layer or 'the model'} in {self.direction} of step {self.key.step} differs by "
+            f"{self.error:.2g} ({times}) on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))} of "
+            f"{self.world}, {self.where}: {kind}: {KINDS[self.guess.kind]}"
+        )
+
+
+def direction(key: Key) -> str:
+    """The pass in which a tensor is computed."""
+    if key.step < 0:
+        return "the start"
+    if is_activation_gradient(key) or is_parameter_gradient(key):
+        return "backward"
+    return "forward" if key.tensor[:1] in ("x", "y") or key.tensor == "loss" else "the update"
+
+
+@dataclass
+class MeshResult:
+    """What was found on one mesh. compared: tensors of all ranks; equal: those with the same bits; worst: the largest difference
+    over its bound, and of which tensor; findings: in the order of forward and backward; error: what stopped the run."""
+
+    name: str
+    ranks: int
+    compared: int = 0
+    equal: int = 0
+    worst: float = 0.0
+    worst_key: Key | None = None
+    findings: list[Finding] = field(default_factory=list)
+    error: str = ""
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings and not self.error
+
+    @property
+    def verdict(self) -> str:
+        if self.error:
+            return "stopped"
+        return "as one rank" if self.ok else "differs"
+
+
+@dataclass
+class Report:
+    """The results of all meshes. `print(report)`; `report.ok`; `report.first` is the first difference of the first mesh that
+    has one."""
+
+    steps: int
+    exact: bool
+    meshes: list[MeshResult] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return all(mesh.ok for mesh in self.meshes)
+
+    @property
+    def first(self) -> Finding | None:
+        return next((mesh.findings[0] for mesh in self.meshes if mesh.findings), None)
+
+    def __str__(self) -> str:
+        measure = "bit for bit" if self.exact else "within the bounds of formats and contraction lengths"
+        rows = [("mesh", "ranks", "tensors", "bit-equal", "largest / bound", "of", "result")]
+        for mesh in self.meshes:
+            share = f"{mesh.equal / mesh.compared:.1%}" if mesh.compared else "-"
+            of = "-" if mesh.worst_key is None else f"{mesh.worst_key.tensor} {mesh.worst_key.layer}".strip()
+            count = f"{mesh.compared:,}"
+            rows.append((mesh.name, str(mesh.ranks), count, share, f"{mesh.worst:.3g}", of, mesh.verdict))
+        lines = [f"compared with one rank over {self.steps} steps, {measure}", "", *_table(rows)]
+        for mesh in self.meshes:
+            lines += [f"{mesh.name}: {remark}" for remark in mesh.remarks]
+            if mesh.findings:
+                lines += ["", f"{mesh.name}, in the order of forward and backward:", "", *_table(_rows(mesh.findings))]
+            if mesh.error:
+                lines += ["", f"{mesh.name}: the run stopped: {mesh.error}"]
+        return "\n".join([*lines, "", self.sentence()])
+
+    def sentence(self) -> str:
+        """The result in one sentence."""
+        if self.first is not None:
+            mesh = next(mesh for mesh in self.meshes if mesh.findings)
+            return f"FIRST DIFFERENCE on {mesh.name}: {self.first}."
+        stopped = [mesh.name for mesh in self.meshes if mesh.error]
+        if stopped:
+            return f"NOT PROVED: the run stopped on {', '.join(stopped)}."
+        names = ", ".join(mesh.name for mesh in self.meshes)
+        return f"PROVED: {names} compute{'s' * (len(self.meshes) == 1)} what one rank computes."
+
+
+def _rows(findings: list[Finding]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("step", "pass", "layer", "tensor", "differs by", "/ bound", "ranks", "where", "kind")]
+    for each in findings[:SHOWN]:
+        ranks = "all" if len(each.ranks) == each.world else ", ".join(map(str, each.ranks))
+        ratio = f"{each.ratio:.3g}" if each.ratio else "-"
+        rows.append(
+            (
+                str(each.key.step), each.direction.removeprefix("the "), each.key.layer or "-", each.key.tensor,
+                f"{each.error:.2g}", ratio, ranks, each.where, each.guess.kind,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+def places(indices: list[int], count: int, word: str) -> str:
+    """Rows or columns in words: "rows 0-3 and 8 of 64", or "all rows"."""
+    if not indices or len(indices) == count:
+        return f"all {word}"
+    runs: list[list[int]] = []
+    for i in indices:
+        if runs and runs[-1][1] == i - 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    said = [f"{first}-{last}" if last > first else str(first) for first, last in runs]
+    if len(said) > 3:
+        said = [*said[:2], f"{len(indices)} in all up to {runs[-1][1]}"]
+    return f"{word} {', '.join(said)} of {count}"

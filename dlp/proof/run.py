@@ -1,0 +1,335 @@
+"""`dlp.prove`: the same steps on one rank and on each mesh, compared tensor by tensor.
+
+In a process group of R ranks (under torchrun) each mesh of at most R ranks, whose number divides R, runs in R / ranks equal
+copies; one rank is a mesh of one. Without a process group `prove` starts the ranks itself, for each number of ranks that the
+meshes have, on the GPUs of this machine if there are enough, else on the CPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map
+
+from dlp.comm.mesh import AXES, BACKENDS, ParallelDims, init_process_group
+from dlp.parallel.linear.state import cores
+from dlp.parallel.model.grads import backward_dw
+from dlp.parallel.model.session import session_of
+from dlp.proof.cases import MESHES, ONE, MeshCase, Place, held
+from dlp.proof.diagnose import Guess
+from dlp.proof.follow import Bounds, Follower, Seen, gradients
+from dlp.proof.record import GRADIENT_NAMES, WEIGHT_NAMES, Key, Trace, named_parameters, recording
+from dlp.proof.report import Finding, MeshResult, Report
+
+Build = Callable[..., Any]
+Loss = Callable[..., Tensor]
+
+
+class Program(NamedTuple):
+    """What is proved: the arguments of `prove`."""
+
+    build: Build
+    batch: Any
+    loss: Loss
+    steps: int
+    exact: bool
+    reduction: str
+    device_type: str
+
+
+def prove(
+    build_model: Build, example_batch: Any, loss: Loss, *, meshes: Sequence[str] = MESHES, steps: int = 2,
+    exact: bool = False, reduction: str = "mean", device_type: str | None = None,
+) -> Report:  # fmt: skip
+    """Compare training steps on each mesh with the same steps on one rank, tensor by tensor.
+
+    Every module without children, and the code between modules, gets the inputs that one rank computed, so that differences do
+    not accumulate: each y, dx, dw, db, weight, delayed scale and loss is judged by a bound that follows from formats and the
+    length of its own contraction.
+
+    Args:
+        build_model: `build_model(mesh, case)` returns a model, or (model, optimizer), on a mesh as of `dlp.build_mesh`:
+            converted, sharded, with equal weights on every mesh, the optimizer attached. `case.sequence_parallel`, `case.dp`
+            and `case.accumulate` say what is proved. The default optimizer is AdamW with lr = 1e-3. A tensor that
+            `optimizer.step()` returns is compared as the gradient norm.
+        example_batch: a tensor, or a tuple, list or dict of tensors, with all sequences of a step along dimension 0; or
+            a function of the step that returns one.
+        loss: `loss(model, batch, mesh)` returns the scalar loss of a part of the batch, equal on all tp ranks.
+        meshes: names of meshes, such as "tp2", "tp2+sp", "dp2", "hsdp2x2", "accumulate4", "tp2xdp2+sp".
+        steps: optimizer steps. Stale weights and gradients show from the second step on.
+        exact: judge by equal bits instead of bounds.
+        reduction: "mean" or "sum": what `loss` is over the sequences of a batch.
+        device_type: "cpu" or "cuda"; None: cuda where each rank has a GPU of its own.
+
+    Returns:
+        A `Report`, equal on all ranks: `print(report)`, `report.ok`, `report.first`.
+
+    Raises:
+        ValueError: for a name that is no mesh, a mesh whose ranks do not divide those of torchrun, and, without torchrun, for
+            arguments that cannot be pickled.
+
+    Example:
+        >>> report = dlp.prove(build_model, batch, loss, meshes=["tp2", "tp2+sp"])  # doctest: +SKIP
+        >>> print(report)  # doctest: +SKIP
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"dlp.prove: reduction {reduction!r}: expected mean or sum")
+    cases = [MeshCase.parse(name) for name in meshes]
+    program = Program(build_model, example_batch, loss, steps, exact, reduction, device_type or "")
+    if dist.is_initialized() or "RANK" in os.environ:
+        return prove_here(program, cases)
+    report = Report(steps, exact)
+    for ranks in sorted({case.ranks for case in cases}):
+        report.meshes += _in_processes(program, [case for case in cases if case.ranks == ranks], ranks).meshes
+    report.meshes.sort(key=lambda mesh: list(meshes).index(mesh.name))
+    return report
+
+
+def _in_processes(program: Program, cases: list[MeshCase], ranks: int) -> Report:
+    """`prove_here` on ranks that are started for it."""
+    device = program.device_type or ("cuda" if torch.cuda.device_count() >= ranks else "cpu")
+    try:
+        job = pickle.dumps((program._replace(device_type=device), cases))
+    except Exception as error:
+        raise ValueError(
+            f"dlp.prove starts ranks as processes of their own, which build_model, example_batch and loss travel to by pickle; "
+            f"that failed: {error}. Define the functions at the top level of a file, or start the script by torchrun"
+        ) from error
+    with tempfile.TemporaryDirectory(prefix="dlp-prove-") as folder:
+        mp.start_processes(_rank, (ranks, device, folder, job), ranks, start_method="spawn")
+        report: Report = pickle.loads((Path(folder) / "report").read_bytes())
+    return report
+
+
+def _rank(rank: int, ranks: int, device: str, folder: str, job: bytes) -> None:
+    """One of the ranks that `_in_processes` starts."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    else:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(BACKENDS[device], init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    report = prove_here(*pickle.loads(job))
+    if rank == 0:
+        (Path(folder) / "report").write_bytes(pickle.dumps(report))
+    dist.destroy_process_group()
+
+
+def prove_here(program: Program, cases: Sequence[MeshCase]) -> Report:
+    """`prove` in the process group that there is; all ranks call it."""
+    device = program.device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    program = program._replace(device_type=device)
+    init_process_group(device)
+    world = dist.get_world_size()
+    for case in cases:
+        if world % case.ranks:
+            raise ValueError(
+                f"mesh {case.name!r} has {case.ranks} ranks, which do not divide the {world} ranks of this run: start "
+                f"a multiple of {case.ranks} ranks, or leave the mesh out"
+            )
+    report, trace = Report(program.steps, program.exact), one_rank(program)
+    bounds = Bounds(trace)
+    for case in cases:
+        report.meshes.append(on_mesh(program, bounds, case))
+    return report
+
+
+def mesh_of(case: MeshCase, device: str) -> DeviceMesh:
+    """The mesh of a case, in equal copies where the run has more ranks."""
+    copies = dist.get_world_size() // case.ranks
+    sizes = (copies, case.dp_replicate, case.dp_shard, case.tp)
+    return init_device_mesh(device, sizes, mesh_dim_names=("copies", *AXES))[AXES]
+
+
+def one_rank(program: Program) -> Trace:
+    """The trace of one rank. RuntimeError where a second one has other bits: nothing can be compared with it."""
+    mesh = mesh_of(ONE, program.device_type)
+    model, optimizer = _built(program, mesh, ONE)
+    trace = Trace(model)
+    with recording(trace.recorder):
+        _run(program, model, optimizer, mesh, ONE, trace)
+    return trace
+
+
+def on_mesh(program: Program, bounds: Bounds, case: MeshCase) -> MeshResult:
+    """Run one mesh and compare it; all ranks call it, and all get the result."""
+    result, error, follower = MeshResult(case.name, case.ranks), "", None
+    mesh = mesh_of(case, program.device_type)
+    try:
+        model, optimizer = _built(program, mesh, case)
+        place = Place.of(case, ParallelDims.from_mesh(mesh))
+        follower = Follower(model, bounds, place, program.exact)
+        with recording(follower.recorder):
+            _run(program, model, optimizer, mesh, case, follower)
+    except (RuntimeError, ValueError) as stopped:  # dlp refuses some mistakes by itself, on all ranks alike
+        error = f"{type(stopped).__name__}: {stopped}"
+    mine = (error, None) if follower is None else (error, _told(follower))
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    result.error = next((each for each, _ in told if each), "")
+    told = [each for _, each in told[: case.ranks]]
+    if all(each is not None for each in told):
+        _summarize(result, bounds.trace, case, told)
+    return result
+
+
+class Told(NamedTuple):
+    """What a rank says of its comparison; see `Follower`."""
+
+    compared: int
+    equal: int
+    worst: tuple[float, Key | None]
+    failed: list[Seen]
+    masks: dict[tuple[Key, int], tuple[bool, str]]
+
+
+def _told(follower: Follower) -> Told:
+    failed = sorted(follower.failed, key=lambda seen: follower.trace.order(seen.key))[:32]
+    return Told(follower.compared, follower.equal, follower.worst, failed, follower.masks)
+
+
+def _summarize(result: MeshResult, trace: Trace, case: MeshCase, told: Sequence[Told]) -> None:
+    result.compared, result.equal = sum(each.compared for each in told), sum(each.equal for each in told)
+    result.worst, result.worst_key = max((each.worst for each in told), key=lambda worst: worst[0])
+    by_key: dict[Key, list[tuple[int, Seen]]] = {}
+    for rank, each in enumerate(told):
+        for seen in each.failed:
+            by_key.setdefault(seen.key, []).append((rank, seen))
+    found = [_finding(key, case, its) for key, its in by_key.items()]
+    found += _random_findings(case, told)
+    result.findings = sorted(found, key=lambda finding: trace.order(finding.key))
+
+
+def _finding(key: Key, case: MeshCase, seen: list[tuple[int, Seen]]) -> Finding:
+    """One tensor on all ranks on which it differs. Of their guesses the one that says most."""
+    ranks = tuple(dict.fromkeys(rank for rank, _ in seen))
+    guesses = [each.guess for _, each in seen if each.guess is not None]
+    known = [guess for guess in guesses if guess.kind != "values"] or guesses or [Guess("values")]
+    guess = max(known, key=lambda each: (sum(other.kind == each.kind for other in known), -known.index(each)))
+    if guess.kind == "values" and len(ranks) < case.tp:
+        guess = Guess("replicas differ", "some tp ranks are as one rank")
+    worst = max(seen, key=lambda each: each[1].measured.ratio)[1]
+    return Finding(key, worst.measured.ratio, worst.measured.error, ranks, case.ranks, seen[0][1].where(), guess)
+
+
+def _random_findings(case: MeshCase, told: Sequence[Told]) -> list[Finding]:
+    """Dropout masks: equal on tp ranks where tp does not cut the tensor, different everywhere else."""
+    found = []
+    for key, micro in told[0].masks:
+        hashes = [each.masks[key, micro] for each in told if (key, micro) in each.masks]
+        cut = hashes[0][0]
+        for i, (_, one) in enumerate(hashes):
+            wrong = [
+                j for j, (_, other) in enumerate(hashes)
+                if j > i and (one == other) == (i // case.tp != j // case.tp or cut)
+            ]  # fmt: skip
+            if wrong:
+                same = i // case.tp == wrong[0] // case.tp and not cut
+                said = "masks differ between tp ranks that hold the same values" if same else "equal masks for other tokens"
+                ranks = (i, *wrong)
+                found.append(Finding(key, float("inf"), 1.0, ranks, case.ranks, "all rows", Guess("randomness", said)))
+                break
+    return found
+
+
+def _built(program: Program, mesh: DeviceMesh, case: MeshCase) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    built = program.build(mesh, case)
+    model, optimizer = built if isinstance(built, tuple) else (built, None)
+    if optimizer is None:
+        from dlp.parallel.model.boundary import attach
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        attach(model, optimizer)
+    return model, optimizer
+
+
+def _run(program: Program, model: nn.Module, optimizer: Any, mesh: DeviceMesh, case: MeshCase, run: Trace | Follower) -> None:
+    """The steps of a trace or follower."""
+    named = named_parameters(model)
+    _weights(run, named, -1)
+    for step in range(program.steps):
+        run.recorder.step = step
+        _forward_backward(program, model, mesh, case, run, step)
+        gradients(model, run, dict(named), lambda own: GRADIENT_NAMES.get(own, f"d{own}"))
+        norm = optimizer.step()
+        if isinstance(norm, Tensor):
+            run.add(Key(step, "", "gradient norm"), norm.detach())
+        optimizer.zero_grad(set_to_none=True)
+        _weights(run, named, step)
+        _scales(run, model, case, step)
+
+
+def _forward_backward(
+    program: Program, model: nn.Module, mesh: DeviceMesh, case: MeshCase, run: Trace | Follower, step: int
+) -> None:
+    batch = program.batch(step) if callable(program.batch) else program.batch
+    place, device = Place.of(case, ParallelDims.from_mesh(mesh)), torch.device(program.device_type)
+    total = torch.zeros((), device=device)
+    mean = program.reduction == "mean"
+    for micro in range(case.accumulate):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(micro == case.accumulate - 1)
+        run.recorder.microbatch()
+        if isinstance(run, Follower):
+            run.micro = micro
+        piece = place.at(micro).piece
+        part = tree_map(lambda each, i=piece: _piece(each, case, i, device), batch)
+        args = (model, part, mesh)[: len(inspect.signature(program.loss).parameters)]
+        loss = program.loss(*args)
+        (loss / case.accumulate if mean else loss * case.dp).backward()
+        backward_dw(model)
+        total += loss.detach() / (case.pieces if mean else 1)
+    run.add(Key(step, "", "loss"), _total(total, case))
+
+
+def _piece(each: Any, case: MeshCase, piece: int, device: torch.device) -> Any:
+    """A microbatch of this rank, of a tensor of the global batch. ValueError where it cannot be cut."""
+    if not isinstance(each, Tensor) or not each.dim():
+        return each
+    if len(each) % case.pieces:
+        raise ValueError(
+            f"mesh {case.name!r} cuts a batch of {len(each)} sequences into {case.pieces} pieces, which does not divide them: "
+            f"give an example_batch of a multiple of {case.pieces}"
+        )
+    return each.chunk(case.pieces)[piece].to(device)
+
+
+def _total(own: Tensor, case: MeshCase) -> Tensor:
+    """The loss over all data-parallel ranks of this copy; of tp ranks, which must have equal ones, the first that differs."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, float(own))
+    first = dist.get_rank() // case.ranks * case.ranks
+    mine = told[first : first + case.ranks]
+    by_tp = [sum(mine[tp :: case.tp]) for tp in range(case.tp)]
+    odd = next((each for each in by_tp if each != by_tp[0]), by_tp[0])
+    return own.new_tensor(odd)
+
+
+def _weights(run: Trace | Follower, named: Any, step: int) -> None:
+    for (layer, own), parameter in named.items():
+        run.parameter(Key(step, layer, WEIGHT_NAMES.get(own, own)), held(parameter), parameter)
+
+
+def _scales(run: Trace | Follower, model: nn.Module, case: MeshCase, step: int) -> None:
+    """Delayed scales behind the step; those of dy follow gradients, which are `dp` times as large on a rank."""
+    if not any(True for _ in cores(model)) or not session_of(model).has_slots():
+        return
+    table = session_of(model).scaling.table
+    for name, scale in zip(table.names, table.scale, strict=True):
+        layer, _, tensor = name.rpartition(".")
+        larger = case.dp if tensor.startswith("dy") else 1
+        run.add(Key(step, layer, f"scale of {tensor}"), scale * larger)

@@ -1,0 +1,166 @@
+"""Compare a config on meshes with the same config on one rank, tensor by tensor (`dlp.prove`, docs/prove.md).
+
+    python -m launch.prove [CONFIG] [--meshes tp2 tp2+sp dp2 ...] [--steps N] [--exact] [--layers N] [--width N]
+                           [--section.key value ...]
+
+The model is shrunk: `--layers` blocks, a hidden size of `--width`, and the other sizes in proportion; kv_heads stay, so that tp
+divides what it divides in the full model. Tokens are random. The exit code is 1 where a mesh differs from one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import dlp
+from dlp.comm.mesh import AXES
+from dlp.proof.cases import MESHES, MeshCase
+from launch.build import build
+from launch.config import Config, command_line, count, make_parser
+from launch.encodings import ENCODINGS
+from launch.loopback import meet_on_loopback
+from launch.sections import Model
+from launch.stop import refuse
+from launch.update import Update
+
+LAYERS, WIDTH, VOCABULARY = 4, 256, 512
+SEQUENCES, TOKENS = 8, 64  # of a step
+
+
+class Size(NamedTuple):
+    """The size that a config is shrunk to; None: as it is."""
+
+    layers: int | None = LAYERS
+    width: int | None = WIDTH
+
+
+def shrunk(model: Model, size: Size) -> Model:
+    """The model with fewer blocks and smaller widths in the same proportions. ffn stays a multiple of 128 and head_dim of 16,
+    kv_heads stay."""
+    layers = min(size.layers or model.layers, model.layers)
+    width = size.width or model.hidden
+    if width >= model.hidden:
+        return replace(model, layers=layers)
+    groups = max(1, round(model.heads // model.kv_heads * width / model.hidden))
+    heads = model.kv_heads * groups
+    head_dim = max(16, round(width / heads / 16) * 16)
+    ffn = max(256, round(model.ffn * width / model.hidden / 256) * 256)
+    vocab = min(model.vocab, VOCABULARY)
+    return replace(
+        model, layers=layers, hidden=width, ffn=ffn, heads=heads, head_dim=head_dim, vocab=vocab, rope_scaling=None
+    )
+
+
+def provable(config: Config, size: Size) -> tuple[Config, list[str]]:
+    """The config as it is proved, and a sentence for each setting that is changed for that."""
+    changes: dict[str, Any] = {"micro_batch": -1, "global_batch": SEQUENCES, "init_from": None}
+    changes["sequence"] = min(config.train.sequence, TOKENS)
+    remarks = []
+    if config.train.compile:
+        changes["compile"] = False
+        remarks.append("[train] compile = false: compiled code calls no hooks")
+    if config.train.cuda_graph:
+        changes["cuda_graph"] = False
+        remarks.append("[train] cuda_graph = false: a replayed graph calls no hooks")
+    if config.train.optimizer in ENCODINGS:
+        changes["optimizer"] = "adamw"
+        remarks.append(f'[train] optimizer = "adamw": {config.train.optimizer} encodes averages by shard, which no mesh shares')
+    model = shrunk(config.model, size)
+    if model.fused:
+        model = replace(model, fused=False)
+        remarks.append("[model] fused = false: modules inside of a fused sequence call no hooks")
+    if model != config.model:
+        remarks.append(
+            f"[model] layers = {model.layers}, hidden = {model.hidden}, ffn = {model.ffn}, heads = {model.heads}, "
+            f"kv_heads = {model.kv_heads}, head_dim = {model.head_dim}, vocab = {model.vocab}"
+        )
+    data = replace(config.data, reset_attention=False)
+    alone = replace(config.mesh, dp_replicate=1, dp_shard=1, tp=1)
+    return replace(config, model=model, train=replace(config.train, **changes), data=data, mesh=alone), remarks
+
+
+class _Updating:
+    """The update of the training loop, as an optimizer whose step returns the gradient norm."""
+
+    def __init__(self, update: Update) -> None:
+        self._update = update
+
+    def step(self) -> Tensor:
+        return self._update()[0]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The update has done it."""
+
+
+def model_on(config: Config, mesh: DeviceMesh, case: MeshCase) -> tuple[Any, _Updating]:
+    """What the training loop would train on this mesh."""
+    sizes = dict(zip(AXES, mesh.shape, strict=True))
+    micro = config.train.global_batch // (case.dp * case.accumulate)
+    asked = replace(config.mesh, **sizes, sequence_parallel=case.sequence_parallel)
+    here = replace(config, mesh=asked, train=replace(config.train, micro_batch=micro))
+    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    built = build(here, mesh, device)
+    return built.model, _Updating(Update(built.model, built.optimizer, here.train, device))
+
+
+def tokens_of(config: Config, step: int) -> Tensor:
+    """Random tokens [B, S + 1] of a step."""
+    generator = torch.Generator().manual_seed(config.train.seed + step)
+    shape = (config.train.global_batch, config.train.sequence + 1)
+    return torch.randint(0, config.model.vocab, shape, generator=generator)
+
+
+def loss(config: Config, model: Any, batch: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The mean loss of a microbatch, as the training loop computes it."""
+    tokens, targets = batch[:, :-1], batch[:, 1:].reshape(-1)
+    return dlp.cross_entropy(model(tokens), targets, mesh, z_loss=config.train.z_loss) / targets.numel()
+
+
+def fitting(meshes: Sequence[str], config: Config) -> Iterator[str]:
+    """The meshes that this model and batch can be cut for; ValueError for a mesh that cannot."""
+    model = config.model
+    for name in meshes:
+        case = MeshCase.parse(name)
+        for field in ("kv_heads", "heads", "ffn", "vocab"):
+            if getattr(model, field) % case.tp:
+                raise ValueError(f"mesh {name!r}: tp {case.tp} does not divide [model] {field} = {getattr(model, field)}")
+        yield name
+
+
+def prove_config(config: Config, meshes: Sequence[str], *, steps: int = 2, exact: bool = False) -> dlp.proof.report.Report:
+    """`dlp.prove` of a config as it is; see `provable`."""
+    names = list(fitting(meshes, config))
+    build_model, batch = partial(model_on, config), partial(tokens_of, config)
+    return dlp.prove(build_model, batch, partial(loss, config), meshes=names, steps=steps, exact=exact)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = make_parser("launch.prove", "Compares training steps on meshes with one rank, tensor by tensor.")
+    parser.add_argument("--meshes", nargs="+", default=list(MESHES), metavar="MESH", help=f"[{' '.join(MESHES)}]")
+    parser.add_argument("--steps", type=count, default=2, help="optimizer steps [2]")
+    parser.add_argument("--exact", action="store_true", help="judge by equal bits, not by bounds")
+    parser.add_argument("--layers", type=count, default=LAYERS, help=f"blocks of the shrunk model [{LAYERS}]")
+    parser.add_argument("--width", type=count, default=WIDTH, help=f"hidden size of the shrunk model [{WIDTH}]")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    try:
+        options, config = command_line(parser, arguments)
+        config, remarks = provable(config, Size(options.layers, options.width))
+        print(*remarks, sep="\n", flush=True)
+        meet_on_loopback()
+        report = prove_config(config, options.meshes, steps=options.steps, exact=options.exact)
+    except ValueError as error:
+        refuse(str(error))
+    print(report)
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
