@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 import dlp
 from dlp.comm.mesh import AXES
@@ -90,14 +91,11 @@ def provable(config: Config, size: Size) -> tuple[Config, list[str]]:
 class _Updating:
     """The update of the training loop, as an optimizer whose step returns the gradient norm."""
 
-    def __init__(self, update: Update) -> None:
-        self._update = update
+    def __init__(self, update: Update, optimizer: Optimizer) -> None:
+        self._update, self.zero_grad = update, optimizer.zero_grad
 
     def step(self) -> Tensor:
         return self._update()[0]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """The update has done it."""
 
 
 def model_on(config: Config, mesh: DeviceMesh, case: MeshCase) -> tuple[Any, _Updating]:
@@ -108,7 +106,7 @@ def model_on(config: Config, mesh: DeviceMesh, case: MeshCase) -> tuple[Any, _Up
     here = replace(config, mesh=asked, train=replace(config.train, micro_batch=micro))
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     built = build(here, mesh, device)
-    return built.model, _Updating(Update(built.model, built.optimizer, here.train, device))
+    return built.model, _Updating(Update(built.model, built.optimizer, here.train, device), built.optimizer)
 
 
 def tokens_of(config: Config, step: int) -> Tensor:

@@ -194,8 +194,9 @@ def terms(trace: Trace, key: Key, *, weights_of: int | None = None) -> list[Term
     elif tensor == "dx":
         found = [_backward(trace, step, name, at) for name, at in trace.readers(key)]
     elif is_parameter_gradient(key):
-        calls = [at for (of, name, at) in trace.recorder.outputs if (of, name) == (step, layer)]
-        found = [_gradient(trace, key, at) for at in calls]
+        layers = [name for name, _ in trace.tied.get((layer, "weight"), [(layer, "")])] if tensor == "dw" else [layer]
+        runs = [(name, at) for name in layers for (of, ran, at) in trace.recorder.outputs if (of, ran) == (step, name)]
+        found = [_gradient(trace, key._replace(layer=name), at) for name, at in runs]
     else:
         return []
     return [each for each in found if each is not None]

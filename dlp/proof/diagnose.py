@@ -38,11 +38,11 @@ KINDS = {
     "stale weight": "the layer computed with the weights before the last update",
     "stale value": "the tensor is that of the step before",
     "not cleared": "the gradient of the step before was added",
-    "another rank's part": "the tensor is the part of another rank",
+    "another rank's part": "the tensor, or a block of its rows or columns, is the part of another rank",
     "another scale": "rows or columns are multiplied by a scale that is not theirs",
     "bias": "the bias is added several times or not at all",
     "randomness": "random numbers are equal where they must differ, or differ where they must be equal",
-    "replicas differ": "ranks that must hold equal values hold different ones",
+    "some ranks": "other values on some ranks only, which computed something else than the others",
     "amax": "the scale follows from the amax of other ranks than those that hold the tensor",
     "coarser rounding": "the values are right but rounded more coarsely than the formats allow",
     "zero": "the tensor is zero or missing",
@@ -95,11 +95,19 @@ def diagnose(case: Case) -> Guess:
         return Guess("amax", f"{float(case.found / case.expected):.4g} times the scale of one rank")
     if not case.found.any():
         return Guess("zero", "all values are 0")
-    for hypothesis in (_other_part, _stale, _shares, _factor, _wrong_group, _bias, _scales, _rounding):
+    for hypothesis in (_norm, _other_part, _stale, _terms, _shares, _factor, _order, _wrong_group, _bias, _scales, _rounding):
         guess = hypothesis(case)
         if guess is not None:
             return guess
     return Guess("values")
+
+
+def _norm(case: Case) -> Guess | None:
+    """The gradient norm: the root of a sum over ranks."""
+    if case.key.tensor != "gradient norm":
+        return None
+    smaller = float(case.found) < float(case.expected)
+    return Guess("missing sum" if smaller else "summed twice", f"{float(case.found / case.expected):.4g} times the norm")
 
 
 def _value(case: Case, key: Key) -> Tensor | None:
@@ -150,6 +158,17 @@ def sum_of(found: list[Terms], part: slice = slice(None)) -> Tensor:
     for each in found[1:]:
         total = total + each.product(part)
     return total
+
+
+def _terms(case: Case) -> Guess | None:
+    """Several contractions: one of siblings, of calls, or of modules that share a parameter is not in the sum."""
+    found = terms(case.trace, case.key)
+    shape = case.trace.values[case.key].shape
+    for i in range(len(found)) if len(found) > 1 else ():
+        part = case.cut(found[i].product().reshape(shape))
+        if part is not None and case.explained(case.expected - rows_of(part)):
+            return Guess("missing part", f"number {i} of {len(found)} contractions, counted from 0")
+    return None
 
 
 Share = tuple[int, int]  # piece of the global batch, tp rank; -1: not cut
@@ -203,13 +222,15 @@ def _pattern(place: Place, c: dict[Share, Fraction]) -> Guess | None:
     values, mesh = set(c.values()), place.case
     if len(values) == 1:
         return _multiple(values.pop())
+    own_tp = {share for share in c if share[1] == place.tp}
+    own_dp = {share for share in c if share[0] // mesh.accumulate == place.dp or share[0] == -1}
     ones, zeros = ({share for share, each in c.items() if each == value} for value in (1, 0))
     if len(ones) + len(zeros) < len(c):
+        if mesh.tp > 1 and {share for share, each in c.items() if each} == own_tp and len(values) == 2:
+            return Guess("wrong group", f"{max(values)} times the share of this tp rank, nothing of the others")
         rest = {share: each for share, each in c.items() if each not in (0, 1)}
         many = max(rest.values()) > 1
         return Guess("summed twice" if many else "divided twice", f"{_named(rest, mesh.accumulate)}, {max(rest.values())} times")
-    own_tp = {share for share in c if share[1] == place.tp}
-    own_dp = {share for share in c if share[0] // mesh.accumulate == place.dp or share[0] == -1}
     for wanted, axis in ((own_tp & own_dp, "tp and dp"), (own_tp, "tp"), (own_dp, "dp")):
         if ones == wanted:
             over = axis if mesh.tp > 1 and mesh.dp > 1 else "tp" if mesh.tp > 1 else "dp"
@@ -238,6 +259,19 @@ def _factor(case: Case) -> Guess | None:
     want = case.expected.double()
     gain = _simple(float((case.found.double() * want).sum() / want.square().sum().clamp(min=1e-300)))
     return _multiple(gain) if gain and case.explained(case.expected * float(gain)) else None
+
+
+def _order(case: Case) -> Guess | None:
+    """Blocks of rows or columns in another order, as many blocks as ranks."""
+    for count in dict.fromkeys((case.place.case.tp, case.place.case.dp)):
+        for dim in (0, 1):
+            if count == 1 or case.found.shape[dim] % count:
+                continue
+            blocks, given = case.expected.chunk(count, dim), case.found.chunk(count, dim)
+            near = [min(blocks, key=lambda each, got=got: float((got - each).norm())) for got in given]
+            if case.explained(torch.cat(near, dim)):
+                return Guess("another rank's part", f"{count} blocks of {('rows', 'columns')[dim]} in another order")
+    return None
 
 
 def _wrong_group(case: Case) -> Guess | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from dlp.proof.bounds import Measured, Spread, measure, rows_of, spread, variance
+from dlp.proof.bounds import Measured, Spread, is_weight, measure, rows_of, spread, variance
 from dlp.proof.cases import Place, held, parameter_part
 from dlp.proof.diagnose import Case, Cut, Guess, diagnose
 from dlp.proof.record import Key, Recorder, Trace, is_activation_gradient
@@ -54,6 +54,7 @@ class Follower:
         self.trace, self._bounds, self.place, self.exact = bounds.trace, bounds, place, exact
         self.recorder = Recorder(model, self._take, self._again)
         self.micro = 0
+        self._dtypes: dict[str, torch.dtype] = {}  # of the last y of each module
         self.compared = self.equal = 0
         self.worst: tuple[float, Key | None] = (0.0, None)
         self.failed: list[Seen] = []
@@ -61,6 +62,8 @@ class Follower:
         self._random = {name for name, each in self.trace.modules.items() if isinstance(each, _DropoutNd) and each.p > 0}
 
     def _take(self, key: Key, tensor: Tensor) -> Tensor:
+        if key.tensor == "y":
+            self._dtypes[key.layer] = tensor.dtype
         place = self.place.at(self.micro)
         whole = self.trace.values.get(key)
         part = None if whole is None else place.part(whole, tensor.shape)
@@ -121,10 +124,11 @@ class Follower:
         if torch.equal(tensor, given.to(tensor.dtype)) and bool(tensor.isfinite().all()):
             self.equal += 1
             return
-        coarser = max((tensor.dtype, whole.dtype), key=lambda dtype: torch.finfo(dtype).eps if dtype.is_floating_point else 0)
-        of = self._bounds(key)
-        dtype = coarser if coarser.is_floating_point else torch.float32
-        deviations = cut(self._dtype_of_layer(key, dtype, whole, of))
+        dtypes = {tensor.dtype, whole.dtype, torch.float32}
+        if not is_weight(key):  # a gradient of a parameter is rounded as its layer computes
+            dtypes.add(self._dtypes.get(key.layer, torch.float32))
+        dtype = max((each for each in dtypes if each.is_floating_point), key=lambda each: torch.finfo(each).eps)
+        deviations = cut(variance(whole, self._bounds(key), dtype))
         assert deviations is not None
         measured = measure(tensor, given, deviations * factor**2)
         self.worst = max(self.worst, (measured.ratio, key), key=lambda each: each[0])
@@ -137,13 +141,6 @@ class Follower:
                 Case(self.trace, key, place, found, want, cut)
             )  # fmt: skip
         self.failed.append(Seen(key, measured, tuple(rows_of(tensor).shape), guess))  # type: ignore[arg-type]
-
-    def _dtype_of_layer(self, key: Key, dtype: torch.dtype, whole: Tensor, of: Spread) -> Tensor:
-        """The variance of a tensor; gradients of parameters are rounded as activations are."""
-        link = next((each for (step, layer, _), each in self.trace.recorder.outputs.items() if (step, layer) == key[:2]), None)
-        if link is not None and key.tensor not in ("w", "b") and link.value in self.trace.values:
-            dtype = max(dtype, self.trace.values[link.value].dtype, key=lambda each: torch.finfo(each).eps)
-        return variance(whole, of, dtype)
 
 
 def gradients(model: nn.Module, run: Any, named: dict[tuple[str, str], nn.Parameter], name: Callable[[str], str]) -> None:

@@ -164,6 +164,7 @@ class Trace:
     def __init__(self, model: nn.Module) -> None:
         self.values: dict[Key, Tensor] = {}
         self.modules = {plain_name(name): module for name, module in model.named_modules()}
+        self.tied = tied_parameters(model)
         self.recorder = Recorder(model, self._take, lambda key, tensor: tensor)
         self.elements = sum(parameter.numel() for parameter in model.parameters())
         self._order: dict[Key, int] = {}
@@ -201,7 +202,8 @@ class Trace:
 
     def weight(self, step: int, layer: str, name: str = "weight") -> Tensor | None:
         """A parameter as it was in a step's forward."""
-        return self.values.get(Key(step - 1, layer, WEIGHT_NAMES.get(name, name)))
+        first = next((at for at, places in self.tied.items() if (layer, name) in places), (layer, name))
+        return self.values.get(Key(step - 1, first[0], WEIGHT_NAMES.get(first[1], first[1])))
 
     def order(self, key: Key) -> int:
         """The place of a tensor in the order of forward and backward. Gradients of parameters stand behind dy of their layer."""
@@ -239,6 +241,15 @@ def named_parameters(model: nn.Module) -> Mapping[tuple[str, str], nn.Parameter]
         layer, _, own = plain_name(name).rpartition(".")
         found[layer, own] = parameter
     return found
+
+
+def tied_parameters(model: nn.Module) -> dict[tuple[str, str], list[tuple[str, str]]]:
+    """All places of each parameter, by its first: the module's name and the name there."""
+    places: dict[int, list[tuple[str, str]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        layer, _, own = plain_name(name).rpartition(".")
+        places.setdefault(id(parameter), []).append((layer, own))
+    return {its[0]: its for its in places.values()}
 
 
 @contextmanager

@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_map
 
 from dlp.comm.mesh import AXES, BACKENDS, ParallelDims, init_process_group
 from dlp.parallel.linear.state import cores
+from dlp.parallel.model.autocast import autocast
+from dlp.parallel.model.boundary import attach, end_step
 from dlp.parallel.model.grads import backward_dw
 from dlp.parallel.model.session import session_of
 from dlp.proof.cases import MESHES, ONE, MeshCase, Place, held
@@ -219,8 +221,8 @@ def _finding(key: Key, case: MeshCase, seen: list[tuple[int, Seen]]) -> Finding:
     guesses = [each.guess for _, each in seen if each.guess is not None]
     known = [guess for guess in guesses if guess.kind != "values"] or guesses or [Guess("values")]
     guess = max(known, key=lambda each: (sum(other.kind == each.kind for other in known), -known.index(each)))
-    if guess.kind == "values" and len(ranks) < case.tp:
-        guess = Guess("replicas differ", "some tp ranks are as one rank")
+    if guess.kind == "values" and len(ranks) < case.ranks:
+        guess = Guess("some ranks", f"{len(ranks)} of {case.ranks} ranks")
     worst = max(seen, key=lambda each: each[1].measured.ratio)[1]
     return Finding(key, worst.measured.ratio, worst.measured.error, ranks, case.ranks, seen[0][1].where(), guess)
 
@@ -250,8 +252,6 @@ def _built(program: Program, mesh: DeviceMesh, case: MeshCase) -> tuple[nn.Modul
     built = program.build(mesh, case)
     model, optimizer = built if isinstance(built, tuple) else (built, None)
     if optimizer is None:
-        from dlp.parallel.model.boundary import attach
-
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         attach(model, optimizer)
     return model, optimizer
@@ -260,7 +260,14 @@ def _built(program: Program, mesh: DeviceMesh, case: MeshCase) -> tuple[nn.Modul
 def _run(program: Program, model: nn.Module, optimizer: Any, mesh: DeviceMesh, case: MeshCase, run: Trace | Follower) -> None:
     """The steps of a trace or follower."""
     named = named_parameters(model)
+    run.recorder.step = -1
     _weights(run, named, -1)
+    if _has_slots(model):  # delayed scales begin with the amaxes of a pass that quantizes nothing
+        with autocast(enabled=False, calibrating=True):
+            _forward_backward(program, model, mesh, case, run, 0)
+        optimizer.zero_grad(set_to_none=True)
+        end_step(model)
+        _scales(run, model, case, -1)
     for step in range(program.steps):
         run.recorder.step = step
         _forward_backward(program, model, mesh, case, run, step)
@@ -293,7 +300,7 @@ def _forward_backward(
         (loss / case.accumulate if mean else loss * case.dp).backward()
         backward_dw(model)
         total += loss.detach() / (case.pieces if mean else 1)
-    run.add(Key(step, "", "loss"), _total(total, case))
+    run.add(Key(run.recorder.step, "", "loss"), _total(total, case))
 
 
 def _piece(each: Any, case: MeshCase, piece: int, device: torch.device) -> Any:
@@ -324,9 +331,14 @@ def _weights(run: Trace | Follower, named: Any, step: int) -> None:
         run.parameter(Key(step, layer, WEIGHT_NAMES.get(own, own)), held(parameter), parameter)
 
 
+def _has_slots(model: nn.Module) -> bool:
+    """Whether some layer scales by history."""
+    return any(True for _ in cores(model)) and session_of(model).has_slots()
+
+
 def _scales(run: Trace | Follower, model: nn.Module, case: MeshCase, step: int) -> None:
     """Delayed scales behind the step; those of dy follow gradients, which are `dp` times as large on a rank."""
-    if not any(True for _ in cores(model)) or not session_of(model).has_slots():
+    if not _has_slots(model):
         return
     table = session_of(model).scaling.table
     for name, scale in zip(table.names, table.scale, strict=True):
