@@ -6,8 +6,8 @@ part of dlp, of the model or of FSDP, as a mistake there would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -28,6 +28,7 @@ from dlp.parallel.linear import core
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.model import embedding
 from dlp.parallel.model.session import session_of
+from dlp.parallel.weight.fsdp2 import CodecReduceScatter
 from dlp.parallel.weight.local import LocalWeight
 from dlp.proof.cases import MeshCase, held
 from dlp.quant.fp8 import CurrentScaling
@@ -38,8 +39,8 @@ from launch.models.parallel import parallel_groups
 from launch.sections import Model
 from tests.multigpu import test_equivalence as equivalence
 
-CONFIG = Model(layers=2, hidden=64, ffn=128, heads=4, kv_heads=4, head_dim=16, vocab=64)
-BATCH, SEQUENCE, STEPS = 8, 16, 3
+CONFIG = Model(layers=2, hidden=64, ffn=192, heads=4, kv_heads=4, head_dim=16, vocab=64)
+BATCH, SEQUENCE = 8, 16
 MODELS = {"fp32": "bf16", "fp8": "fp8_current", "delayed": "fp8_delayed", "tied": "bf16", "dropout": "bf16"}
 
 
@@ -267,8 +268,14 @@ def wgrad(layer: str, change: Callable[[Here, Tensor, int], Tensor]) -> Callable
 
 
 def gradient_factor(factor: float) -> Callable[[Here], None]:
-    """FSDP divides the gradients of block 1 by another number."""
-    return lambda here: here.model.model.layers[1].set_gradient_divide_factor(factor)
+    """The gradients of block 1 are `factor` times as large behind FSDP's reduction."""
+
+    class Scaled(CodecReduceScatter):
+        def __call__(self, output_tensor: Tensor, *args: Any, **more: Any) -> None:
+            super().__call__(output_tensor, *args, **more)
+            output_tensor.mul_(factor)
+
+    return lambda here: here.model.model.layers[1].set_custom_reduce_scatter(Scaled(collectives.AS_IT_IS))
 
 
 def never_recast(here: Here) -> None:
@@ -287,11 +294,11 @@ def never_recast(here: Here) -> None:
 
 def stale_gather(here: Here) -> None:
     """The weight that FSDP gathers for one layer is that of the step before."""
-    module = here.model.model.layers[1].mlp.up_proj
+    module = here.model.model.layers[1].mlp.down_proj
     before: list[Tensor] = []
 
     def old(module: nn.Module, args: Any) -> None:
-        weight = held(module.weight)
+        weight = held(module.weight).data  # as FSDP writes, without autograd's notice
         now = weight.clone()
         if before:
             weight.copy_(before[-1])
@@ -330,7 +337,8 @@ def other_shard(here: Here) -> None:
 def own_seed(here: Here) -> None:
     """Every rank draws the weight of a norm by itself."""
     with torch.no_grad():
-        held(here.model.model.layers[1].input_layernorm.weight).add_(0.1 * here.tp)
+        weight = held(here.model.model.layers[1].input_layernorm.weight)
+        weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * here.tp)
 
 
 def other_rows(here: Here) -> None:
@@ -448,7 +456,12 @@ def accumulated(here: Here) -> None:
         kept[:] = [bias.grad.clone()]
 
     here.optimizer.register_step_pre_hook(add)
-    bias.register_post_accumulate_grad_hook(lambda p: p.grad.add_(kept[0]) if kept else None)
+
+    def more(parameter: Tensor) -> None:
+        if kept:
+            parameter.grad.add_(kept[0])
+
+    bias.register_post_accumulate_grad_hook(more)
 
 
 def old_gradient(here: Here) -> None:
@@ -481,14 +494,16 @@ def learning_rate(here: Here) -> None:
 
 
 def doubled_scale(here: Here) -> None:
-    """The scale of x that one layer uses is cast by twice the scale that is stored."""
-    original = CurrentScaling.cast
+    """The scale that is stored for x of down_proj is twice that of its codes."""
+    original = CurrentScaling.both
 
-    def cast(self: Any, x: Tensor, amax: Tensor | None, **more: Any) -> Any:
-        q = original(self, x, amax, **more)
-        return q.format.wrap((q.parts[0], q.parts[1] * 2)) if x.shape[-1] == 2 * CONFIG.hidden // here.case.tp else q
+    def both(self: Any, x: Tensor, *args: Any, **more: Any) -> Any:
+        row, column = original(self, x, *args, **more)
+        if x.shape == (BATCH * SEQUENCE, CONFIG.ffn // here.case.tp):
+            row = row.format.wrap((row.parts[0], row.parts[1] * 2))
+        return row, column
 
-    here.patch(CurrentScaling, "cast", cast)
+    here.patch(CurrentScaling, "both", both)
 
 
 class Fault(NamedTuple):
@@ -502,6 +517,7 @@ class Fault(NamedTuple):
     layer: str
     tensor: str
     kind: str
+    steps: int = 2
 
 
 def _zeroed(here: Here, tensor: Tensor, call: int) -> Tensor:
@@ -530,12 +546,12 @@ FAULTS = [
     Fault("dgrad not reduced", "tp2", "fp8", no_reduction("dgrad", "layers.1.mlp.gate_proj"), "layers.1.mlp.gate_proj", "dx", "missing sum"),
     Fault("reduced over dp", "tp2xdp2", "fp32", reduced_over_dp, "layers.1.self_attn.o_proj", "y", "wrong group"),
     Fault("dgrad of v missing", "tp2+sp", "fp32", one_sibling, "layers.1.self_attn.q_proj", "dx", "missing part"),
-    Fault("gradient divided twice", "dp2", "fp32", gradient_factor(4.0), "layers.1.mlp.down_proj", "dw", "divided twice"),
-    Fault("gradient not averaged", "dp2", "fp32", gradient_factor(1.0), "layers.1.mlp.down_proj", "dw", "summed twice"),
+    Fault("gradient divided twice", "dp2", "fp32", gradient_factor(0.5), "layers.1.mlp.down_proj", "dw", "divided twice"),
+    Fault("gradient not averaged", "dp2", "fp32", gradient_factor(2.0), "layers.1.mlp.down_proj", "dw", "summed twice"),
     Fault("replicas summed", "hsdp2x2", "fp32", gradient_factor(2.0), "layers.1.mlp.down_proj", "dw", "summed twice"),
-    Fault("weight cast not renewed", "tp2", "fp8", never_recast, "layers.1.mlp.down_proj", "y", "stale weight"),
-    Fault("stale gather", "dp2", "fp32", stale_gather, "layers.1.mlp.up_proj", "y", "stale weight"),
-    Fault("amax not agreed", "tp2+sp", "fp8", agrees_nowhere, "layers.0.self_attn.q_proj", "y", "another scale"),
+    Fault("weight cast not renewed", "tp2", "fp8", never_recast, "layers.1.mlp.down_proj", "codes of w", "stale weight", 3),
+    Fault("stale gather", "dp2", "fp32", stale_gather, "layers.1.mlp.down_proj", "y", "stale weight"),
+    Fault("amax not agreed", "tp2+sp", "fp8", agrees_nowhere, "layers.0.self_attn.q_proj", "scales of fprop", "another scale"),
     Fault("amax agreed over tp", "tp2xdp2", "delayed", agreed_over_tp, "", "scale", "amax"),
     Fault("scale of another rank", "tp2", "fp8", other_scale, "layers.0.mlp.up_proj", "y", "another scale"),
     Fault("scale stored twice as large", "tp2", "fp8", doubled_scale, "layers.0.mlp.down_proj", "y", "summed twice"),
@@ -562,9 +578,3 @@ FAULTS = [
     Fault("dropout differs over tp", "tp2", "dropout", seeds(lambda here: here.tp), "layers.0.mlp.dropout", "y", "randomness"),
     Fault("learning rate of one rank", "tp2", "fp32", learning_rate, "embed_tokens", "w", "some ranks"),
 ]  # fmt: skip
-
-
-@contextmanager
-def planted() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack

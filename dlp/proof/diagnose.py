@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dlp.proof.bounds import Terms, rows_of, terms
+from dlp.proof.bounds import Terms, is_weight, rows_of, terms
 from dlp.proof.cases import Place, tokens_of
 from dlp.proof.record import Key, Trace, is_parameter_gradient
 
@@ -89,6 +89,9 @@ class Case(NamedTuple):
 
 def diagnose(case: Case) -> Guess:
     """The first hypothesis that explains the difference."""
+    bias = bias_of(case)
+    if bias is not None:
+        case = case._replace(found=case.found - bias, expected=case.expected - bias)
     if not bool(case.found.isfinite().all()):
         return Guess("not finite")
     if case.key.tensor.startswith("scale"):
@@ -110,17 +113,30 @@ def _norm(case: Case) -> Guess | None:
     return Guess("missing sum" if smaller else "summed twice", f"{float(case.found / case.expected):.4g} times the norm")
 
 
+def bias_of(case: Case) -> Tensor | None:
+    """This rank's part of the bias that is in y, [rows, columns]; None: there is none."""
+    bias = case.trace.weight(case.key.step, case.key.layer, "bias")
+    if case.key.tensor != "y" or bias is None:
+        return None
+    part = case.cut(bias.float().expand_as(case.trace.values[case.key]).contiguous())
+    return None if part is None or not part.any() else rows_of(part)
+
+
 def _value(case: Case, key: Key) -> Tensor | None:
-    """This rank's part of another tensor of one rank."""
+    """This rank's part of another tensor of one rank, y without bias."""
     whole = case.trace.values.get(key)
     part = None if whole is None else case.cut(whole.float())
-    return None if part is None else rows_of(part)
+    if part is None:
+        return None
+    bias = bias_of(case._replace(key=key))
+    return rows_of(part) if bias is None else rows_of(part) - bias
 
 
 def _other_part(case: Case) -> Guess | None:
-    whole, place = case.trace.values[case.key].float(), case.place
+    whole, place, bias = case.trace.values[case.key].float(), case.place, bias_of(case)
     for other in _places(place):
-        if other != place and case.explained(case.cut(whole, other)):
+        part = case.cut(whole, other) if other != place else None
+        if part is not None and case.explained(rows_of(part) - (0 if bias is None else bias)):
             return Guess("another rank's part", f"that of tp rank {other.tp}, dp rank {other.dp}")
     return None
 
@@ -145,10 +161,7 @@ def _stale(case: Case) -> Guess | None:
     if key.tensor == "y" and key.step > 0:
         old = terms(case.trace, key, weights_of=key.step - 1)
         if old:
-            whole = sum_of(old).reshape(case.trace.values[key].shape)
-            bias = case.trace.weight(key.step, key.layer, "bias")
-            whole = whole if bias is None else whole + bias.float()
-            if case.explained(case.cut(whole)):
+            if case.explained(case.cut(sum_of(old).reshape(case.trace.values[key].shape))):
                 return Guess("stale weight", f"those of step {key.step - 1}")
     return None
 
@@ -290,14 +303,9 @@ def _wrong_group(case: Case) -> Guess | None:
 
 
 def _bias(case: Case) -> Guess | None:
-    bias = case.trace.weight(case.key.step, case.key.layer, "bias")
-    if case.key.tensor != "y" or bias is None:
+    part = bias_of(case)
+    if part is None:
         return None
-    whole = bias.float().expand_as(case.trace.values[case.key])
-    part = case.cut(whole.contiguous())
-    if part is None or not part.any():
-        return None
-    part = rows_of(part)
     times = float(((case.found - case.expected) * part).sum() / part.square().sum())
     near = round(times)
     if near and case.explained(case.expected + near * part):
@@ -323,11 +331,16 @@ def _scales(case: Case) -> Guess | None:
 
 
 def _rounding(case: Case) -> Guess | None:
-    """Errors without a bias, small beside the values, in most elements."""
+    """Errors of mean 0 that do not follow the values, alike in all rows; of a weight, values that bf16 or fp16 holds."""
     delta, want = case.found - case.expected, case.expected
     norm = want.norm().clamp(min=1e-30)
     gain, error = float((delta * want).sum() / norm.square()), float(delta.norm() / norm)
-    spread_out = float((delta != 0).float().mean()) > 0.5
-    if error < 0.2 and abs(gain) < 0.3 * error and spread_out:
+    if is_weight(case.key):
+        coarse = any(torch.equal(case.found, case.found.to(dtype).float()) for dtype in (torch.bfloat16, torch.float16))
+        return Guess("coarser rounding", f"a relative error of {error:.2g}") if coarse else None
+    by_row = delta.norm(dim=1)
+    alike = float(by_row.amin()) > 0.2 * float(by_row.mean())
+    mean = abs(float(delta.mean())) / (float(delta.square().mean().sqrt()) + 1e-30)
+    if error < 0.2 and abs(gain) < 0.3 * error and alike and mean < 4 / delta.numel() ** 0.5 + 0.02:
         return Guess("coarser rounding", f"a relative error of {error:.2g}")
     return None

@@ -8,13 +8,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.modules.dropout import _DropoutNd
 
+from dlp.kernels.ops import rounded
+from dlp.parallel.casts import BOTH
+from dlp.parallel.linear.state import cores, flatten, quantize
+from dlp.parallel.model.checks import check_gathered
+from dlp.parallel.weight.local import LocalWeight
 from dlp.proof.bounds import Measured, Spread, is_weight, measure, rows_of, spread, variance
 from dlp.proof.cases import Place, held, parameter_part
 from dlp.proof.diagnose import Case, Cut, Guess, diagnose
 from dlp.proof.record import Key, Recorder, Trace, is_activation_gradient
 from dlp.proof.report import places
+from dlp.quant.tensor import QuantizedTensor
 
 KEPT = 64  # tensors of a rank that are kept for the diagnosis
 WHOLE = Measured(float("inf"), float("inf"), False, [], [])
@@ -108,6 +115,32 @@ class Follower:
         self._compare(key, tensor, cut, self.place)
         return part.to(tensor.dtype)
 
+    def begin(self, key: Key, value: Tensor) -> None:
+        """The trace has the order."""
+
+    def gathered(self, layer: str, gemm: str, mine: QuantizedTensor, dim: int, group: ProcessGroup) -> None:
+        """Before a gather: scales that are not sent, since all ranks should have equal ones, are equal."""
+        try:
+            check_gathered(layer, gemm, mine, dim, group)
+        except RuntimeError as error:
+            key = Key(self.recorder.step, layer.removesuffix(" and siblings"), f"scales of {gemm}")
+            self.failed.append(Seen(key, WHOLE, (1, 1), Guess("another scale", str(error))))
+
+    def codes(self, model: nn.Module) -> None:
+        """Before a step: the codes of weights that the step boundary cast are those of the weights as they are now."""
+        for weight in (weight for core in cores(model) for weight in core.weights):
+            if not isinstance(weight, LocalWeight) or not weight.parts or weight.bound.spec.recipe.w.keeps_source:
+                continue
+            dtype = weight.owner.dtype or weight.value.dtype
+            now = quantize(weight.bound, "w", [rounded(weight.value, dtype)], BOTH, members=[weight.name], record=False)
+            self.compared += 1
+            pairs = zip(flatten(now), weight.parts, strict=True)
+            if all(torch.equal(_bytes(new), _bytes(old)) for new, old in pairs):
+                self.equal += 1
+                continue
+            key = Key(self.recorder.step, weight.name, "codes of w")
+            self.failed.append(Seen(key, WHOLE, (1, 1), Guess("stale weight", "the codes are not a cast of the weight")))
+
     def missing(self, key: Key) -> None:
         """A gradient that one rank has is not there."""
         self.failed.append(Seen(key, WHOLE, (1, 1), Guess("zero", "the parameter has no gradient")))
@@ -141,6 +174,10 @@ class Follower:
                 Case(self.trace, key, place, found, want, cut)
             )  # fmt: skip
         self.failed.append(Seen(key, measured, tuple(rows_of(tensor).shape), guess))  # type: ignore[arg-type]
+
+
+def _bytes(part: Tensor) -> Tensor:
+    return part.contiguous().reshape(-1).view(torch.uint8)
 
 
 def gradients(model: nn.Module, run: Any, named: dict[tuple[str, str], nn.Parameter], name: Callable[[str], str]) -> None:

@@ -181,6 +181,10 @@ class Trace:
         """`add` of this rank's part of a parameter or of its gradient."""
         return self._take(key, value)
 
+    def begin(self, key: Key, value: Tensor) -> None:
+        """Give a tensor its place in the order before its value is complete."""
+        self.values.setdefault(key, value.detach().clone())
+
     def input(self, step: int, layer: str, call: int) -> Tensor | None:
         """x of a module, as it was computed."""
         link = self.recorder.inputs.get((step, layer, call))
@@ -205,11 +209,15 @@ class Trace:
         first = next((at for at, places in self.tied.items() if (layer, name) in places), (layer, name))
         return self.values.get(Key(step - 1, first[0], WEIGHT_NAMES.get(first[1], first[1])))
 
-    def order(self, key: Key) -> int:
-        """The place of a tensor in the order of forward and backward. Gradients of parameters stand behind dy of their layer."""
+    def order(self, key: Key) -> float:
+        """The place of a tensor in the order of forward and backward. Gradients of parameters stand behind dy of their layer, and
+        what is known of casts before y or dy of their layer."""
         if len(self._order) != len(self.values):
             self._order = {each: i for i, each in enumerate(self._in_order())}
-        return self._order.get(key, len(self._order))
+        if key in self._order:
+            return self._order[key]
+        result = "dy" if key.tensor.endswith(("dgrad", "wgrad")) else "y"
+        return self._order.get(Key(key.step, key.layer, result), len(self._order)) - 0.5
 
     def _in_order(self) -> Iterator[Key]:
         behind: dict[Key, list[Key]] = {}

@@ -268,8 +268,12 @@ def _run(program: Program, model: nn.Module, optimizer: Any, mesh: DeviceMesh, c
         optimizer.zero_grad(set_to_none=True)
         end_step(model)
         _scales(run, model, case, -1)
+    if isinstance(run, Follower) and any(True for _ in cores(model)):
+        session_of(model).watches_scales = run.gathered
     for step in range(program.steps):
         run.recorder.step = step
+        if isinstance(run, Follower):
+            run.codes(model)
         _forward_backward(program, model, mesh, case, run, step)
         gradients(model, run, dict(named), lambda own: GRADIENT_NAMES.get(own, f"d{own}"))
         norm = optimizer.step()
@@ -297,6 +301,7 @@ def _forward_backward(
         part = tree_map(lambda each, i=piece: _piece(each, case, i, device), batch)
         args = (model, part, mesh)[: len(inspect.signature(program.loss).parameters)]
         loss = program.loss(*args)
+        run.begin(Key(run.recorder.step, "", "loss"), loss)
         (loss / case.accumulate if mean else loss * case.dp).backward()
         backward_dw(model)
         total += loss.detach() / (case.pieces if mean else 1)

@@ -45,7 +45,6 @@ from dlp.kernels.ranges import named_range
 from dlp.parallel.casts import COLUMNWISE, HP, NOWHERE, ROWWISE, Operands, Orientations, Values, cast, operand_shape
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, cast_context, quantize, remembered
-from dlp.parallel.model.checks import check_gathered
 from dlp.parallel.overlap import Gather, Lease, Overlap
 from dlp.parallel.transfer import ASKED, WIRES, Gathered, Reduction, Route, TransferPlan
 from dlp.parallel.weight.base import Target
@@ -496,8 +495,8 @@ class BoundGather:
 
     def start(self, own: QuantizedTensor, lease: Lease | None = None) -> Gather:
         """Start gathering this rank's operand, which lies in `lease` if one is given."""
-        if self.bound.session.watches_scales:
-            check_gathered(self.bound.spec.name, self.gemm, own, self.dim, self.bound.spec.tp_group)
+        if (watch := self.bound.session.watches_scales) is not None:
+            watch(self.bound.spec.name, self.gemm, own, self.dim, self.bound.spec.tp_group)
         with observer.label(direction=self.gemm, precision=self.precision), named_range(self.range):
             return lease.gather() if lease else self.overlap.gather(own, self.dim, self.group)
 

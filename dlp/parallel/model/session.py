@@ -54,7 +54,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dlp.comm.amax import agree
 from dlp.comm.lockstep import Lockstep
-from dlp.parallel.model.checks import Flags, StaleWeights, capturing
+from dlp.parallel.model.checks import Flags, StaleWeights, capturing, check_gathered
 from dlp.quant.quantizer import ScaleSlot, SlotOptions
 from dlp.quant.recipe import Recipe
 from dlp.quant.state import ForwardScales, ScalingState, SlotUse
@@ -183,7 +183,7 @@ class Session:
         self.flags = Flags()
         self.stats: StatsTable | None = None
         self.draws = False  # a layer rounds stochastically, so microbatches are counted
-        self.watches_scales = False  # inside `watch_scales`
+        self.watches_scales: Callable[..., None] | None = None  # called before each gather, as `check_gathered`
         # passes
         self.ran: set[tuple[str, ...]] = set()  # layers that ran with gradients since the last boundary, by members
         self.last: Spec | None = None  # of the layer that ran last
@@ -545,11 +545,11 @@ def watch_scales(model: nn.Module) -> Iterator[None]:
     ones, are equal. RuntimeError on all ranks of the tp group where they are not. Costs one small reduction and a wait for the
     device for each gather; all ranks enter it together."""
     session = session_of(model)
-    session.watches_scales = True
+    session.watches_scales = check_gathered
     try:
         yield
     finally:
-        session.watches_scales = False
+        session.watches_scales = None
 
 
 @contextmanager
