@@ -22,8 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import dlp
-from dlp.comm.mesh import AXES
+from dlp.comm.mesh import AXES, DP_SHARD, ParallelDims
+from dlp.parallel.traffic.ledger import activation_dtypes, plan_of
+from dlp.parallel.traffic.predict import Traffic
 from dlp.proof.cases import MESHES, MeshCase
+from dlp.proof.report import Report
 from launch.build import build
 from launch.config import Config, command_line, count, make_parser
 from launch.encodings import ENCODINGS
@@ -31,9 +34,10 @@ from launch.loopback import meet_on_loopback
 from launch.sections import Model
 from launch.stop import refuse
 from launch.update import Update
+from launch.wire import planned, workload
 
 LAYERS, WIDTH, VOCABULARY = 4, 256, 512
-SEQUENCES, TOKENS = 8, 64  # of a step
+SEQUENCES, TOKENS, STEPS = 8, 64, 3  # of a step, of a sequence, of a run
 
 
 class Size(NamedTuple):
@@ -73,7 +77,9 @@ def provable(config: Config, size: Size) -> tuple[Config, list[str]]:
         remarks.append("[train] cuda_graph = false: a replayed graph calls no hooks")
     if config.train.optimizer in ENCODINGS:
         changes["optimizer"] = "adamw"
-        remarks.append(f'[train] optimizer = "adamw": {config.train.optimizer} encodes averages by shard, which no mesh shares')
+        remarks.append(
+            f'[train] optimizer = "adamw": {config.train.optimizer} encodes averages by shard, which no mesh shares'
+        )
     model = shrunk(config.model, size)
     if model.fused:
         model = replace(model, fused=False)
@@ -98,13 +104,24 @@ class _Updating:
         return self._update()[0]
 
 
+def on_mesh(config: Config, mesh: DeviceMesh, case: MeshCase) -> Config:
+    """The config with the sizes of a mesh and its microbatches."""
+    micro = config.train.global_batch // case.pieces
+    asked = replace(
+        config.mesh, **dict(zip(AXES, mesh.shape, strict=True)), sequence_parallel=case.sequence_parallel  # type: ignore[arg-type]
+    )  # fmt: skip
+    train = replace(config.train, micro_batch=micro, reduce_gradients="step")
+    return replace(config, mesh=asked, train=train)
+
+
 def model_on(config: Config, mesh: DeviceMesh, case: MeshCase) -> tuple[Any, _Updating]:
     """What the training loop would train on this mesh."""
-    sizes = dict(zip(AXES, mesh.shape, strict=True))
-    micro = config.train.global_batch // (case.dp * case.accumulate)
-    asked = replace(config.mesh, **sizes, sequence_parallel=case.sequence_parallel)
-    here = replace(config, mesh=asked, train=replace(config.train, micro_batch=micro))
-    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    here = on_mesh(config, mesh, case)
+    device = (
+        torch.device(mesh.device_type, torch.cuda.current_device())
+        if mesh.device_type == "cuda"
+        else torch.device("cpu")
+    )
     built = build(here, mesh, device)
     return built.model, _Updating(Update(built.model, built.optimizer, here.train, device), built.optimizer)
 
@@ -122,6 +139,14 @@ def loss(config: Config, model: Any, batch: Tensor, mesh: DeviceMesh) -> Tensor:
     return dlp.cross_entropy(model(tokens), targets, mesh, z_loss=config.train.z_loss) / targets.numel()
 
 
+def bytes_of(config: Config, model: Any, mesh: DeviceMesh, case: MeshCase) -> Traffic:
+    """What the plan says that a rank sends in a step: the loop here shares the gradient norm alone."""
+    here, dims = on_mesh(config, mesh, case), ParallelDims.from_mesh(mesh)
+    load = workload(here, mesh.size(), 1)
+    load = replace(load, dp_shard_rank=dims.rank(DP_SHARD), dtypes=activation_dtypes(model))
+    return planned(plan_of(model), load, config.train.optimizer, shared_numbers=(1,))
+
+
 def fitting(meshes: Sequence[str], config: Config) -> Iterator[str]:
     """The meshes that this model and batch can be cut for; ValueError for a mesh that cannot."""
     model = config.model
@@ -129,21 +154,26 @@ def fitting(meshes: Sequence[str], config: Config) -> Iterator[str]:
         case = MeshCase.parse(name)
         for field in ("kv_heads", "heads", "ffn", "vocab"):
             if getattr(model, field) % case.tp:
-                raise ValueError(f"mesh {name!r}: tp {case.tp} does not divide [model] {field} = {getattr(model, field)}")
+                raise ValueError(
+                    f"mesh {name!r}: tp {case.tp} does not divide [model] {field} = {getattr(model, field)}"
+                )
         yield name
 
 
-def prove_config(config: Config, meshes: Sequence[str], *, steps: int = 2, exact: bool = False) -> dlp.proof.report.Report:
+def prove_config(config: Config, meshes: Sequence[str], *, steps: int = STEPS, exact: bool = False) -> Report:
     """`dlp.prove` of a config as it is; see `provable`."""
     names = list(fitting(meshes, config))
     build_model, batch = partial(model_on, config), partial(tokens_of, config)
-    return dlp.prove(build_model, batch, partial(loss, config), meshes=names, steps=steps, exact=exact)
+    wire = partial(bytes_of, config)
+    return dlp.prove(build_model, batch, partial(loss, config), meshes=names, steps=steps, exact=exact, wire=wire)
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser("launch.prove", "Compares training steps on meshes with one rank, tensor by tensor.")
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), metavar="MESH", help=f"[{' '.join(MESHES)}]")
-    parser.add_argument("--steps", type=count, default=2, help="optimizer steps [2]")
+    parser.add_argument(
+        "--steps", type=count, default=STEPS, help=f"optimizer steps; the wire is counted from the third on [{STEPS}]"
+    )
     parser.add_argument("--exact", action="store_true", help="judge by equal bits, not by bounds")
     parser.add_argument("--layers", type=count, default=LAYERS, help=f"blocks of the shrunk model [{LAYERS}]")
     parser.add_argument("--width", type=count, default=WIDTH, help=f"hidden size of the shrunk model [{WIDTH}]")

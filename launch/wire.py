@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import prod
@@ -61,11 +61,14 @@ def workload(config: Config, world: int, reductions: int) -> Workload:
     )  # fmt: skip
 
 
-def planned(plan: Plan, load: Workload, optimizer: str = "adamw") -> dict[Sent, int]:
-    """All bytes that a rank sends in a step, that of `[train] optimizer` among them. Raises Unpredictable."""
+def planned(
+    plan: Plan, load: Workload, optimizer: str = "adamw", shared_numbers: Sequence[int] = SHARED_NUMBERS
+) -> dict[Sent, int]:
+    """All bytes that a rank sends in a step, that of `[train] optimizer` among them. shared_numbers: the sizes of the
+    reductions over all ranks that the loop itself makes. Raises Unpredictable."""
     total = Counter(step_traffic(plan, load))
     total.update(cross_entropy(load))
-    shared = sum(observer.reduced(numel, 4, load.ranks(WORLD)) for numel in SHARED_NUMBERS)
+    shared = sum(observer.reduced(numel, 4, load.ranks(WORLD)) for numel in shared_numbers)
     total[Sent(load.named(WORLD), OWN["layer"], OWN["direction"], "float32")] += shared
     if optimizer == MUON:
         total.update(_gathers_of_muon(plan, load))

@@ -1,7 +1,7 @@
 """Planted faults of parallel training, each with the layer, the tensor and the kind that `dlp.prove` should name.
 
-`FAULTS` lists them; `built(mesh, case, model, plant)` builds a small Llama with biases on a mesh and plants one. A fault changes a
-part of dlp, of the model or of FSDP, as a mistake there would.
+`FAULTS` lists them; `built(mesh, case, model, plant)` builds a small Llama with biases on a mesh and plants one. A fault changes
+a part of dlp, of the model or of FSDP, as a mistake there would.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def llama(kind: str) -> Llama:
     return model
 
 
-def built(mesh: DeviceMesh, case: MeshCase, kind: str, plant: Any = None, stack: ExitStack | None = None) -> tuple[Any, Any]:
+def built(
+    mesh: DeviceMesh, case: MeshCase, kind: str, plant: Any = None, stack: ExitStack | None = None
+) -> tuple[Any, Any]:
     model = llama(kind)
     recipe = LayerGroup("recipe", ["layers.**.*_proj"], recipe=MODELS[kind])
     groups = [*parallel_groups(model.config, case.sequence_parallel), recipe]
@@ -389,11 +391,15 @@ def swapped_positions(here: Here) -> None:
 
 def bias_on_each_rank(here: Here) -> None:
     """down_proj adds its bias before the sum over tp."""
-    other_pass("layers.0.mlp.down_proj", lambda here, y, call: y + held(here.model.model.layers[0].mlp.down_proj.bias))(here)
+    other_pass("layers.0.mlp.down_proj", lambda here, y, call: y + held(here.model.model.layers[0].mlp.down_proj.bias))(
+        here
+    )
 
 
 def bias_left_out(here: Here) -> None:
-    other_pass("layers.1.mlp.down_proj", lambda here, y, call: y - held(here.model.model.layers[1].mlp.down_proj.bias))(here)
+    other_pass("layers.1.mlp.down_proj", lambda here, y, call: y - held(here.model.model.layers[1].mlp.down_proj.bias))(
+        here
+    )
 
 
 def tied_head_alone(here: Here) -> None:
@@ -536,44 +542,54 @@ def _nan_on_rank_1(here: Here, tensor: Tensor, call: int) -> Tensor:
     return torch.where(torch.arange(tensor.shape[-1]) == 3, torch.nan, tensor) if here.tp == 1 else tensor
 
 
+DOWN_0 = "layers.0.mlp.down_proj"
+DOWN_1 = "layers.1.mlp.down_proj"
+GATE_1 = "layers.1.mlp.gate_proj"
+O_0 = "layers.0.self_attn.o_proj"
+O_1 = "layers.1.self_attn.o_proj"
+Q_0 = "layers.0.self_attn.q_proj"
+Q_1 = "layers.1.self_attn.q_proj"
+UP_0 = "layers.0.mlp.up_proj"
+UP_1 = "layers.1.mlp.up_proj"
+
 FAULTS = [
     Fault("norm gradients not summed", "tp2+sp", "fp32", unsummed(False), "model.norm", "dw", "missing sum"),
-    Fault("bias gradients not summed", "tp2+sp", "fp32", unsummed(True), "layers.1.mlp.down_proj", "db", "missing sum"),
+    Fault("bias gradients not summed", "tp2+sp", "fp32", unsummed(True), DOWN_1, "db", "missing sum"),
     Fault("partial gradients summed twice", "tp2+sp", "fp32", summed_again, "model.norm", "dw", "summed twice"),
     Fault("totals summed again", "tp2+sp+accumulate2", "fp32", never_cleared, "model.norm", "dw", "summed twice"),
-    Fault("fprop not reduced", "tp2", "fp32", no_reduction("fprop", "layers.0.self_attn.o_proj"), "layers.0.self_attn.o_proj", "y", "missing sum"),
-    Fault("fprop not scattered", "tp2+sp", "fp8", no_reduction("fprop", "layers.1.mlp.down_proj"), "layers.1.mlp.down_proj", "y", "missing sum"),
-    Fault("dgrad not reduced", "tp2", "fp8", no_reduction("dgrad", "layers.1.mlp.gate_proj"), "layers.1.mlp.gate_proj", "dx", "missing sum"),
-    Fault("reduced over dp", "tp2xdp2", "fp32", reduced_over_dp, "layers.1.self_attn.o_proj", "y", "wrong group"),
-    Fault("dgrad of v missing", "tp2+sp", "fp32", one_sibling, "layers.1.self_attn.q_proj", "dx", "missing part"),
-    Fault("gradient divided twice", "dp2", "fp32", gradient_factor(0.5), "layers.1.mlp.down_proj", "dw", "divided twice"),
-    Fault("gradient not averaged", "dp2", "fp32", gradient_factor(2.0), "layers.1.mlp.down_proj", "dw", "summed twice"),
-    Fault("replicas summed", "hsdp2x2", "fp32", gradient_factor(2.0), "layers.1.mlp.down_proj", "dw", "summed twice"),
-    Fault("weight cast not renewed", "tp2", "fp8", never_recast, "layers.1.mlp.down_proj", "codes of w", "stale weight", 3),
-    Fault("stale gather", "dp2", "fp32", stale_gather, "layers.1.mlp.down_proj", "y", "stale weight"),
-    Fault("amax not agreed", "tp2+sp", "fp8", agrees_nowhere, "layers.0.self_attn.q_proj", "scales of fprop", "another scale"),
+    Fault("fprop not reduced", "tp2", "fp32", no_reduction("fprop", O_0), O_0, "y", "missing sum"),
+    Fault("fprop not scattered", "tp2+sp", "fp8", no_reduction("fprop", DOWN_1), DOWN_1, "y", "missing sum"),
+    Fault("dgrad not reduced", "tp2", "fp8", no_reduction("dgrad", GATE_1), GATE_1, "dx", "missing sum"),
+    Fault("reduced over dp", "tp2xdp2", "fp32", reduced_over_dp, O_1, "y", "wrong group"),
+    Fault("dgrad of v missing", "tp2+sp", "fp32", one_sibling, Q_1, "dx", "missing part"),
+    Fault("gradient divided twice", "dp2", "fp32", gradient_factor(0.5), DOWN_1, "dw", "divided twice"),
+    Fault("gradient not averaged", "dp2", "fp32", gradient_factor(2.0), DOWN_1, "dw", "summed twice"),
+    Fault("replicas summed", "hsdp2x2", "fp32", gradient_factor(2.0), DOWN_1, "dw", "summed twice"),
+    Fault("weight cast not renewed", "tp2", "fp8", never_recast, DOWN_1, "codes of w", "stale weight", 3),
+    Fault("stale gather", "dp2", "fp32", stale_gather, DOWN_1, "y", "stale weight"),
+    Fault("amax not agreed", "tp2+sp", "fp8", agrees_nowhere, Q_0, "scales of fprop", "another scale"),
     Fault("amax agreed over tp", "tp2xdp2", "delayed", agreed_over_tp, "", "scale", "amax"),
-    Fault("scale of another rank", "tp2", "fp8", other_scale, "layers.0.mlp.up_proj", "y", "another scale"),
-    Fault("scale stored twice as large", "tp2", "fp8", doubled_scale, "layers.0.mlp.down_proj", "y", "summed twice"),
-    Fault("shard of another rank", "tp2", "fp32", other_shard, "layers.0.mlp.down_proj", "w", "another rank's part"),
+    Fault("scale of another rank", "tp2", "fp8", other_scale, UP_0, "y", "another scale"),
+    Fault("scale stored twice as large", "tp2", "fp8", doubled_scale, DOWN_0, "y", "summed twice"),
+    Fault("shard of another rank", "tp2", "fp32", other_shard, DOWN_0, "w", "another rank's part"),
     Fault("replicas begin unequal", "tp2", "fp32", own_seed, "layers.1.input_layernorm", "w", "some ranks"),
-    Fault("gather in another order", "tp2+sp", "fp32", other_rows, "layers.0.self_attn.q_proj", "y", "another rank's part"),
-    Fault("scatter of another rank", "tp2+sp", "fp32", swapped_shards, "layers.1.self_attn.o_proj", "y", "another rank's part"),
+    Fault("gather in another order", "tp2+sp", "fp32", other_rows, Q_0, "y", "another rank's part"),
+    Fault("scatter of another rank", "tp2+sp", "fp32", swapped_shards, O_1, "y", "another rank's part"),
     Fault("data of dp rank 0", "dp2", "fp32", same_data, "embed_tokens", "x", "another rank's part"),
-    Fault("mask on one rank", "tp2", "fp32", masked_on_one_rank, "layers.0.self_attn.o_proj", "x", "some ranks"),
-    Fault("positions swapped", "tp2", "fp32", swapped_positions, "layers.0.self_attn.o_proj", "x", "some ranks"),
-    Fault("bias on each rank", "tp2+sp", "fp8", bias_on_each_rank, "layers.0.mlp.down_proj", "y", "bias"),
-    Fault("bias left out", "tp2xdp2", "fp32", bias_left_out, "layers.1.mlp.down_proj", "y", "bias"),
+    Fault("mask on one rank", "tp2", "fp32", masked_on_one_rank, O_0, "x", "some ranks"),
+    Fault("positions swapped", "tp2", "fp32", swapped_positions, O_0, "x", "some ranks"),
+    Fault("bias on each rank", "tp2+sp", "fp8", bias_on_each_rank, DOWN_0, "y", "bias"),
+    Fault("bias left out", "tp2xdp2", "fp32", bias_left_out, DOWN_1, "y", "bias"),
     Fault("tied head not summed", "tp2", "tied", tied_head_alone, "embed_tokens", "dw", "missing part"),
     Fault("embedding not summed", "tp2", "fp32", embedding_unsummed, "embed_tokens", "y", "missing sum"),
     Fault("loss of one rank", "tp2", "fp32", loss_of_one_rank, "", "loss", "values"),
     Fault("norm of one rank", "tp2", "fp32", local_norm, "", "gradient norm", "missing sum"),
     Fault("gradient not cleared", "tp2", "fp32", accumulated, "layers.1.self_attn.k_proj", "db", "not cleared"),
     Fault("gradient of the step before", "tp2", "fp32", old_gradient, "layers.1.self_attn.v_proj", "dw", "stale value"),
-    Fault("last microbatch dropped", "accumulate4", "fp32", wgrad("layers.1.mlp.down_proj", _not_last_micro), "layers.1.mlp.down_proj", "dw", "missing microbatch"),
-    Fault("wgrad is zero", "dp2", "fp32", wgrad("layers.0.self_attn.o_proj", _zeroed), "layers.0.self_attn.o_proj", "dw", "zero"),
-    Fault("bf16 in an fp32 sum", "tp2", "fp32", other_pass("layers.1.mlp.down_proj", _rounded), "layers.1.mlp.down_proj", "y", "coarser rounding"),
-    Fault("NaN on one rank", "tp2", "fp32", other_pass("layers.1.mlp.up_proj", _nan_on_rank_1), "layers.1.mlp.up_proj", "y", "not finite"),
+    Fault("last microbatch dropped", "accumulate4", "fp32", wgrad(DOWN_1, _not_last_micro), DOWN_1, "dw", "missing microbatch"),
+    Fault("wgrad is zero", "dp2", "fp32", wgrad(O_0, _zeroed), O_0, "dw", "zero"),
+    Fault("bf16 in an fp32 sum", "tp2", "fp32", other_pass(DOWN_1, _rounded), DOWN_1, "y", "coarser rounding"),
+    Fault("NaN on one rank", "tp2", "fp32", other_pass(UP_1, _nan_on_rank_1), UP_1, "y", "not finite"),
     Fault("dropout equal over dp", "dp2", "dropout", seeds(lambda here: 7), "layers.0.mlp.dropout", "y", "randomness"),
     Fault("dropout differs over tp", "tp2", "dropout", seeds(lambda here: here.tp), "layers.0.mlp.dropout", "y", "randomness"),
     Fault("learning rate of one rank", "tp2", "fp32", learning_rate, "embed_tokens", "w", "some ranks"),

@@ -7,9 +7,9 @@ u^2 value^2 / 3. For a GEMM C = A @ B.T with the contraction length L the varian
     + 2 u_sum^2 L (A^2) @ (B^2).T                sums of L terms in another order
     + u_out^2 (C^2 + (A^2) @ (B^2).T)            partial sums and results rounded to the dtype of the result
 
-`Spread` holds the two matrices of that; `variance` adds them up for a dtype. A difference is judged by its 2-norm over the whole
-part of a rank, over each row and each column, and by each element, relative to the 2-norm of the deviations there (`measure`). A
-norm over n values may be 1.5 + 6.5 / sqrt(n) as large as expected: 8 deviations for a single element.
+`Spread` holds the two matrices of that; `variance` adds them up for a dtype. A difference is judged by its 2-norm over the
+whole part of a rank, over each row and each column, and by each element, relative to the 2-norm of the deviations there
+(`measure`). A norm over n values may be 1.5 + 6.5 / sqrt(n) times as large as expected: 8 deviations for a single element.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ from dlp.quant.recipe import Operand
 
 FP32 = torch.finfo(torch.float32).eps / 2
 UNITS = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "e2m1": 2.0**-2}  # unit roundoff of normal numbers
-STEPS = {"e4m3": 2.0**-10 / 448, "e5m2": 2.0**-17 / 57344, "e2m1": 0.25 / 6}  # half the smallest step, over the largest value
+STEPS = {
+    "e4m3": 2.0**-10 / 448,
+    "e5m2": 2.0**-17 / 57344,
+    "e2m1": 0.25 / 6,
+}  # half the smallest step, over the largest value
 UPDATE = 4  # roundings of a weight in an optimizer's step: decay, update, and what they read
 SLACK, DEVIATIONS = 1.5, 6.5
 

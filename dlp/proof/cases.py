@@ -1,8 +1,8 @@
 """Meshes by name, and where a rank's shard lies in the tensor of one rank.
 
-    tp2        tensor parallel over 2 ranks              dp2        FSDP over 2 ranks
-    tp2+sp     the same with sequence parallelism        hsdp2x2    2 replicas of FSDP over 2 ranks
-    accumulate4    4 microbatches                        tp2xdp2+sp+accumulate2    several of these
+tp2        tensor parallel over 2 ranks              dp2        FSDP over 2 ranks
+tp2+sp     the same with sequence parallelism        hsdp2x2    2 replicas of FSDP over 2 ranks
+accumulate4    4 microbatches                        tp2xdp2+sp+accumulate2    several of these
 """
 
 from __future__ import annotations
@@ -155,5 +155,3 @@ def parameter_part(full: Tensor, parameter: Tensor, place: Place | None = None) 
 def held(tensor: Tensor) -> Tensor:
     """This rank's values of a parameter or gradient, detached."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
-
-

@@ -1,7 +1,7 @@
 """What kind of mistake makes a tensor differ: hypotheses, each a tensor that a known mistake would give, tried in order.
 
 A contraction is cut into shares by the ranks that hold its terms: over tp (features, or tokens under sequence parallelism) and
-over the pieces of the global batch. The tensor of a rank is fitted by the shares of one rank's contraction, found = sum c_q P_q:
+over the pieces of the global batch. The tensor of a rank is fitted by the shares P_q of the contraction, found = sum c_q P_q:
 
     c = 1 for all shares              as it should be
     c = 1 for this rank's, else 0     missing sum: over tp, over dp, or over both
@@ -44,6 +44,7 @@ KINDS = {
     "randomness": "random numbers are equal where they must differ, or differ where they must be equal",
     "some ranks": "other values on some ranks only, which computed something else than the others",
     "amax": "the scale follows from the amax of other ranks than those that hold the tensor",
+    "wire": "other bytes were sent than planned: a transfer is missing, made twice, or in another precision",
     "coarser rounding": "the values are right but rounded more coarsely than the formats allow",
     "zero": "the tensor is zero or missing",
     "not finite": "values are NaN or infinite",
@@ -98,7 +99,19 @@ def diagnose(case: Case) -> Guess:
         return Guess("amax", f"{float(case.found / case.expected):.4g} times the scale of one rank")
     if not case.found.any():
         return Guess("zero", "all values are 0")
-    for hypothesis in (_norm, _other_part, _stale, _terms, _shares, _factor, _order, _wrong_group, _bias, _scales, _rounding):
+    for hypothesis in (
+        _norm,
+        _other_part,
+        _stale,
+        _terms,
+        _shares,
+        _factor,
+        _order,
+        _wrong_group,
+        _bias,
+        _scales,
+        _rounding,
+    ):
         guess = hypothesis(case)
         if guess is not None:
             return guess
@@ -110,7 +123,9 @@ def _norm(case: Case) -> Guess | None:
     if case.key.tensor != "gradient norm":
         return None
     smaller = float(case.found) < float(case.expected)
-    return Guess("missing sum" if smaller else "summed twice", f"{float(case.found / case.expected):.4g} times the norm")
+    return Guess(
+        "missing sum" if smaller else "summed twice", f"{float(case.found / case.expected):.4g} times the norm"
+    )
 
 
 def bias_of(case: Case) -> Tensor | None:
@@ -243,13 +258,19 @@ def _pattern(place: Place, c: dict[Share, Fraction]) -> Guess | None:
             return Guess("wrong group", f"{max(values)} times the share of this tp rank, nothing of the others")
         rest = {share: each for share, each in c.items() if each not in (0, 1)}
         many = max(rest.values()) > 1
-        return Guess("summed twice" if many else "divided twice", f"{_named(rest, mesh.accumulate)}, {max(rest.values())} times")
+        return Guess(
+            "summed twice" if many else "divided twice", f"{_named(rest, mesh.accumulate)}, {max(rest.values())} times"
+        )
     for wanted, axis in ((own_tp & own_dp, "tp and dp"), (own_tp, "tp"), (own_dp, "dp")):
         if ones == wanted:
             over = axis if mesh.tp > 1 and mesh.dp > 1 else "tp" if mesh.tp > 1 else "dp"
             return Guess("missing sum", f"over {over}")
     micros = {share[0] % mesh.accumulate for share in zeros}
-    if mesh.accumulate > 1 and len(micros) == 1 and not {share for share in ones if share[0] % mesh.accumulate in micros}:
+    if (
+        mesh.accumulate > 1
+        and len(micros) == 1
+        and not {share for share in ones if share[0] % mesh.accumulate in micros}
+    ):
         return Guess("missing microbatch", f"number {micros.pop()} of {mesh.accumulate}, counted from 0")
     return Guess("missing part", _named(zeros, mesh.accumulate))
 

@@ -1,4 +1,4 @@
-"""The follower: on a mesh, compares this rank's part of each tensor with the trace of one rank, and goes on with the trace's."""
+"""The follower: compares this rank's part of each tensor on a mesh with the trace of one rank, and goes on with the trace's."""
 
 from __future__ import annotations
 
@@ -65,8 +65,11 @@ class Follower:
         self.compared = self.equal = 0
         self.worst: tuple[float, Key | None] = (0.0, None)
         self.failed: list[Seen] = []
+        self.remarks: list[str] = []
         self.masks: dict[tuple[Key, int], tuple[bool, str]] = {}  # of dropout: whether tp cuts the tensor, and its hash
-        self._random = {name for name, each in self.trace.modules.items() if isinstance(each, _DropoutNd) and each.p > 0}
+        self._random = {
+            name for name, each in self.trace.modules.items() if isinstance(each, _DropoutNd) and each.p > 0
+        }
 
     def _take(self, key: Key, tensor: Tensor) -> Tensor:
         if key.tensor == "y":
@@ -139,7 +142,9 @@ class Follower:
                 self.equal += 1
                 continue
             key = Key(self.recorder.step, weight.name, "codes of w")
-            self.failed.append(Seen(key, WHOLE, (1, 1), Guess("stale weight", "the codes are not a cast of the weight")))
+            self.failed.append(
+                Seen(key, WHOLE, (1, 1), Guess("stale weight", "the codes are not a cast of the weight"))
+            )
 
     def missing(self, key: Key) -> None:
         """A gradient that one rank has is not there."""
@@ -180,7 +185,9 @@ def _bytes(part: Tensor) -> Tensor:
     return part.contiguous().reshape(-1).view(torch.uint8)
 
 
-def gradients(model: nn.Module, run: Any, named: dict[tuple[str, str], nn.Parameter], name: Callable[[str], str]) -> None:
+def gradients(
+    model: nn.Module, run: Any, named: dict[tuple[str, str], nn.Parameter], name: Callable[[str], str]
+) -> None:
     """Hand this rank's gradients to a trace or follower, and go on with those that are returned."""
     for (layer, own), parameter in named.items():
         key = Key(run.recorder.step, layer, name(own))

@@ -46,7 +46,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Link:
-    """A tensor at a module: the names of its value and of its gradient, and of an x the modules that read it, with their calls."""
+    """A tensor at a module: the names of its value and of its gradient, and the modules that read an x, with their calls."""
 
     value: Key
     grad: Key
@@ -78,7 +78,9 @@ class Recorder:
         self.inputs: dict[tuple[int, str, int], Link] = {}
         self.outputs: dict[tuple[int, str, int], Link] = {}
         self._calls: Counter[tuple[bool, str]] = Counter()
-        self._shared: dict[tuple[int, int], tuple[Tensor, Tensor, Link]] = {}  # of siblings: x, its replacement, its link
+        self._shared: dict[
+            tuple[int, int], tuple[Tensor, Tensor, Link]
+        ] = {}  # of siblings: x, its replacement, its link
         self._handles: list[Any] = []
         for name, module in model.named_modules():
             if not any(True for _ in module.children()):
@@ -210,8 +212,8 @@ class Trace:
         return self.values.get(Key(step - 1, first[0], WEIGHT_NAMES.get(first[1], first[1])))
 
     def order(self, key: Key) -> float:
-        """The place of a tensor in the order of forward and backward. Gradients of parameters stand behind dy of their layer, and
-        what is known of casts before y or dy of their layer."""
+        """The place of a tensor in the order of forward and backward. Gradients of parameters stand behind dy of their layer,
+        checks of casts before y or dy of their layer."""
         if len(self._order) != len(self.values):
             self._order = {each: i for i, each in enumerate(self._in_order())}
         if key in self._order:

@@ -57,13 +57,23 @@ def direction(key: Key) -> str:
         return "the start"
     if is_activation_gradient(key) or is_parameter_gradient(key):
         return "backward"
-    return "forward" if key.tensor[:1] in ("x", "y") or key.tensor == "loss" else "the update"
+    if key.tensor == "wire":
+        return "all passes"
+    forward = ("x", "y", "loss", "codes of w", "scales of fprop")
+    if key.tensor.startswith("scales of"):
+        return "forward" if key.tensor in forward else "backward"
+    return "forward" if key.tensor in forward or key.tensor[:1] in ("x", "y") else "the update"
 
 
 @dataclass
 class MeshResult:
-    """What was found on one mesh. compared: tensors of all ranks; equal: those with the same bits; worst: the largest difference
-    over its bound, and of which tensor; findings: in the order of forward and backward; error: what stopped the run."""
+    """What was found on one mesh.
+
+    compared, equal     tensors of all ranks, and how many of them have the bits of one rank
+    worst, worst_key    the largest difference over its bound, and its tensor
+    findings            in the order of forward and backward
+    error               what stopped the run
+    """
 
     name: str
     ranks: int
@@ -133,7 +143,9 @@ class Report:
 
 
 def _rows(findings: list[Finding]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("step", "pass", "layer", "tensor", "differs by", "/ bound", "ranks", "where", "kind")]
+    rows: list[tuple[str, ...]] = [
+        ("step", "pass", "layer", "tensor", "differs by", "/ bound", "ranks", "where", "kind")
+    ]
     for each in findings[:SHOWN]:
         ranks = "all" if len(each.ranks) == each.world else ", ".join(map(str, each.ranks))
         ratio = f"{each.ratio:.3g}" if each.ratio else "-"

@@ -11,7 +11,8 @@ import inspect
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,14 +30,18 @@ from dlp.parallel.model.autocast import autocast
 from dlp.parallel.model.boundary import attach, end_step
 from dlp.parallel.model.grads import backward_dw
 from dlp.parallel.model.session import session_of
+from dlp.parallel.traffic.ledger import Ledger, LedgerError
+from dlp.parallel.traffic.predict import Traffic
 from dlp.proof.cases import MESHES, ONE, MeshCase, Place, held
 from dlp.proof.diagnose import Guess
-from dlp.proof.follow import Bounds, Follower, Seen, gradients
+from dlp.proof.follow import WHOLE, Bounds, Follower, Seen, gradients
 from dlp.proof.record import GRADIENT_NAMES, WEIGHT_NAMES, Key, Trace, named_parameters, recording
 from dlp.proof.report import Finding, MeshResult, Report
 
 Build = Callable[..., Any]
 Loss = Callable[..., Tensor]
+Wire = Callable[[nn.Module, DeviceMesh, MeshCase], Traffic]
+WARM = 2  # steps before the bytes of a step are counted: by then weights are cast at the step boundary
 
 
 class Program(NamedTuple):
@@ -49,11 +54,12 @@ class Program(NamedTuple):
     exact: bool
     reduction: str
     device_type: str
+    wire: Wire | None = None
 
 
-def prove(
+def prove(  # many parameters: what is compared and how, all by keyword but three
     build_model: Build, example_batch: Any, loss: Loss, *, meshes: Sequence[str] = MESHES, steps: int = 2,
-    exact: bool = False, reduction: str = "mean", device_type: str | None = None,
+    exact: bool = False, reduction: str = "mean", device_type: str | None = None, wire: Wire | None = None,
 ) -> Report:  # fmt: skip
     """Compare training steps on each mesh with the same steps on one rank, tensor by tensor.
 
@@ -73,6 +79,8 @@ def prove(
         steps: optimizer steps. Stale weights and gradients show from the second step on.
         exact: judge by equal bits instead of bounds.
         reduction: "mean" or "sum": what `loss` is over the sequences of a batch.
+        wire: `wire(model, mesh, case)` returns the bytes that the plan says a rank sends in a step (`dlp.wire_report` is made
+            of the same `step_traffic`); they are compared with those of the last step, from the third on.
         device_type: "cpu" or "cuda"; None: cuda where each rank has a GPU of its own.
 
     Returns:
@@ -89,7 +97,7 @@ def prove(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"dlp.prove: reduction {reduction!r}: expected mean or sum")
     cases = [MeshCase.parse(name) for name in meshes]
-    program = Program(build_model, example_batch, loss, steps, exact, reduction, device_type or "")
+    program = Program(build_model, example_batch, loss, steps, exact, reduction, device_type or "", wire)
     if dist.is_initialized() or "RANK" in os.environ:
         return prove_here(program, cases)
     report = Report(steps, exact)
@@ -196,14 +204,16 @@ class Told(NamedTuple):
     worst: tuple[float, Key | None]
     failed: list[Seen]
     masks: dict[tuple[Key, int], tuple[bool, str]]
+    remarks: list[str]
 
 
 def _told(follower: Follower) -> Told:
     failed = sorted(follower.failed, key=lambda seen: follower.trace.order(seen.key))[:32]
-    return Told(follower.compared, follower.equal, follower.worst, failed, follower.masks)
+    return Told(follower.compared, follower.equal, follower.worst, failed, follower.masks, follower.remarks)
 
 
 def _summarize(result: MeshResult, trace: Trace, case: MeshCase, told: Sequence[Told]) -> None:
+    result.remarks = list(told[0].remarks)
     result.compared, result.equal = sum(each.compared for each in told), sum(each.equal for each in told)
     result.worst, result.worst_key = max((each.worst for each in told), key=lambda worst: worst[0])
     by_key: dict[Key, list[tuple[int, Seen]]] = {}
@@ -240,7 +250,11 @@ def _random_findings(case: MeshCase, told: Sequence[Told]) -> list[Finding]:
             ]  # fmt: skip
             if wrong:
                 same = i // case.tp == wrong[0] // case.tp and not cut
-                said = "masks differ between tp ranks that hold the same values" if same else "equal masks for other tokens"
+                said = (
+                    "masks differ between tp ranks that hold the same values"
+                    if same
+                    else "equal masks for other tokens"
+                )
                 ranks = (i, *wrong)
                 found.append(Finding(key, float("inf"), 1.0, ranks, case.ranks, "all rows", Guess("randomness", said)))
                 break
@@ -257,14 +271,17 @@ def _built(program: Program, mesh: DeviceMesh, case: MeshCase) -> tuple[nn.Modul
     return model, optimizer
 
 
-def _run(program: Program, model: nn.Module, optimizer: Any, mesh: DeviceMesh, case: MeshCase, run: Trace | Follower) -> None:
+def _run(
+    program: Program, model: nn.Module, optimizer: Any, mesh: DeviceMesh, case: MeshCase, run: Trace | Follower
+) -> None:
     """The steps of a trace or follower."""
     named = named_parameters(model)
     run.recorder.step = -1
     _weights(run, named, -1)
     if _has_slots(model):  # delayed scales begin with the amaxes of a pass that quantizes nothing
         with autocast(enabled=False, calibrating=True):
-            _forward_backward(program, model, mesh, case, run, 0)
+            total = _forward_backward(program, model, mesh, case, run, 0)
+        run.add(Key(-1, "", "loss"), _total(total, case))
         optimizer.zero_grad(set_to_none=True)
         end_step(model)
         _scales(run, model, case, -1)
@@ -274,9 +291,11 @@ def _run(program: Program, model: nn.Module, optimizer: Any, mesh: DeviceMesh, c
         run.recorder.step = step
         if isinstance(run, Follower):
             run.codes(model)
-        _forward_backward(program, model, mesh, case, run, step)
-        gradients(model, run, dict(named), lambda own: GRADIENT_NAMES.get(own, f"d{own}"))
-        norm = optimizer.step()
+        with _counted(program, model, mesh, case, run):
+            total = _forward_backward(program, model, mesh, case, run, step)
+            gradients(model, run, dict(named), lambda own: GRADIENT_NAMES.get(own, f"d{own}"))
+            norm = optimizer.step()
+        run.add(Key(step, "", "loss"), _total(total, case))
         if isinstance(norm, Tensor):
             run.add(Key(step, "", "gradient norm"), norm.detach())
         optimizer.zero_grad(set_to_none=True)
@@ -286,7 +305,8 @@ def _run(program: Program, model: nn.Module, optimizer: Any, mesh: DeviceMesh, c
 
 def _forward_backward(
     program: Program, model: nn.Module, mesh: DeviceMesh, case: MeshCase, run: Trace | Follower, step: int
-) -> None:
+) -> Tensor:
+    """The microbatches of a step; returns this rank's part of the loss."""
     batch = program.batch(step) if callable(program.batch) else program.batch
     place, device = Place.of(case, ParallelDims.from_mesh(mesh)), torch.device(program.device_type)
     total = torch.zeros((), device=device)
@@ -305,7 +325,28 @@ def _forward_backward(
         (loss / case.accumulate if mean else loss * case.dp).backward()
         backward_dw(model)
         total += loss.detach() / (case.pieces if mean else 1)
-    run.add(Key(run.recorder.step, "", "loss"), _total(total, case))
+    return total
+
+
+@contextmanager
+def _counted(
+    program: Program, model: nn.Module, mesh: DeviceMesh, case: MeshCase, run: Trace | Follower
+) -> Iterator[None]:
+    """Compare what is sent inside with the plan, in the last step on a mesh that spans the run."""
+    step = run.recorder.step
+    last = step == program.steps - 1 >= WARM and case.ranks == dist.get_world_size() > 1
+    if program.wire is None or not last or not isinstance(run, Follower):
+        yield
+        return
+    session, ledger = session_of(model), Ledger(mesh)
+    watch, session.watches_scales = session.watches_scales, None  # which sends by itself
+    try:
+        with ledger.step(program.wire(model, mesh, case)) as seen:
+            yield
+        run.remarks.append(f"each rank sent {sum(seen.sent.values()):,} bytes in step {step}, as the plan says")
+    except LedgerError as error:
+        run.failed.append(Seen(Key(step, "", "wire"), WHOLE, (1, 1), Guess("wire", str(error))))
+    session.watches_scales = watch
 
 
 def _piece(each: Any, case: MeshCase, piece: int, device: torch.device) -> Any:

@@ -36,7 +36,9 @@ def results(kind: str, meshes: tuple[str, ...]) -> list[MeshResult]:
 def found(kind: str, names: list[str]) -> list[MeshResult]:
     """In a worker: the faults of these names, one by one, in one model."""
     faults = [fault for fault in FAULTS if fault.name in names]
-    bounds = {steps: run.Bounds(run.one_rank(program(kind, steps=steps))) for steps in {fault.steps for fault in faults}}
+    bounds = {
+        steps: run.Bounds(run.one_rank(program(kind, steps=steps))) for steps in {fault.steps for fault in faults}
+    }
     every = []
     for fault in faults:
         with ExitStack() as stack:
@@ -50,7 +52,9 @@ def names(finding: Finding | None, fault: Fault) -> bool:
     if finding is None:
         return False
     return (
-        finding.layer.endswith(fault.layer) and finding.key.tensor.startswith(fault.tensor) and finding.kind == fault.kind
+        finding.layer.endswith(fault.layer)
+        and finding.key.tensor.startswith(fault.tensor)
+        and finding.kind == fault.kind
     )
 
 
