@@ -1,7 +1,7 @@
 """Planted faults of parallel training, each with the layer, the tensor and the kind that `dlp.prove` should name.
 
-`FAULTS` lists them; `built(mesh, case, model, plant)` builds a small Llama with biases on a mesh and plants one. A fault changes
-a part of dlp, of the model or of FSDP, as a mistake there would.
+`FAULTS` lists them; `built(mesh, case, model, plant)` builds a small Llama with biases on a mesh and plants one. A fault
+changes a part of dlp, of the model or of FSDP, as a mistake there would.
 """
 
 from __future__ import annotations

@@ -37,17 +37,19 @@ MAY_IMPORT = {
     "dlp.parallel": {"dlp.quant", "dlp.comm", "dlp.kernels"},
     "dlp.ops": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
     "dlp.flows": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
+    "dlp.proof": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
     "dlp.testing": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
     "dlp": {
         "dlp.ops",
         "dlp.testing",
         "dlp.flows",
+        "dlp.proof",
         "dlp.parallel",
         "dlp.quant",
         "dlp.comm",
         "dlp.kernels",
     },  # dlp/__init__.py, the table of contents
-    "launch": {"dlp", "dlp.ops", "dlp.flows", "dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
+    "launch": {"dlp", "dlp.ops", "dlp.flows", "dlp.proof", "dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
     "bench": {"launch", "dlp", "dlp.ops", "dlp.flows", "dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
 }
 PROGRAMS = ("launch", "bench")
