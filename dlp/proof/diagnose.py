@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -61,9 +62,9 @@ class Guess(NamedTuple):
 
 
 class Cut(Protocol):
-    """Takes the part of a rank: `cut(whole)` of this rank, `cut(whole, place)` of another one. None: there is none."""
+    """Takes the part of a rank: `cut(whole)` of this rank, `cut(whole, at)` of another one. None: there is none."""
 
-    def __call__(self, whole: Tensor, place: Place | None = None) -> Tensor | None: ...
+    def __call__(self, whole: Tensor, at: Place | None = None) -> Tensor | None: ...
 
 
 class Case(NamedTuple):
@@ -302,10 +303,14 @@ def _order(case: Case) -> Guess | None:
             if count == 1 or case.found.shape[dim] % count:
                 continue
             blocks, given = case.expected.chunk(count, dim), case.found.chunk(count, dim)
-            near = [min(blocks, key=lambda each, got=got: float((got - each).norm())) for got in given]
+            near = [min(blocks, key=partial(_distance, got)) for got in given]
             if case.explained(torch.cat(near, dim)):
                 return Guess("another rank's part", f"{count} blocks of {('rows', 'columns')[dim]} in another order")
     return None
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm())
 
 
 def _wrong_group(case: Case) -> Guess | None:

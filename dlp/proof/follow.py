@@ -88,7 +88,11 @@ class Follower:
                 cut = tensor.numel() * place.case.pieces < whole.numel()
                 self.masks[key, self.micro] = cut, digest
         else:
-            self._compare(key, tensor, lambda each, at=None: (at or place).part(each, tensor.shape), place)
+
+            def cut(whole: Tensor, at: Place | None = None) -> Tensor | None:
+                return (at or place).part(whole, tensor.shape)
+
+            self._compare(key, tensor, cut, place)
         scaled = part * place.case.dp if is_activation_gradient(key) else part
         return scaled.to(tensor.dtype, copy=True)
 
@@ -100,7 +104,7 @@ class Follower:
 
     def add(self, key: Key, tensor: Tensor) -> Tensor:
         """Compare a tensor that is equal on all ranks."""
-        self._compare(key, tensor, lambda whole, at=None: whole, self.place)
+        self._compare(key, tensor, _whole, self.place)
         return tensor
 
     def parameter(self, key: Key, tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -179,6 +183,11 @@ class Follower:
                 Case(self.trace, key, place, found, want, cut)
             )  # fmt: skip
         self.failed.append(Seen(key, measured, tuple(rows_of(tensor).shape), guess))  # type: ignore[arg-type]
+
+
+def _whole(whole: Tensor, at: Place | None = None) -> Tensor | None:
+    """The cut of a tensor that is equal on all ranks."""
+    return whole
 
 
 def _bytes(part: Tensor) -> Tensor:

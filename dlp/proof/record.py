@@ -140,7 +140,7 @@ class Recorder:
         key = link.value
         if in_backward():
             again = self._again(key, tensor.detach())
-            return _Replace.apply(tensor, again) if tensor.is_floating_point() else tensor  # type: ignore[no-any-return]
+            return _Replace.apply(tensor, again) if tensor.is_floating_point() else tensor
         if key.tensor in ("x", "y"):
             links[key.step, key.layer, key.call] = link
         value = self.take(key, tensor.detach())

@@ -115,7 +115,7 @@ class Report:
 
     def __str__(self) -> str:
         measure = "bit for bit" if self.exact else "within the bounds of formats and contraction lengths"
-        rows = [("mesh", "ranks", "tensors", "bit-equal", "largest / bound", "of", "result")]
+        rows: list[tuple[str, ...]] = [("mesh", "ranks", "tensors", "bit-equal", "largest / bound", "of", "result")]
         for mesh in self.meshes:
             share = f"{mesh.equal / mesh.compared:.1%}" if mesh.compared else "-"
             of = "-" if mesh.worst_key is None else f"{mesh.worst_key.tensor} {mesh.worst_key.layer}".strip()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 import dlp
+from dlp.parallel.weight.fsdp2 import set_grad_wire
 from dlp.proof import run
 from dlp.proof.cases import MeshCase
 from dlp.proof.report import Finding, MeshResult
+from launch import prove as launched
+from launch.config import Config, load
 from tests import pool as worker
 from tests.planted import FAULTS, Fault, built, loss, tokens
 
@@ -79,6 +85,31 @@ def test_planted_faults_are_named(ranks, world):
             missed += [f"{fault.name}: {first or result.error or 'nothing'}"] if not names(first, fault) else []
     assert not missed, "\n".join(missed)
     assert len(FAULTS) >= 30
+
+
+def of_config(mesh: str, wire: str) -> run.Report:
+    """In a worker: a shrunk config on a mesh whose FSDP sends gradients as `wire`, not as the config says."""
+    config, _ = launched.provable(load("tiny"), launched.Size(1, 64))
+    build = launched.model_on
+
+    def other_wire(config: Config, mesh: Any, case: MeshCase) -> Any:
+        model, optimizer = build(config, mesh, case)
+        if case.dp > 1 and wire != "fp32":
+            set_grad_wire(model, wire)
+        return model, optimizer
+
+    with patch.object(launched, "model_on", other_wire):
+        return launched.prove_config(config, [mesh])
+
+
+@pytest.mark.ranks(2)
+def test_a_config_is_proved_and_its_bytes_are_counted(ranks):
+    report = ranks(2).run(of_config, "dp2", "fp32")[0]
+    assert "PROVED: dp2 computes what one rank computes." in str(report)
+    assert re.search(r"dp2: each rank sent [\d,]+ bytes in step 2, as the plan says", str(report))
+    report = ranks(2).run(of_config, "dp2", "bf16")[0]
+    wires = [finding for finding in report.meshes[0].findings if finding.kind == "wire"]
+    assert len(wires) == 1 and "planned" in wires[0].guess.detail and "counted" in wires[0].guess.detail
 
 
 def refused(meshes: list[str]) -> str:

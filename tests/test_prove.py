@@ -1,0 +1,102 @@
+"""`dlp.prove` without ranks: meshes by name, parts of tensors, bounds, reports, and shrunk configs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dlp
+from dlp.proof.bounds import Gemm, allowed, cast_variance, measure
+from dlp.proof.cases import MeshCase, Place
+from dlp.proof.diagnose import Guess
+from dlp.proof.record import Key
+from dlp.proof.report import Finding, MeshResult, Report, places
+from dlp.quant import recipe as recipes
+from launch import prove
+from launch.config import load
+from tests.cases import RECIPES
+
+
+def test_meshes_have_names():
+    assert MeshCase.parse("tp2xdp4+sp+accumulate3") == MeshCase("tp2xdp4+sp+accumulate3", 1, 4, 2, True, 3)
+    assert MeshCase.parse("hsdp2x3xtp4").ranks == 24
+    for wrong in ("", "tp", "tp2x", "tp2tp4", "tp2xtp4", "tp0", "ep2", "tp2 sp"):
+        with pytest.raises(ValueError, match="expected tpN"):
+            MeshCase.parse(wrong)
+
+
+def test_a_rank_has_its_part_of_a_tensor():
+    case = MeshCase("", dp_shard=2, tp=2, accumulate=2)
+    x = torch.arange(8 * 3 * 4.0).view(8, 3, 4)  # [B, S, F]
+    place = Place(case, tp=1, dp=1).at(0)
+    mine = x[4:6]
+    assert torch.equal(place.part(x, torch.Size([2, 3, 4])), mine)
+    assert torch.equal(place.part(x, torch.Size([2, 3, 2])), mine[..., 2:])
+    assert torch.equal(place.part(x, torch.Size([3, 4])), mine.reshape(6, 4)[3:])
+    assert torch.equal(place.part(x, torch.Size([6, 2])), mine.reshape(6, 4)[:, 2:])
+    assert place.part(x, torch.Size([5, 4])) is None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_variance_of_a_cast_bounds_its_error(recipe):
+    """And is not so large that a missing half of a sum, whose variance is 0.5, would be within the bound of two casts."""
+    for operand in ("x", "w", "dy"):
+        quantizer = getattr(recipes.load(recipe), operand).rowwise
+        generator = torch.Generator().manual_seed(3)
+        values = torch.randn(256, 256, generator=generator)
+        variance = cast_variance(values, quantizer)
+        if variance is None:
+            continue
+        fmt = quantizer.format
+        if not fmt.basis and dlp.proof.bounds.caps_of(quantizer).slot is None and not fmt.clips:
+            at = dlp.testing._cast(quantizer, values)
+            found = (at.dequantize(torch.float32) - values).square().mean()
+            assert found <= 1.1 * variance.mean(), (recipe, operand)
+        assert variance.mean() < 0.06 * values.square().mean()
+
+
+def test_a_difference_is_measured_where_it_is():
+    a, b = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)), torch.ones(16, 32)
+    c = Gemm(a, b).product()
+    var = torch.full_like(c, 1e-4)
+    noisy = c + 0.01 * torch.randn(c.shape, generator=torch.Generator().manual_seed(1))
+    assert 0.3 < measure(noisy, c, var).ratio <= 1
+    assert measure(c.clone(), c, var).equal
+    noisy[5] += 0.05
+    found = measure(noisy, c, var)
+    assert found.rows == [5] and found.ratio > 1
+    noisy[7, 3] = torch.nan
+    assert measure(noisy, c, var).ratio == float("inf")
+    assert allowed(1) == 8
+
+
+def test_a_report_is_a_table_and_a_sentence():
+    good = MeshResult("dp2", 2, 10, 5, 0.5, Key(0, "a", "y"))
+    assert "PROVED: dp2 computes what one rank computes." in str(Report(2, False, [good]))
+    finding = Finding(Key(1, "a", "dw"), 3.0, 0.5, (0,), 2, "rows 1-2 of 8", Guess("missing sum", "over tp"))
+    bad = MeshResult("tp2", 2, 10, 5, 3.0, finding.key, [finding])
+    report = Report(2, False, [good, bad])
+    assert not report.ok and report.first is finding and finding.direction == "backward"
+    assert "FIRST DIFFERENCE on tp2: dw of a in backward of step 1" in report.sentence()
+    stopped = Report(2, False, [MeshResult("tp2", 2, error="RuntimeError: no")])
+    assert "NOT PROVED" in str(stopped) and not stopped.ok
+    assert places([0, 1, 2, 5], 8, "rows") == "rows 0-2, 5 of 8" and places([0, 1], 2, "rows") == "all rows"
+
+
+def test_a_config_is_shrunk_with_the_same_divisibility():
+    config, remarks = prove.provable(load("llama3_70b"), prove.Size())
+    model = config.model
+    assert (model.layers, model.hidden, model.kv_heads) == (4, 256, 8)
+    assert model.heads % model.kv_heads == 0 and model.ffn % 256 == 0 and model.vocab % 16 == 0
+    assert not config.train.compile and config.train.optimizer == "adamw"
+    assert any("optimizer" in remark for remark in remarks) and any("compile" in remark for remark in remarks)
+    with pytest.raises(ValueError, match="tp 16 does not divide"):
+        list(prove.fitting(["tp16"], config))
+
+
+def test_what_cannot_travel_to_ranks_is_refused(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="Define the functions at the top level"):
+        dlp.prove(lambda mesh, case: None, torch.zeros(2), lambda model, batch: None, meshes=["accumulate2"])
+    with pytest.raises(ValueError, match="expected mean or sum"):
+        dlp.prove(print, torch.zeros(2), print, meshes=["tp2"], reduction="max")
