@@ -145,3 +145,11 @@ def test_a_plan_shows_fused_blocks_and_refuses_what_they_cannot_be() -> None:
         ops.Converted(torch.nn.Linear(8, 8))
     with pytest.raises(ValueError, match="q_proj: its groups set siblings = false, and a fused block reads x once"):
         plan_for(replace(config, groups=[*config.groups, apart]), 2, "cpu")
+
+
+def test_a_qwen3_runs_under_sequence_parallelism():
+    """Norms of the heads of q and k read features that tp cuts, of whole sequences."""
+    config = load("qwen3_8b", ["--mesh.tp", "2", "--mesh.sequence_parallel", "true", "--mesh.dp_shard", "1"])
+    others = {other.name: other for other in plan_for(config, 2, "cpu").others}
+    norm = others["model.layers.0.self_attn.q_norm"]
+    assert norm.reads_cut and not norm.sequence_parallel

@@ -55,7 +55,8 @@ def check_plan(plan: Plan, config: Model) -> None:
         _check_fused(plan)
     cut = next(row for row in plan.layers if row.name.endswith("o_proj")).sequence_parallel
     rows = [(row.name, row.style, row.sequence_parallel) for row in plan.layers]
-    rows += [(other.name, other.style, other.sequence_parallel) for other in plan.others]
+    # norms of heads read features that tp cuts, of whole sequences, under sequence parallelism, too
+    rows += [(other.name, other.style, other.sequence_parallel) for other in plan.others if not other.reads_cut]
     for name, style, on_shards in rows if plan.tp > 1 else ():
         if on_shards != cut:
             raise ValueError(
