@@ -123,6 +123,11 @@ def check_device(config: Config, device_type: str) -> bool:
     not installed. `device_type`: "cpu", "cuda", or a kind of GPU."""
     if config.train.profiler == "nvtx" and device_type == "cpu":
         raise ConfigError(f"{config.source}: [train] profiler: expected a GPU for nvtx, got a CPU: set it to torch")
+    if config.train.sentinel and device_type != "cpu" and not config.train.deterministic:
+        raise ConfigError(
+            f"{config.source}: [train] sentinel: expected deterministic = true on GPUs, where attention's backward gives other "
+            f"bits in each pass, got false"
+        )
     check_installed(config)
     return replays_steps(config, device_type)
 

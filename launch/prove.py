@@ -72,8 +72,8 @@ def provable(config: Config, size: Size) -> tuple[Config, list[str]]:
     if config.train.compile:
         changes["compile"] = False
         remarks.append("[train] compile = false: compiled code calls no hooks")
-    if config.train.cuda_graph:
-        changes["cuda_graph"] = False
+    changes["cuda_graph"] = False
+    if config.train.cuda_graph is True:
         remarks.append("[train] cuda_graph = false: a replayed graph calls no hooks")
     if config.train.optimizer in ENCODINGS:
         changes["optimizer"] = "adamw"
@@ -155,7 +155,7 @@ def fitting(meshes: Sequence[str], config: Config) -> Iterator[str]:
         for field in ("kv_heads", "heads", "ffn", "vocab"):
             if getattr(model, field) % case.tp:
                 raise ValueError(
-                    f"mesh {name!r}: tp {case.tp} does not divide [model] {field} = {getattr(model, field)}"
+                    f"mesh {name!r}: tp {case.tp} does not divide [model] {field} = {getattr(model, field)}; leave the mesh out"
                 )
         yield name
 

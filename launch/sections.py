@@ -206,6 +206,11 @@ class Train(Section):
     cuda_graph: bool | str = setting(
         GRAPH, "steps are captured in a CUDA graph and replayed; auto: on GPUs, wherever nothing forbids it", "auto"
     )
+    sentinel: int = setting(
+        integer(">= 1", also=(0,)),
+        "in every n-th step the first microbatch runs twice, and other bits end the run before the update; 0: never",
+        0,
+    )
     profile: int = setting(integer(">= 1", also=(0,)), "the step that is profiled; 0: none", 0)
     profiler: str = setting(
         choice("torch", "nvtx"),

@@ -42,6 +42,7 @@ from launch.optimizers import describe as describe_optimizer
 from launch.rundir import RunDir
 from launch.saver import describe as describe_saves
 from launch.schedule import planned_swaps
+from launch.sentinel import SentinelError
 from launch.stop import StopFlag, end_hung, leave, leave_after_exceptions, leave_behind, refuse
 from launch.trainer import NotFinite, Trainer
 
@@ -140,7 +141,7 @@ def train(config: Config) -> None:
     try:
         with trainer.run.logged():
             trainer.train(done)
-    except (NotFinite, LedgerError, SaveError) as error:
+    except (NotFinite, LedgerError, SaveError, SentinelError) as error:
         refuse(str(error))
     except OSError as error:
         refuse(f"{said(error)}; what was saved before stands")

@@ -48,6 +48,7 @@ from launch.recorder import Recorder, Stopwatch
 from launch.rundir import RunDir, move_aside
 from launch.saver import Saver
 from launch.schedule import some
+from launch.sentinel import Sentinel
 from launch.stop import StopFlag
 from launch.stream import TokenStream
 from launch.update import Update
@@ -105,6 +106,7 @@ class Trainer:
         saves = config.checkpoint
         self.saver = Saver(run.checkpoints, self.state, saves.keep, saves.asynchronous)
         self.starts_a_lineage = config.checkpoint.resume == "none"  # what is in the run's folder is another's
+        self.sentinel = Sentinel(built.model, config.train.sentinel)
         self.wants_stop = False
         self.replays = Replays([self.recipes], torch.cuda.Stream(built.device) if built.graph else None)
         self.skipped = 0  # updates since the start
@@ -236,19 +238,35 @@ class Trainer:
 
     def forward_backward(self, batches: Sequence[Batch], lap: Callable[[str], None] = lambda part: None) -> Tensor:
         """The gradients of a step, and this rank's part of its loss, fp32 []."""
-        model, dp_size = self.built.model, self.built.batch.dp_size
+        model = self.built.model
         valid = self.valid_tokens(batches)
         total = torch.zeros((), device=self.built.device)
+        watched = self.sentinel.due(self.recipes.steps + 1) and not self.wire.watches
+        alone = len(batches) == 1  # else gradients are not complete after the first microbatch
+        if watched:
+            self.sentinel.rehearse(lambda: self.microbatch(batches[0], valid), gradients=alone)
         for i, batch in enumerate(batches):
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(self.built.accumulation.reductions > 1 or i == len(batches) - 1)
-            loss = self.loss(batch) / valid
-            lap("forward")
-            (loss * dp_size).backward()  # FSDP averages over its ranks; the sum is wanted
-            dlp.backward_dw(model)
-            total += loss.detach()
+            if watched and i == 0:
+                with self.sentinel.recording() as sums:
+                    loss = self.microbatch(batch, valid, lap)
+                self.sentinel.close(sums, loss, gradients=alone)
+            else:
+                loss = self.microbatch(batch, valid, lap)
+            total += loss
             lap("backward")
+        if watched:
+            self.sentinel.compare(sums, self.recipes.steps + 1, self.built.device)
         return total
+
+    def microbatch(self, batch: Batch, valid: Tensor, lap: Callable[[str], None] = lambda part: None) -> Tensor:
+        """Forward and backward of one; its part of the loss, fp32 []."""
+        loss = self.loss(batch) / valid
+        lap("forward")
+        (loss * self.built.batch.dp_size).backward()  # FSDP averages over its ranks; the sum is wanted
+        dlp.backward_dw(self.built.model)
+        return loss.detach()
 
     def replay(self, batches: Sequence[Batch]) -> Tensor:
         """`compute` by a CUDA graph, which is captured where there is none."""

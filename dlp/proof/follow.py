@@ -85,8 +85,8 @@ class Follower:
             if key.tensor == "y":
                 mask = (tensor == 0).cpu().contiguous().view(torch.uint8)
                 digest = hashlib.sha256(mask.numpy().tobytes()).hexdigest()
-                cut = tensor.numel() * place.case.pieces < whole.numel()
-                self.masks[key, self.micro] = cut, digest
+                is_cut = tensor.numel() * place.case.pieces < whole.numel()
+                self.masks[key, self.micro] = is_cut, digest
         else:
 
             def cut(whole: Tensor, at: Place | None = None) -> Tensor | None:

@@ -575,12 +575,23 @@ def graphing(model: nn.Module) -> Iterator[None]:
     delayed = session.has_slots()
     if delayed and not session.attached:
         raise ValueError("dlp.graphing: delayed scales change at an optimizer's step: call dlp.attach before")
-    kept = [(memory, memory.clone()) for memory in _written(session, delayed)]
-    ran, session.graphed, session.graphing = set(session.ran), set(), True
+    session.graphed, session.graphing = set(), True
+    try:
+        with without_effects(session):
+            yield
+    finally:
+        session.graphing = False
+
+
+@contextmanager
+def without_effects(session: Session) -> Iterator[None]:
+    """Passes inside leave no amax, no flag of something not finite and no microbatch behind."""
+    kept = [(memory, memory.clone()) for memory in _written(session, session.has_slots())]
+    ran = set(session.ran)
     try:
         yield
     finally:
-        session.graphing, session.ran = False, ran
+        session.ran = ran
         known = {memory.data_ptr() for memory, _ in kept}
         with torch.no_grad():
             for memory, before in kept:

@@ -1,0 +1,104 @@
+"""`[train] sentinel`: a clean run is the run without it, bit for bit, and a flipped bit ends the run before the update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from launch.sentinel import SentinelError, checksum
+from launch.trainer import Trainer
+from tests import training
+
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+def flipped(tensor: Tensor) -> Tensor:
+    """The tensor with its lowest bit of one element flipped."""
+    bits = tensor.detach().clone().contiguous()
+    bits.view(-1).view({2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])[3] ^= 1
+    return bits
+
+
+def losses(folder: Path, data: Path, *overrides: str) -> dict[int, Any]:
+    """In a worker: the losses of a whole run."""
+    folder.mkdir(exist_ok=True)
+    config = training.config(folder, data, *overrides)
+    training.run(config)
+    return training.metrics(config)
+
+
+class Flip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return flipped(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def stopped(folder: Path, data: Path, where: str, *overrides: str) -> str:
+    """In a worker: the message of a run in which rank 1 flips a bit of y or of a gradient in the second pass of step 3."""
+    trainer, done = training.trainer(training.config(folder, data, *overrides))
+    module, calls = trainer.built.model.get_submodule(LAYER), [0]
+    rank = trainer.built.dims.rank("tp")
+
+    def now() -> bool:
+        return rank == 1 and calls[0] == 6  # a rehearsal and the step itself in each step
+
+    def after(module: Any, args: Any, y: Tensor) -> Tensor | None:
+        calls[0] += torch.is_grad_enabled()
+        return Flip.apply(y) if where == "y" and torch.is_grad_enabled() and now() else None
+
+    def flip(weight: Any) -> None:
+        if now():
+            grad = weight.grad._local_tensor
+            grad.copy_(flipped(grad))
+
+    module.register_forward_hook(after)
+    if where == "gradient":
+        module.weight.register_post_accumulate_grad_hook(flip)
+    with pytest.raises(SentinelError) as error:
+        Trainer.train(trainer, done)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.shards(tmp_path_factory.mktemp("sentinel"))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, recipe):
+    given = ("--recipe", recipe, "--train.steps", "4", "--train.ledger", "off")
+    plain = ranks(2).run(losses, tmp_path / "plain", data, *given)[0]
+    watched = ranks(2).run(losses, tmp_path / "watched", data, *given, "--train.sentinel", "1")[0]
+    assert watched == plain and len(plain) == 4
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("where", "said"), [("y", f"y of {LAYER} in forward"), ("gradient", f"the gradient of {LAYER}.weight in backward")]
+)
+def test_a_flipped_bit_is_named_before_the_update(ranks, tmp_path, data, where, said):
+    given = ("--train.sentinel", "1", "--train.ledger", "off")
+    messages = ranks(2).run(stopped, tmp_path, data, where, *given)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("step 3: the first microbatch ran twice and gave other bits, first on ")
+    assert f"rank 1 (CPU): {said}" in messages[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_checksum_sees_each_bit(dtype):
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    for bit in range(8 * dtype.itemsize):
+        other = x.clone()
+        other.view(whole)[5] ^= -(2**bit) if bit == 8 * dtype.itemsize - 1 else 2**bit
+        assert checksum(other) != checksum(x)
+    assert checksum(x.clone()) == checksum(x)
