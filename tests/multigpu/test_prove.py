@@ -119,6 +119,12 @@ def refused(meshes: list[str]) -> str:
     return str(error.value)
 
 
+def uneven() -> str:
+    """In a worker: a batch that no mesh of 4 pieces can be cut from."""
+    given = program("fp32")._replace(batch=lambda step: tokens(step)[:6])
+    return run.prove_here(given, [MeshCase.parse("accumulate4")]).meshes[0].error
+
+
 def exact(kind: str, mesh: str) -> run.Report:
     return run.prove_here(program(kind)._replace(exact=True), [MeshCase.parse(mesh)])
 
@@ -127,6 +133,7 @@ def exact(kind: str, mesh: str) -> run.Report:
 def test_what_is_refused_and_what_exact_says(ranks):
     assert "do not divide the 2 ranks" in ranks(2).run(refused, ["tp4"])[0]
     assert "expected tpN" in ranks(2).run(refused, ["pp2"])[0]
+    assert "cuts a batch of 6 sequences into 4 pieces, which does not divide them" in ranks(2).run(uneven)[0]
     report = ranks(2).run(exact, "fp32", "tp2")[0]
     assert not report.ok
     assert report.first.direction == "forward" and report.first.layer == "model.layers.0.self_attn.o_proj"

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from launch.build import build
+from launch.config import ConfigError, load
 from launch.sentinel import SentinelError, checksum
 from launch.trainer import Trainer
 from tests import training
@@ -91,6 +93,14 @@ def test_a_flipped_bit_is_named_before_the_update(ranks, tmp_path, data, where, 
     assert messages[0] == messages[1]
     assert messages[0].startswith("step 3: the first microbatch ran twice and gave other bits, first on ")
     assert f"rank 1 (CPU): {said}" in messages[0]
+
+
+def test_gpus_must_repeat_their_bits():
+    config = load("tiny", ["--train.sentinel", "64"])
+    with pytest.raises(
+        ConfigError, match="expected deterministic = true on GPUs, where attention's backward gives other bits"
+    ):
+        build(config, None, torch.device("cuda"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
