@@ -373,7 +373,7 @@ def masked_on_one_rank(here: Here) -> None:
     """Attention of one rank sees later tokens."""
     if here.tp == 1:
         attend = torch.nn.functional.scaled_dot_product_attention
-        here.patch(modules, "attend", lambda q, k, v, documents=None: attend(q, k, v))
+        here.patch(modules, "attend", lambda q, k, v, *more: attend(q, k, v))
 
 
 def swapped_positions(here: Here) -> None:

@@ -107,7 +107,7 @@ def test_a_config_is_proved_and_its_bytes_are_counted(ranks):
     report = ranks(2).run(of_config, "dp2", "fp32")[0]
     assert "PROVED: dp2 computes what one rank computes." in str(report)
     assert re.search(r"dp2: each rank sent [\d,]+ bytes in step 2, as the plan says", str(report))
-    report = ranks(2).run(of_config, "dp2", "bf16")[0]
+    report = ranks(2).run(of_config, "dp2", "fp8")[0]
     wires = [finding for finding in report.meshes[0].findings if finding.kind == "wire"]
     assert len(wires) == 1 and "planned" in wires[0].guess.detail and "counted" in wires[0].guess.detail
 
