@@ -128,13 +128,11 @@ def _folds(tensor: Tensor, shape: torch.Size) -> bool:
     return tensor.shape == shape or (last and (len(shape) != tensor.dim()))
 
 
-def tokens_of(case: MeshCase, tokens: int, piece: int, tp: int, *, cut: bool) -> slice:
-    """The tokens of a piece of the global batch; with `cut`, those of one tp rank in it."""
-    size = tokens // case.pieces
-    if not cut:
-        return slice(piece * size, (piece + 1) * size)
-    part = size // case.tp
-    return slice(piece * size + tp * part, piece * size + (tp + 1) * part)
+def tokens_of(case: MeshCase, tokens: int, piece: int, tp: int) -> slice:
+    """The tokens that a tp rank has of a piece of the global batch, under sequence parallelism."""
+    size = tokens // case.pieces // case.tp
+    start = (piece * case.tp + tp) * size
+    return slice(start, start + size)
 
 
 def parameter_part(full: Tensor, parameter: Tensor, place: Place | None = None) -> Tensor:

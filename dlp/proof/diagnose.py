@@ -214,7 +214,7 @@ def _cuts(case: Case, found: list[Terms]) -> dict[Share, slice]:
     if length % (mesh.pieces * mesh.tp):
         return {}
     pieces = range(mesh.pieces)
-    return {(i, tp): tokens_of(mesh, length, i, tp, cut=True) for i in pieces for tp in range(mesh.tp)}
+    return {(i, tp): tokens_of(mesh, length, i, tp) for i in pieces for tp in range(mesh.tp)}
 
 
 def _shares(case: Case) -> Guess | None:

@@ -165,7 +165,7 @@ def mesh_of(case: MeshCase, device: str) -> DeviceMesh:
 
 
 def one_rank(program: Program) -> Trace:
-    """The trace of one rank. RuntimeError where a second one has other bits: nothing can be compared with it."""
+    """The trace of one rank, which every rank of the run makes alike."""
     mesh = mesh_of(ONE, program.device_type)
     model, optimizer = _built(program, mesh, ONE)
     trace = Trace(model)
