@@ -22,12 +22,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 import dlp
 from dlp.quant import recipe
-from launch import checkpoint
+from launch import checkpoint, stored
 from launch.checkpoint import CheckpointError
 from launch.config import Config
 from launch.manifest import complete, damage, digest, hashed, read_manifest
@@ -391,7 +390,7 @@ def save_without_room(config: Config) -> list[str]:
     trainer, _ = training.trainer(config)
     trainer.train_step(0)
     trainer.save(1)
-    said, create, opened = [], FileSystem.create_stream, Path.open
+    said, create, opened = [], stored._Files.create_stream, Path.open
 
     @contextlib.contextmanager
     def full(self: Any, path: Path, mode: str) -> Iterator[Any]:
@@ -401,14 +400,14 @@ def save_without_room(config: Config) -> list[str]:
     def full_open(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         return FullDisk(opened(self, mode), 64) if self.name == name else opened(self, mode, *args, **kwargs)
 
-    FileSystem.create_stream, Path.open = full, full_open
+    stored._Files.create_stream, Path.open = full, full_open
     try:
         for name in ("__1_0_0.distcp", ".metadata", "manifest.json"):  # noqa: B007 (read by the two above)
             with pytest.raises(checkpoint.SaveError) as caught:
                 checkpoint.save(trainer.run.checkpoints, 2, trainer.state, keep=2)
             said.append(str(caught.value))
     finally:
-        FileSystem.create_stream, Path.open = create, opened
+        stored._Files.create_stream, Path.open = create, opened
     return said
 
 

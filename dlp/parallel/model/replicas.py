@@ -154,7 +154,10 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {
         name: p
         for name, p in model.named_parameters()
-        if p.is_floating_point() and not p.is_meta and type(p) in (nn.Parameter, DTensor) and not is_placeholder(p)
+        if p.is_floating_point()
+        and not p.is_meta
+        and (type(p) is nn.Parameter or isinstance(p, DTensor))
+        and not is_placeholder(p)
     }
     return found | dict(masters_of(model))
 
