@@ -78,7 +78,7 @@ def test_what_no_part_can_do(arguments: list[str], says: str, calls: Calls, caps
 
 def test_shares_are_of_plain_torch_and_of_serial() -> None:
     times = {(PLAIN, ""): [4.0, 2.0, 1.0], ("bf16", "serial"): [3.0, 2.5, 1.0], ("bf16", "auto"): [2.4, 2.0, 0.5]}
-    plain, serial, chosen = tensor_parallel.lines_of("8x8", times)
+    plain, serial, chosen = tensor_parallel.lines_of("8x8", times, {})
     assert (plain.alone_share, plain.queued_share, plain.of_serial) == (1.0, 1.0, None)
     assert (serial.subject, serial.alone_share, serial.queued_share, serial.of_serial) == (
         "bf16 serial",

@@ -91,5 +91,8 @@ def test_a_rate_that_is_a_number_and_changes_is_refused() -> None:
 def test_a_batch_of_another_shape_is_refused() -> None:
     captured = CapturedStep.__new__(CapturedStep)
     captured._leaves, captured._form = torch.utils._pytree.tree_flatten((torch.zeros(2, 3), 1))
-    with pytest.raises(ValueError, match=r"torch.float32 \(2, 3\), 1; got torch.float32 \(1, 3\), 1: drop or pad"):
+    with pytest.raises(
+        ValueError,
+        match=r"^a captured step replays batches like the one of its capture, torch.float32 \(2, 3\), 1; ",
+    ):
         captured((torch.zeros(1, 3), 1))

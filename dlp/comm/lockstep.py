@@ -113,7 +113,7 @@ def check_alike(mine: Mapping[str, str], group: ProcessGroup | None, who: str) -
     name = next((name for name in (*first, *other) if first.get(name) != other.get(name)), "the order of layers")
     raise ValueError(
         f"{who}: rank {ranks[place]} plans {name} otherwise than rank {ranks[0]}: {other.get(name, 'nothing')}, and rank "
-        f"{ranks[0]} {first.get(name, 'nothing')}; all ranks call {who} for the same model with the same recipes"
+        f"{ranks[0]} {first.get(name, 'nothing')}; call {who} on all ranks for the same model with the same recipes"
     )
 
 

@@ -182,6 +182,7 @@ def refusals() -> list[str]:
     messages = []
     for wrong in (
         lambda: set_grad_wire(nn.Linear(2, 2), "fp4"),
+        lambda: set_grad_wire(nn.Linear(2, 2), "bf16", torch.bfloat16),
         lambda: CodecReduceScatter(WIRES["fp8"])(torch.ones(2), torch.ones(4), dist.group.WORLD, dist.ReduceOp.MAX),
     ):
         try:
@@ -193,7 +194,10 @@ def refusals() -> list[str]:
 
 @pytest.mark.ranks(2)
 def test_impossible_wires_are_refused(ranks):
-    for unknown, op in ranks(2).run(refusals):
+    for unknown, computed, op in ranks(2).run(refusals):
+        assert computed.startswith(
+            "gradients that travel as computed take the wire 'hp'; got 'bf16': leave computed out"
+        )
         assert unknown == "unknown gradient wire 'fp4': the wires are hp, bf16, fp8"
         assert op.startswith("gradients on a wire are summed or averaged; got")
 

@@ -247,7 +247,7 @@ class ReplicatedMixin(SpreadModule):
         if isinstance(x, DTensor):
             raise TypeError(
                 f"{self.layer_name}: it is called with a DTensor, which is made of a parameter that another module reads, but "
-                f"modules read this rank's plain tensors"
+                f"modules read this rank's plain tensors; pass to_local() of it"
             )
         self._check_tokens(x)
         held, before = dict(self._parameters), None if self.tp_sums is None else self.tp_sums.check_announced

@@ -217,7 +217,8 @@ class HeldWeight(LocalWeight):
         """ValueError for a device without memory."""
         if device.type == "meta":
             raise ValueError(
-                f"{self.bound.spec.name}: its weight is held as {self.recipe} codes only, which the meta device would lose"
+                f"{self.bound.spec.name}: its weight is held as {self.recipe} codes only, which the meta device would "
+                f"lose; move the model to a device with memory"
             )
 
     @torch.no_grad()

@@ -288,7 +288,7 @@ class SpreadModule(nn.Module):
         """The mark that FSDP1 and FSDP2 put on the modules that they manage, for torch.compile."""
         marks = vars(self)
         if "_fsdp_use_orig_params" not in marks:
-            raise AttributeError("_fsdp_use_orig_params")
+            raise AttributeError
         return bool(marks["_fsdp_use_orig_params"])
 
     @_fsdp_use_orig_params.setter
@@ -368,8 +368,8 @@ def check_plain(name: str, weight: Tensor) -> None:
         refuse_codes(name, fmt)
     if isinstance(weight, DTensor):
         raise ValueError(
-            f"{name}: its weight is a DTensor already: dlp.convert and dlp.quantize_ come before fully_shard and other "
-            f"parallelism"
+            f"{name}: its weight is a DTensor already: call dlp.convert and dlp.quantize_ before fully_shard and "
+            f"other parallelism"
         )
 
 
