@@ -24,8 +24,8 @@ OURS = ("AssertionError", "NotImplementedError")  # mistakes in dlp, not of its 
 FOLDERS = ("dlp", "launch", "bench")
 VERBS = (
     "add ask attach build call check choose convert copy cut declare encode fetch get give leave let make move name norm pad "
-    "parametrize pass pip prepare quantize register remove rename replace restore return save set split start step take untie use "
-    "wait write"
+    "parametrize pass pip prepare quantize register remove rename replace restore return save set split start step take untie "
+    "use wait write"
 )
 WAY_OUT = re.compile(
     rf"[;:.] (to [\w ]+, )?({VERBS.replace(' ', '|')})\b"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlp.comm.mesh import DP_SHARD, TP, ParallelDims, placement_on
+from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP, ParallelDims, placement_on
 
 MESHES = ("tp2", "tp2+sp", "dp2", "accumulate2", "hsdp2x2", "tp2xdp2", "tp2xdp2+sp+accumulate2")
 _PART = re.compile(r"hsdp(\d+)x(\d+)|(tp|dp|accumulate)(\d+)|(sp)")
@@ -45,9 +45,9 @@ class MeshCase:
         while match := _PART.match(rest):
             replicate, shard, axis, size, _ = match.groups()
             if replicate:
-                given: dict[str, int | bool] = {"dp_replicate": int(replicate), "dp_shard": int(shard)}
+                given: dict[str, int | bool] = {DP_REPLICATE: int(replicate), DP_SHARD: int(shard)}
             elif axis:
-                given = {{"dp": "dp_shard"}.get(axis, axis): int(size)}
+                given = {{"dp": DP_SHARD}.get(axis, axis): int(size)}
             else:
                 given = {"sequence_parallel": True}
             if fields.keys() & given.keys() or 0 in given.values():

@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dlp.comm.mesh import TP
 from dlp.proof.bounds import Terms, is_weight, rows_of, terms
 from dlp.proof.cases import Place, tokens_of
 from dlp.proof.record import Key, Trace, is_parameter_gradient
@@ -262,9 +263,9 @@ def _pattern(place: Place, c: dict[Share, Fraction]) -> Guess | None:
         return Guess(
             "summed twice" if many else "divided twice", f"{_named(rest, mesh.accumulate)}, {max(rest.values())} times"
         )
-    for wanted, axis in ((own_tp & own_dp, "tp and dp"), (own_tp, "tp"), (own_dp, "dp")):
+    for wanted, axis in ((own_tp & own_dp, "tp and dp"), (own_tp, TP), (own_dp, "dp")):
         if ones == wanted:
-            over = axis if mesh.tp > 1 and mesh.dp > 1 else "tp" if mesh.tp > 1 else "dp"
+            over = axis if mesh.tp > 1 and mesh.dp > 1 else TP if mesh.tp > 1 else "dp"
             return Guess("missing sum", f"over {over}")
     micros = {share[0] % mesh.accumulate for share in zeros}
     if (

@@ -112,7 +112,7 @@ TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
     (hand_made, "", [attach], "holds up.weight, which exists as codes only, .*: make the optimizer by dlp.with_master_weights"),
     (lambda m: m.to("meta"), "fp8_current", [hold, freeze], "codes are made of values, and its weight lies on the meta device"),
     (lambda m: fully_shard(m, mesh=worker.mesh()["dp_shard"]), "fp8_current", [*ALL, hold_by_region],
-     r"its weight is a DTensor already: dlp.convert and dlp.quantize_ come before fully_shard and other parallelism"),
+     r"its weight is a DTensor already: call dlp.convert and dlp.quantize_ before fully_shard and other parallelism"),
     (nothing, "bf16", [quantize, freeze], "bf16 keeps weights in high precision; choose one that quantizes them"),
 ]  # fmt: skip
 

@@ -294,7 +294,7 @@ def test_what_is_parallel_already_is_refused_by_name(ranks):
         assert mesh == "both: it was made by hand for tp 2, and the mesh has tp 1; make both equal"
         assert part.startswith(f"part of it{again}") and within.startswith(f"0 of it{again}")
         assert sharded.startswith(
-            "0: its weight is a DTensor already: dlp.convert and dlp.quantize_ come before fully_shard and other"
+            "0: its weight is a DTensor already: call dlp.convert and dlp.quantize_ before fully_shard and other"
         )
         assert attached == "dlp.attach has been called on this model already: dlp.convert comes first"
 
