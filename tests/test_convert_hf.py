@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from launch import beside, convert_hf, hf_config, hf_folder, manifest, weights
+from launch import beside, convert_hf, hf_config, hf_folder, manifest, stored, weights
 from launch.build import plan_for
 from launch.config import load
 from launch.models import tables
@@ -277,7 +277,14 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         return opened(path, mode, *given, **options)
 
+    def full_stream(self: Any, path: Any, mode: str) -> Any:
+        if file in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return create(self, path, mode)
+
+    create = stored._Files.create_stream
     monkeypatch.setattr(io, "open", full)  # as pathlib calls it
+    monkeypatch.setattr(stored._Files, "create_stream", full_stream)  # as the writer of tensors does
     action = ["export", "ours", "back"] if file == "config.json" else ["import", "published", "ours"]
     code, out, error = command("launch.convert_hf", action[0], *(str(tmp_path / name) for name in action[1:]))
     assert (code, out) == (1, "") and "No space left on device" in error and error.count("\n") == 1, error

@@ -3,15 +3,17 @@ tests/gpu/test_graph.py and tests/multigpu/test_graph.py have real ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import dlp
+from dlp.comm.mesh import shutdown
 from dlp.parallel.model.boundary import schedule
 from dlp.parallel.model.graph import WARM_UP, CapturedStep, GraphedStep, Replays, graphed_step
 
@@ -51,9 +53,15 @@ def test_steps_are_eager_then_captured_once_then_replayed_and_a_reset_begins_ane
     assert not run.captured and not isinstance(run(torch.ones(2)), tuple)
 
 
-def training(rate: Any) -> tuple[GraphedStep[Any], Any, nn.Module]:
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    yield dlp.build_mesh(device_type="cpu")
+    shutdown()
+
+
+def training(rate: Any, mesh: DeviceMesh) -> tuple[GraphedStep[Any], Any, nn.Module]:
     model = nn.Sequential(nn.Linear(16, 16))
-    dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="fp8_current")], dlp.build_mesh(device_type="cpu"))
+    dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="fp8_current")], mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     dlp.attach(model, optimizer)
 
@@ -67,8 +75,8 @@ def training(rate: Any) -> tuple[GraphedStep[Any], Any, nn.Module]:
     return graphed(step), optimizer, model
 
 
-def test_a_scheduled_recipe_change_is_an_eager_step_and_the_graph_is_dropped() -> None:
-    run, _, model = training(torch.tensor(1e-3))
+def test_a_scheduled_recipe_change_is_an_eager_step_and_the_graph_is_dropped(mesh: DeviceMesh) -> None:
+    run, _, model = training(torch.tensor(1e-3), mesh)
     schedule(model, ["0"], WARM_UP + 2, "bf16")
     with patch.object(SimulatedGraph, "made", 0):
         kinds = [isinstance(run(torch.ones(4, 16)), tuple) for _ in range(2 * WARM_UP + 4)]
@@ -77,8 +85,8 @@ def test_a_scheduled_recipe_change_is_an_eager_step_and_the_graph_is_dropped() -
     assert str(model[0].core.spec.recipe) == "bf16"
 
 
-def test_a_rate_that_is_a_number_and_changes_is_refused() -> None:
-    run, optimizer, _ = training(1e-3)
+def test_a_rate_that_is_a_number_and_changes_is_refused(mesh: DeviceMesh) -> None:
+    run, optimizer, _ = training(1e-3, mesh)
     for _ in range(WARM_UP + 2):
         run(torch.ones(4, 16))
     optimizer.param_groups[0]["lr"] = 2e-3

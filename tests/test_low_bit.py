@@ -41,7 +41,7 @@ def optimizer(name: str, over: list[nn.Parameter]) -> Optimizer:
             {"params": over[:1], "weight_decay": 0.1, "matrices": True},
             {"params": over[1:], "weight_decay": 0.1},
         ]
-    return OPTIMIZERS[name](groups, train, torch.device("cpu"))
+    return OPTIMIZERS[name](groups, train, train.lr)
 
 
 def steps(made: Optimizer, over: list[nn.Parameter], count: int = 3, scale: float = 1.0) -> None:
