@@ -422,7 +422,7 @@ def tied_head_alone(here: Here) -> None:
 
 def embedding_unsummed(here: Here) -> None:
     """Each rank keeps the rows of the embedding that it has."""
-    here.patch(embedding.collectives, "all_reduce", lambda rows, group, *more: done(rows))
+    here.patch(embedding.traced, "all_reduce", lambda rows, *more: rows)
 
 
 def loss_of_one_rank(here: Here) -> None:

@@ -145,6 +145,11 @@ class _Placeholder:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asked = _needs_values(func, args)
+        if asked == "detach":  # activation checkpointing detaches what it saves; the result has no values, either
+            with torch._C.DisableTorchFunctionSubclass():
+                detached = func(*args, **(kwargs or {})).as_subclass(DetachedPlaceholder)
+            detached.dlp_weight = args[0].dlp_weight
+            return detached
         if asked is not None:
             _check_values(asked, (*args, *(kwargs or {}).values()))
         with torch._C.DisableTorchFunctionSubclass():
@@ -153,6 +158,10 @@ class _Placeholder:
     def __repr__(self, *_: Any, **__: Any) -> str:
         shape, dtype = tuple(self.shape), self.dtype  # type: ignore[attr-defined]
         return f"{type(self).__name__}({shape}, {dtype}, without values)"
+
+
+class DetachedPlaceholder(_Placeholder, Tensor):  # type: ignore[misc]  # of __repr__, which torch types loosely
+    """A placeholder without its gradient."""
 
 
 def _check_values(asked: str, given: Sequence[Any]) -> None:
