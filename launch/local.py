@@ -140,4 +140,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))  # the interpreter's own end takes seconds
+    code = main(sys.argv[1:])
+    if code or "--print-config" in sys.argv:
+        sys.exit(code)
+    leave(code)  # the interpreter's own end takes seconds
