@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dlp.parallel.model.graph import WARM_UP
 from launch.config import Config, ConfigError, cannot_capture
 
 
@@ -18,6 +19,6 @@ def replays_steps(config: Config, device_type: str) -> bool:
 def describe_graph(config: Config, device_type: str) -> str:
     """The plan's line on CUDA graphs."""
     if replays_steps(config, device_type):
-        return "cuda graph: steps are captured after 3 eager steps and replayed"
+        return f"cuda graph: steps are captured after {WARM_UP} eager steps and replayed"
     why = "[train] cuda_graph = false" if config.train.cuda_graph is False else cannot_capture(config)
     return f"cuda graph: steps are launched one by one ({why or 'the ranks are on CPUs'})"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import sha256
 from math import log, prod
 from pathlib import Path
@@ -270,10 +270,16 @@ def load(path: str | Path, *, together: bool = False) -> Times:
     return read(said[0], str(path))
 
 
+@cache
+def _tables(folder: Path) -> tuple[Times, ...]:
+    """The tables of a folder, read once: every layer that is constructed with "auto", and every plan, asks for them."""
+    return tuple(load(path) for path in sorted(folder.glob("*.json")))
+
+
 def shipped(here: Machine, ranks: int, transport: str) -> tuple[Times | None, str]:
     """The table that dlp ships for a GPU, and why there is none. A table of the same number of ranks comes first; versions of
     torch need not agree."""
-    tables = [load(path) for path in sorted(TABLES.glob("*.json"))]
+    tables = _tables(TABLES)
     own = here._replace(torch="")
     fit = [times for times in tables if times.obstacle(own, times.ranks, transport) is None]
     if not fit:
@@ -289,8 +295,10 @@ def shipped(here: Machine, ranks: int, transport: str) -> tuple[Times | None, st
 def at_construction(asked: Asked, problem: Problem, group: ProcessGroup | None, device_type: str) -> Asked:
     """The strategies of a layer that is constructed explicitly: those that `asked` names, or, for "auto", those that `shipped`
     times say for the tokens of `problem`."""
-    if group is None or group.size() == 1 or AUTO not in ([asked] if isinstance(asked, str) else asked.values()):
-        return SERIAL if asked == AUTO else asked
+    if group is None or group.size() == 1:
+        return choose(asked, None, None, NOTHING)[0]
+    if AUTO not in ([asked] if isinstance(asked, str) else asked.values()):
+        return asked
     times, why = shipped(machine(device_type), group.size(), transport_name(group, device_type))
     return choose(asked, problem, times, why)[0]
 

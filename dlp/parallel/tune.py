@@ -47,6 +47,7 @@ from dlp.parallel.casts import BOTH, HP
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 from dlp.parallel.linear.state import quantize
 from dlp.parallel.model.boundary import attach, end_step
+from dlp.parallel.model.graph import CapturedStep
 from dlp.parallel.style import STYLES
 from dlp.quant import recipe as recipes
 from dlp.quant.gemm import Gemm
@@ -94,11 +95,8 @@ def timed(runs: Sequence[Run], device: torch.device, rounds: int, count: int = C
 
 def _captured(run: Run) -> Run:
     """The launches of a run as a CUDA graph. The current stream is not torch's default stream."""
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        run()
-    return graph.replay
+    step = CapturedStep(lambda nothing: run(), ())
+    return lambda: step(())
 
 
 @contextmanager

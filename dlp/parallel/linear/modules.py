@@ -396,20 +396,16 @@ class Linear(ParallelLinear):
         members = (
             ("linear",) if isinstance(out_features, int) else tuple(f"linear_{i}" for i in range(len(out_features)))
         )
-        self.overlap: Any = overlap
-        row, made, group = style(self._style, sequence_parallel), recipes.as_recipe(recipe).for_layer(members[0]), None
+        self.overlap: auto.Asked = dict(overlap) if isinstance(overlap, Mapping) else overlap
+        row, made = style(self._style, sequence_parallel), recipes.as_recipe(recipe).for_layer(members[0])
         sizes = (out_features,) if isinstance(out_features, int) else out_features
-        if mesh is not None:
-            group = mesh.get_group()
-            for size in sizes:
-                shard_sizes(row, size, in_features, group.size(), type(self).__name__)
-            problem = auto.Problem(row, auto.NOMINAL, in_features, sizes, made)
-            asked: Any = overlap
-            overlap = auto.at_construction(asked, problem, group, mesh.device_type)
-        elif overlap == auto.AUTO:
-            overlap = auto.SERIAL
+        group, device_type = (None, "cpu") if mesh is None else (mesh.get_group(), mesh.device_type)
+        for size in sizes:
+            shard_sizes(row, size, in_features, 1 if group is None else group.size(), type(self).__name__)
+        problem = auto.Problem(row, auto.NOMINAL, in_features, sizes, made)
+        chosen = auto.at_construction(self.overlap, problem, group, device_type)
         spec = LinearSpec(
-            type(self).__name__, row, made, Overlaps.named(overlap), group, members=members,
+            type(self).__name__, row, made, Overlaps.named(chosen), group, members=members,
             options=LayerOptions(save_original_input=save_original_input or None), prologue=prologues.load(prologue),
             return_bias=return_bias,
         )  # fmt: skip

@@ -24,9 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dlp.parallel.model.session import Session, stepping
 
-WARM_UP = (
-    3  # eager steps before a capture: they make plans, buffers, communicators, optimizer state and captured directions
-)
+# Eager steps before a capture: they make plans, buffers, communicators, optimizer state and captured directions.
+WARM_UP = 3
 Result = TypeVar("Result")
 
 
@@ -44,12 +43,9 @@ class CapturedStep(Generic[Result]):
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         current = torch.cuda.current_stream()
-        stream = (
-            None if current == torch.cuda.default_stream() else current
-        )  # None: torch.cuda.graph takes one of its own
-        with torch.cuda.graph(
-            self._graph, stream=stream, capture_error_mode="thread_local"
-        ):  # others watch process groups
+        stream = None if current == torch.cuda.default_stream() else current  # None: torch takes one of its own
+        mode = "thread_local"  # other threads watch process groups
+        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode=mode):
             self._result = work(tree_unflatten(self._leaves, self._form))
 
     def __call__(self, batch: Any) -> Result:

@@ -34,6 +34,11 @@ from dlp.quant.recipe import Recipe
 _DATA: Any = torch._C.TensorBase.data
 
 
+def _values(parameter: Tensor) -> Tensor:
+    found: Tensor = _DATA.__get__(parameter)
+    return found
+
+
 class _SpreadParameter(DTensor):
     """Base of DTensor parameters whose `data` can, or cannot, be replaced."""
 
@@ -59,13 +64,7 @@ class _SpreadParameter(DTensor):
 class PlacedParameter(_SpreadParameter):
     """A parameter on tp. `p.data = t`, t a DTensor on the same mesh with the same placements, replaces its memory."""
 
-    @property
-    def data(self) -> Tensor:
-        found: Tensor = _DATA.__get__(self)
-        return found
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
+    def _replace(self, value: Tensor) -> None:
         """ValueError for a tensor of another shape or placement."""
         like = isinstance(value, DTensor) and (value.device_mesh, value.placements) == (
             self.device_mesh,
@@ -83,21 +82,19 @@ class PlacedParameter(_SpreadParameter):
         assert isinstance(value, DTensor)
         set_local(self, value._local_tensor)
 
+    data = property(_values, _replace)
+
 
 class ShardedParameter(_SpreadParameter):
     """A parameter that FSDP shards. ValueError for `p.data = t`."""
 
-    @property
-    def data(self) -> Tensor:
-        found: Tensor = _DATA.__get__(self)
-        return found
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
+    def _refuse(self, value: Tensor) -> None:
         raise ValueError(
             "p.data = t: FSDP gathers the memory that it has sharded, so that new memory would not be read; copy the values "
             "(with torch.no_grad(): p.copy_(t))"
         )
+
+    data = property(_values, _refuse)
 
 
 class Valueless(Protocol):
