@@ -12,9 +12,8 @@ pytestmark = pytest.mark.needs_gpu
 
 
 @pytest.mark.parametrize("free", [0, 2 * 5 << 20, 1 << 40], ids=["host", "one of two", "device"])
-def test_what_is_fetched_is_what_was_taken(monkeypatch, free):
-    device = torch.device("cuda", torch.cuda.current_device())
-    copies = Copies(device)
+def test_what_is_fetched_is_what_was_taken(device, monkeypatch, free):
+    copies = Copies(torch.device(device, torch.cuda.current_device()))
     monkeypatch.setattr(copies, "_free_device_memory", lambda: free)
     source = {"a": torch.full((1 << 20,), 1.0, device=device), "b": {"c": torch.full((1 << 20,), 2.0, device=device)}}
     for save in range(2):
