@@ -38,11 +38,11 @@ plan: $(READY) ## print mesh and layer plan of CONFIG=tiny for WORLD=8 ranks, wi
 
 ledger: $(READY) ## planned and counted bytes on the wire: every recipe on 2 and 4 CPU ranks; exit 1 where they differ
 	$(NEEDS)
-	@exec env OMP_NUM_THREADS=1 $(PYTHON) -m launch.ledger $(ARGS)
+	@exec env OMP_NUM_THREADS=1 $(PYTHON) -m bench.ledger $(ARGS)
 
 fidelity: $(READY) ## gradients of every recipe beside bf16's and an independent fake quantization, on one rank; exit 1 where they part
 	$(NEEDS)
-	@$(PYTHON) -m launch.gradient_fidelity $(ARGS)
+	@$(PYTHON) -m bench.gradient_fidelity $(ARGS)
 
 # A worker takes file by file, as tests/conftest.py orders them. Bytecode is kept, whatever the shell says: compiling the tests
 # anew is half of what starting a worker takes.

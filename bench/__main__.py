@@ -4,7 +4,7 @@
 
 Parts run one after the other; each prints its table and leaves FOLDER/PART.json and, where there is something to draw,
 FOLDER/PART.png. One that fails does not stop the others: the last line names it, and the exit code is the largest.
-`--shapes` are of gemm and linear, as `python -m launch.shapes CONFIG` prints them; `--quick` takes one size of each. What a
+`--shapes` are of gemm and linear, as `python -m bench.shapes CONFIG` prints them; `--quick` takes one size of each. What a
 part measures, its own command says:
 
     host        bench.host        what one tiny linear costs the host; first, while the device is idle

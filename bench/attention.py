@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.files import add_files, write_files
-from launch.stop import refuse
+from launch.ranks.process_exit import refuse
 
 SHAPES = ("1x8192x16x4x128", "2x4096x16x4x128", "1x8192x32x8x64", "2x4096x32x8x64", "1x8192x32x8x128")
 BACKENDS: dict[str, SDPBackend | None] = {

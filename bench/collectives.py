@@ -41,7 +41,7 @@ from dlp.parallel.linear.state import BoundSpec, quantize
 from dlp.parallel.transfer import WIRES
 from dlp.quant.recipe import names as recipe_names
 from dlp.quant.tensor import QuantizedTensor
-from launch.stop import refuse
+from launch.ranks.process_exit import refuse
 
 Run = Callable[[], Any]
 # torch's own, renamed in 2.13

@@ -42,13 +42,13 @@ from bench.e2e_subjects import BASELINE, EAGER, GRAPH, HP_GATHER, PEERS, Subject
 from bench.files import add_files, write_files
 from bench.where import longest_kernels
 from dlp.comm.mesh import shutdown, world_size
-from launch import overrides
-from launch.build import build
-from launch.config import Config, command_line, validate_world
-from launch.schema import ConfigError, check, integer, setting
-from launch.sections import SCHEMA
-from launch.stop import refuse
+from launch.config.run_config import Config, command_line, validate_world
+from launch.config.sections import SCHEMA
+from launch.ranks.process_exit import refuse
+from launch.settings import overrides
+from launch.settings.schema import ConfigError, check, integer, setting
 from launch.train import make_mesh
+from launch.training.build import build
 
 DEFAULT = [BASELINE, "bf16", f"fp8_current{HP_GATHER}", "fp8_current"]
 COUNTS = {

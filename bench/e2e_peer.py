@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 
-from launch.config import Config
-from launch.models.initial import init_weights
+from launch.config.run_config import Config
+from launch.models.initial_weights import init_weights
 from launch.models.modules import DTYPES, Llama
 
 

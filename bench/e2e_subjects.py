@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import dataclass
 
 from dlp.quant.recipe import names as recipe_names
-from launch.schema import ConfigError
+from launch.settings.schema import ConfigError
 
 BASELINE = "peer_bf16"
 PEERS = {BASELINE: None, "peer_tensorwise": "tensorwise", "peer_rowwise": "rowwise"}  # the recipe of torchao's float8

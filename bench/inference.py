@@ -22,11 +22,11 @@ from torch import Tensor
 
 import dlp
 from dlp.comm.mesh import init_process_group, shutdown
-from launch.build import meta_model
-from launch.config import Config, load
-from launch.models.initial import init_weights
+from launch.config.run_config import Config, load
+from launch.models.initial_weights import init_weights
 from launch.models.modules import Llama
 from launch.models.parallel import parallel_groups
+from launch.training.build import meta_model
 
 WAYS = ["eager", "compiled"]
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from launch.manifest import complete, step_of
-from launch.metrics import read_metrics
+from launch.checkpoint.manifest import complete, step_of
+from launch.report.metrics import read_metrics
 
 SETTINGS = (
     "--train.steps=24", "--checkpoint.every=4", "--checkpoint.asynchronous=true", "--checkpoint.keep=3",

@@ -1,4 +1,4 @@
-"""What a step holds in memory, predicted by `launch.memory` beside what was measured, case by case.
+"""What a step holds in memory, predicted by `launch.estimate.memory` beside what was measured, case by case.
 
     torchrun --nproc-per-node 2 -m bench.memory [--cases A,B,...] [--steps 3] [--section.key value ...]
 
@@ -28,14 +28,14 @@ from bench.e2e import give_back
 from bench.files import add_files, write_files
 from dlp.comm.mesh import shutdown
 from dlp.parallel.model.session import session_of
-from launch import wire
-from launch.build import Built, build
-from launch.clip import GradientNorm
-from launch.config import Config, load
-from launch.memory import Memory, memory
-from launch.overrides import split
-from launch.stop import refuse
+from launch.config.run_config import Config, load
+from launch.estimate.memory import Memory, memory
+from launch.ranks.process_exit import refuse
+from launch.settings.overrides import split
 from launch.train import make_mesh
+from launch.training import wire_bytes
+from launch.training.build import Built, build
+from launch.training.gradient_norm import GradientNorm
 
 BOUND = 0.05
 EAGER = "--train.cuda_graph=false"  # peaks are of launched steps
@@ -135,7 +135,7 @@ def measure(case: str, config: Config, mesh: DeviceMesh, steps: int, device: tor
     before = give_back(device) * 2**30
     built = build(config, mesh, device)
     predicted = memory(
-        config, built.plan, wire.workload(config, mesh.size(), built.accumulation.reductions), built.accumulation
+        config, built.plan, wire_bytes.workload(config, mesh.size(), built.accumulation.reductions), built.accumulation
     )
     shape = (built.batch.micro, config.train.sequence + 1)
     generator = torch.Generator().manual_seed(dist.get_rank())

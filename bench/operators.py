@@ -59,7 +59,7 @@ from dlp.parallel.transfer import WIRES
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import names as recipe_names
 from dlp.quant.tensor import QuantizedTensor
-from launch.stop import refuse
+from launch.ranks.process_exit import refuse
 
 Run = Callable[[], object]
 Shape = tuple[int, int, int]

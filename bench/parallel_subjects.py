@@ -30,7 +30,7 @@ from dlp.quant import recipe as recipes
 from launch.models.modules import Block
 from launch.models.parallel import parallel_groups
 from launch.models.rope import rotary_table
-from launch.sections import Model
+from launch.models.settings import Model
 
 
 @dataclass(frozen=True)

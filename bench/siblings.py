@@ -34,7 +34,7 @@ from dlp.quant.gemm import Gemm
 from dlp.quant.quantizer import Origin, ScaleSlot
 from dlp.quant.recipe import GEMMS, Recipe, names
 from dlp.quant.tensor import QuantizedTensor
-from launch.stop import refuse
+from launch.ranks.process_exit import refuse
 
 SHAPES = ("8192x4096x2048+512+512", "8192x4096x7168+7168")
 RECIPES = ("bf16", "fp8_delayed", "fp8_rowwise", "fp8_block")

@@ -50,9 +50,10 @@ from dlp.comm.mesh import TP, TRANSPORTS, init_process_group, shutdown, world_si
 from dlp.parallel import auto, tune
 from dlp.parallel.auto import AUTO, SERIAL, Times
 from dlp.quant.recipe import names
-from launch.attention import FASTEST, ORDERS
-from launch.build import compile_blocks
-from launch.stop import refuse
+from launch.models.attention import ORDERS
+from launch.ranks.process_exit import refuse
+from launch.training.attention_backend import FASTEST
+from launch.training.build import compile_blocks
 
 WARM, COUNT, ROUNDS, PROFILED = 6, 10, 3, 5
 Medians = dict[tuple[str, str], list[float]]
@@ -103,7 +104,7 @@ class Asked:
 
     count: iterations of a block. compiled: torch.compile runs the blocks of layers, as in the launcher. graphs: iterations are
     captured as CUDA graphs as well. profiled: subjects whose kernels are listed. attention: backend of attention in layers of
-    dlp, a key of `launch.attention.ORDERS`; None: torch chooses, as in layers of plain torch.
+    dlp, a key of `launch.models.attention.ORDERS`; None: torch chooses, as in layers of plain torch.
     """
 
     count: int = COUNT

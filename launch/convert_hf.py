@@ -3,7 +3,7 @@
     python -m launch.convert_hf import FOLDER CHECKPOINT              safetensors and config.json -> checkpoint, config.toml
     python -m launch.convert_hf export CHECKPOINT FOLDER [--dtype bf16]     back, for `transformers`
 
-Names map by the tables of `launch/models/tables.py`. A checkpoint is for any mesh, and keeps the dtype that was read; an
+Names map by the tables of `launch/models/families.py`. A checkpoint is for any mesh, and keeps the dtype that was read; an
 exported folder has one dtype, by default that of the checkpoint. What is missing, of another shape, or left over is refused
 by name, before anything is written.
 """
@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from launch import hf_folder, weights
-from launch.beside import new_folder
-from launch.config import count, from_text
-from launch.hf_config import CONFIG, config_json, read_config
-from launch.links import said_bytes
+from launch.common.atomic_io import new_folder
+from launch.common.units import said_bytes
+from launch.config.run_config import count, from_text
+from launch.models.families import EMBEDDING, HEAD, UNREAD, their_names
 from launch.models.modules import Llama
 from launch.models.rope import ORIGINAL
-from launch.models.tables import EMBEDDING, HEAD, UNREAD, their_names
-from launch.schema import toml_lines
-from launch.sections import Model
+from launch.models.settings import Model
+from launch.settings.schema import toml_lines
+from launch.weights import safetensors_folder, weights_only
+from launch.weights.hf_config import CONFIG, config_json, read_config
 
 TOKENIZER = "tokenizer.json"
 FILE_BYTES = 4 << 30
@@ -84,7 +84,7 @@ def parameters_of(model: Model) -> dict[str, Tensor]:
 def import_folder(folder: Path, out: Path) -> str:
     """Returns what was done, in a sentence."""
     model, config = read_config(folder)
-    theirs, found = dict(their_names(model.layers)), hf_folder.entries(folder)
+    theirs, found = dict(their_names(model.layers)), safetensors_folder.entries(folder)
     tensors = {}
     for name, parameter in parameters_of(model).items():
         entry = found.get(theirs[name])
@@ -108,7 +108,7 @@ def import_folder(folder: Path, out: Path) -> str:
             bar.update(tensor.nbytes)
             return tensor
 
-        size = weights.write(out, model, tensors, read, config=text, tokenizer=digest)
+        size = weights_only.write(out, model, tensors, read, config=text, tokenizer=digest)
     return (
         f"{len(tensors)} tensors, {said_bytes(size)}, of a {model.family} in {out}; {out}/config.toml starts from them"
     )
@@ -120,11 +120,11 @@ def progress(what: str, tensors: Mapping[str, Tensor]) -> tqdm[NoReturn]:
     return tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=None)
 
 
-def _check_tied(model: Model, found: Mapping[str, hf_folder.Entry]) -> None:
+def _check_tied(model: Model, found: Mapping[str, safetensors_folder.Entry]) -> None:
     """ValueError where a folder whose config.json ties the head has another one, which would be lost."""
     if not (model.tie_embeddings and HEAD in found):
         return
-    head, embedding = (hf_folder.read(found[name], name) for name in (HEAD, EMBEDDING))
+    head, embedding = (safetensors_folder.read(found[name], name) for name in (HEAD, EMBEDDING))
     if not torch.equal(head, embedding):
         raise ValueError(
             f"{found[HEAD].file}: {HEAD} is not {EMBEDDING}, but {CONFIG} says tie_word_embeddings; set that to false, or "
@@ -132,9 +132,9 @@ def _check_tied(model: Model, found: Mapping[str, hf_folder.Entry]) -> None:
         )
 
 
-def finite(entry: hf_folder.Entry, name: str) -> Tensor:
+def finite(entry: safetensors_folder.Entry, name: str) -> Tensor:
     """A tensor of a folder. ValueError for one with a NaN or Inf, which no run could start from."""
-    tensor = hf_folder.read(entry, name)
+    tensor = safetensors_folder.read(entry, name)
     bad = tensor.numel() - int(tensor.isfinite().sum())
     if bad:
         raise ValueError(
@@ -171,7 +171,7 @@ def export(checkpoint: Path, folder: Path, dtype: str | None, positions: int | N
     Returns:
         What was done, in a sentence.
     """
-    reader = weights.Reader(checkpoint)
+    reader = weights_only.Reader(checkpoint)
     model, theirs = reader.model(), dict(their_names(reader.model().layers))
     parameters = parameters_of(model)
     if over := sorted(reader.names() - parameters.keys()):
@@ -192,7 +192,7 @@ def export(checkpoint: Path, folder: Path, dtype: str | None, positions: int | N
             bar.update(sum(tensors[name].nbytes for name in names))
             return {name: found[ours[name]] for name in names}
 
-        hf_folder.write(work, tensors, load, limit)
+        safetensors_folder.write(work, tensors, load, limit)
         (work / CONFIG).write_text(json.dumps(config_json(model, NAMES[dtype], positions), indent=2) + "\n")
     size = sum(tensor.nbytes for tensor in tensors.values())
     return f"{len(tensors)} tensors, {said_bytes(size)} of {dtype}, of a {model.family} in {folder}"

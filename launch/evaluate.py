@@ -22,13 +22,13 @@ from tqdm import tqdm
 import dlp
 from dlp.comm.mesh import shutdown
 from dlp.parallel.model.embedding import IGNORED
-from launch import weights
-from launch.attention import Documents
-from launch.config import count
-from launch.data import Data, described, open_sources
-from launch.schema import ConfigError
-from launch.stream import TokenStream
-from launch.trained import Trained, command_line, open_trained, quantized
+from launch.config.run_config import count
+from launch.data.sources import Data, described, open_sources
+from launch.data.token_stream import TokenStream
+from launch.inference.trained_model import Trained, command_line, open_trained, quantized
+from launch.models.attention import Documents
+from launch.settings.schema import ConfigError
+from launch.weights import weights_only
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def read_data(trained: Trained, path: Path) -> Data:
     config = trained.config
     data = open_sources(config.data.path, config.model.vocab, config.data.validation)
     folder = str(data.train[0].path.parent)
-    weights.check_tokenizer(path, trained.opened.manifest, folder, data.tokenizer)
+    weights_only.check_tokenizer(path, trained.opened.manifest, folder, data.tokenizer)
     return data
 
 

@@ -24,15 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP, shutdown, world_size
-from launch import weights
-from launch.config import count
-from launch.documents import has_rows, rows
+from launch.config.run_config import count
+from launch.data.documents import has_rows, rows
+from launch.data.tokenizer import Text, Tokenizer, add_options, open_tokenizer
 from launch.evaluate import as_asked
-from launch.exposure import profiled
-from launch.models.cache import KeyValues
-from launch.schema import ConfigError
-from launch.tokenizer import Text, Tokenizer, add_options, open_tokenizer
-from launch.trained import Changes, Trained, check_length, command_line, open_trained
+from launch.inference.trained_model import Changes, Trained, check_length, command_line, open_trained
+from launch.models.kv_cache import KeyValues
+from launch.report.exposed_communication import profiled
+from launch.settings.schema import ConfigError
+from launch.weights import weights_only
 
 PROFILED = 10  # tokens
 
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str]) -> None:
     prompts = [prompt_of(tokenizer, text) for text in texts]
     trained = open_trained(options.checkpoint, [*on_tp(), *changes])
     trained = as_asked(trained, options)
-    weights.check_tokenizer(options.checkpoint, trained.opened.manifest, options.tokenizer, tokenizer.digest)
+    weights_only.check_tokenizer(options.checkpoint, trained.opened.manifest, options.tokenizer, tokenizer.digest)
     longest = max(prompt.shape[1] for prompt in prompts) + options.tokens
     check_length(trained.config, longest)
     if longest > trained.config.train.sequence:

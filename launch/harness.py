@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 
 from dlp.comm.mesh import shutdown
-from launch import weights
-from launch.config import count
+from launch.common.optional_packages import need
+from launch.config.run_config import count
+from launch.data.tokenizer import Tokenizer, add_options, open_tokenizer
 from launch.evaluate import as_asked
 from launch.generate import GREEDY, Sampling, on_tp, text_after, whole, write
-from launch.schema import ConfigError
-from launch.tokenizer import Tokenizer, add_options, need, open_tokenizer
-from launch.trained import Trained, command_line, open_trained
+from launch.inference.trained_model import Trained, command_line, open_trained
+from launch.settings.schema import ConfigError
+from launch.weights import weights_only
 
 
 @torch.no_grad()
@@ -146,7 +147,7 @@ def main(arguments: Sequence[str]) -> None:
     tokenizer = open_tokenizer(options.tokenizer, options.separator)
     trained = open_trained(options.checkpoint, [*on_tp(), *changes])
     trained = as_asked(trained, options)
-    weights.check_tokenizer(options.checkpoint, trained.opened.manifest, options.tokenizer, tokenizer.digest)
+    weights_only.check_tokenizer(options.checkpoint, trained.opened.manifest, options.tokenizer, tokenizer.digest)
     model = adapted(trained, tokenizer)
     results = harness.simple_evaluate(model=model, tasks=options.tasks.split(","), limit=options.limit)
     if dist.get_rank() == 0:

@@ -21,13 +21,13 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from launch import sinks
-from launch.build import check_device
-from launch.config import Config, command_line, count, make_parser, to_toml, validate_world
-from launch.data import open_sources
-from launch.loopback import BACKEND, HOST, meet_on_loopback
-from launch.manifest import other_weights, read_manifest, resolve
-from launch.stop import is_refusal, leave
+from launch.checkpoint.manifest import other_weights, read_manifest, resolve
+from launch.config.run_config import Config, command_line, count, make_parser, to_toml, validate_world
+from launch.data.sources import open_sources
+from launch.ranks.loopback_store import BACKEND, HOST, meet_on_loopback
+from launch.ranks.process_exit import is_refusal, leave
+from launch.report import metric_sinks
+from launch.training.build import check_device
 
 CPU_RANKS = 2
 
@@ -89,7 +89,7 @@ def check_here(config: Config) -> None:
     """ValueError for what the ranks of this machine would refuse: a setting for another device, a package or data that is
     missing, a checkpoint that is none."""
     check_device(config, "cuda" if torch.cuda.is_available() else "cpu")
-    sinks.check(config.run.metrics)
+    metric_sinks.check(config.run.metrics)
     open_sources(config.data.path, config.model.vocab, config.data.validation)
     if (path := resolve(config.checkpoint.resume, Path(config.run.dir, "checkpoints"))) is not None:
         read_manifest(path)

@@ -27,14 +27,14 @@ from dlp.parallel.traffic.ledger import activation_dtypes, plan_of
 from dlp.parallel.traffic.predict import Traffic
 from dlp.proof.cases import MESHES, MeshCase
 from dlp.proof.report import Report
-from launch.build import build
-from launch.config import Config, command_line, count, make_parser
-from launch.encodings import ENCODINGS
-from launch.loopback import meet_on_loopback
-from launch.sections import Model
-from launch.stop import refuse
-from launch.update import Update
-from launch.wire import planned, workload
+from launch.config.run_config import Config, command_line, count, make_parser
+from launch.models.settings import Model
+from launch.optimizers.encodings import ENCODINGS
+from launch.ranks.loopback_store import meet_on_loopback
+from launch.ranks.process_exit import refuse
+from launch.training.build import build
+from launch.training.step_update import Update
+from launch.training.wire_bytes import planned, workload
 
 LAYERS, WIDTH, VOCABULARY = 4, 256, 512
 SEQUENCES, TOKENS, STEPS = 8, 64, 3  # of a step, of a sequence, of a run

@@ -25,39 +25,41 @@ from dlp.comm.watch import READING, within
 from dlp.kernels.table import device_kind
 from dlp.parallel.traffic.ledger import LedgerError
 from dlp.parallel.traffic.predict import Unpredictable
-from launch import deterministic, together, wire
-from launch.boards import NAMES, kind_of
-from launch.build import attention_of, build, check_device, meta_model
-from launch.checkpoint import SaveError
-from launch.config import Config, ConfigError, command_line, count, make_parser, to_toml, validate_world
-from launch.fits import check_fits, planned
-from launch.graph import describe_graph
-from launch.hang import HangWatch, Place
-from launch.links import describe_transports
+from launch.checkpoint.background_saver import describe as describe_saves
+from launch.checkpoint.save_load import SaveError
+from launch.config.run_config import Config, command_line, count, make_parser, to_toml, validate_world
+from launch.estimate.devices import NAMES, kind_of
+from launch.estimate.memory_check import check_fits, planned
 from launch.local import on_one_rank
-from launch.metrics import peak_memory
 from launch.models.parallel import describe_fused
-from launch.oom import sentence, watch_memory
-from launch.optimizers import describe as describe_optimizer
-from launch.rundir import RunDir
-from launch.saver import describe as describe_saves
-from launch.schedule import planned_swaps
-from launch.sentinel import SentinelError
-from launch.stop import StopFlag, end_hung, leave, leave_after_exceptions, leave_behind, refuse
-from launch.trainer import NotFinite, Trainer
+from launch.ranks import rank_objects
+from launch.ranks.hang_watch import HangWatch, Place
+from launch.ranks.links import describe_transports
+from launch.ranks.process_exit import StopFlag, end_hung, leave, leave_after_exceptions, leave_behind, refuse
+from launch.report.metrics import peak_memory
+from launch.report.out_of_memory import sentence, watch_memory
+from launch.report.run_dir import RunDir
+from launch.settings.schema import ConfigError
+from launch.training import deterministic, wire_bytes
+from launch.training.build import attention_of, build, check_device, meta_model
+from launch.training.cuda_graph import describe_graph
+from launch.training.optimizer import describe as describe_optimizer
+from launch.training.recipe_schedule import planned_swaps
+from launch.training.sentinel import SentinelError
+from launch.training.trainer import NotFinite, Trainer
 
 
 def plan_text(config: Config, world: int, device: str) -> str:
-    """Mesh, layer plan, memory and wire for any world size, without ranks; `device` is one of `launch.boards.NAMES`. Raises
-    ValueError, of a board that is too small as well."""
+    """Mesh, layer plan, memory and wire for any world size, without ranks; `device` is one of
+    `launch.estimate.devices.NAMES`. Raises ValueError, of a board that is too small as well."""
     check_device(config, kind_of(device))
     found = planned(config, world, device)
     check_fits(config, world, device, found)
     swaps = planned_swaps(config.groups, meta_model(config), found.plan)
     sent = [
         *describe_transports(config.mesh.transport, found.dims, kind_of(device)),
-        *wire.describe_gradients(found.plan, found.load, found.waits),
-        *wire.describe(found.plan, found.load, config.train.optimizer),
+        *wire_bytes.describe_gradients(found.plan, found.load, found.waits),
+        *wire_bytes.describe(found.plan, found.load, config.train.optimizer),
     ]
     held = [f"memory: {found.memory}"] if isinstance(found.memory, Unpredictable) else found.memory.describe()
     averages = describe_optimizer(config, found.plan, found.dims.dp_shard)
@@ -106,16 +108,16 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         if mesh.device_type == "cuda" and built.dims.tp > 1:
             run.say(f"transport: {transport.describe(TP, mesh[TP].get_group())}")
         run.say(describe_graph(config, mesh.device_type))
-        load = wire.workload(config, mesh.size(), built.accumulation.reductions)
-        slow = wire.warn_of_tp(built.plan, load, config.train.optimizer, ranks_of_host())
-        gradients = wire.describe_gradients(built.plan, load, built.accumulation)
+        load = wire_bytes.workload(config, mesh.size(), built.accumulation.reductions)
+        slow = wire_bytes.warn_of_tp(built.plan, load, config.train.optimizer, ranks_of_host())
+        gradients = wire_bytes.describe_gradients(built.plan, load, built.accumulation)
         averages = describe_optimizer(config, built.plan, built.dims.dp_shard)
         for line in (*slow, *gradients, *averages, *map(str, built.swaps), describe_saves(config.checkpoint)):
             run.say(line)
         trainer = Trainer(config, built, run, stop)
         done = trainer.resume()
         if not trainer.starts_a_lineage:
-            together.from_rank_0(trainer.recorder.check)
+            rank_objects.from_rank_0(trainer.recorder.check)
         if config.train.deterministic:
             run.say(deterministic.switch_on(device, trainer.rehearse))
         run.begin(config, mesh, built.plan, aside=trainer.starts_a_lineage)

@@ -32,11 +32,11 @@ from dlp.parallel.weight.fsdp2 import CodecReduceScatter
 from dlp.parallel.weight.local import LocalWeight
 from dlp.proof.cases import MeshCase, held
 from dlp.quant.fp8 import CurrentScaling
-from launch.clip import GradientNorm
 from launch.models import modules
 from launch.models.modules import Llama
 from launch.models.parallel import parallel_groups
-from launch.sections import Model
+from launch.models.settings import Model
+from launch.training.gradient_norm import GradientNorm
 from tests.multigpu import test_equivalence as equivalence
 
 CONFIG = Model(layers=2, hidden=64, ffn=192, heads=4, kv_heads=4, head_dim=16, vocab=64)

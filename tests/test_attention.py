@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
-from launch.attention import ORDERS, Documents, attend, choose, mask
-from launch.config import ConfigError, load
-from launch.models.initial import init_weights
+from launch.config.run_config import load
+from launch.config.sections import Train
+from launch.models.attention import ORDERS, Documents, attend, mask
+from launch.models.initial_weights import init_weights
 from launch.models.modules import Llama
-from launch.sections import Model, Train
+from launch.models.settings import Model
+from launch.settings.schema import ConfigError
+from launch.training.attention_backend import choose
 
 SHAPE = Model(layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=64)
 LENGTHS = (

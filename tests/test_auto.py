@@ -23,7 +23,7 @@ from dlp.parallel.auto import CANDIDATES, Problem, Row, Times
 from dlp.parallel.linear.state import cores
 from dlp.parallel.style import COLUMN_SP, ROW_SP
 from dlp.quant import recipe as recipes
-from launch.config import load
+from launch.config.run_config import load
 from launch.train import plan_text
 from tests import pool as worker
 

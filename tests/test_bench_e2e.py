@@ -17,8 +17,8 @@ import torch.distributed as dist
 from bench import e2e as bench_e2e
 from bench.e2e import Result
 from bench.e2e_subjects import Subject, subjects_of
-from launch import stop
-from launch.schema import ConfigError
+from launch.ranks import process_exit
+from launch.settings.schema import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(stop, "leave", leave)
+    monkeypatch.setattr(process_exit, "leave", leave)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(bench_e2e, "make_mesh", lambda config: None)
     monkeypatch.setattr(bench_e2e, "shutdown", lambda: None)

@@ -11,12 +11,22 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
-import launch.manifest
-from launch.checkpoint import changes
-from launch.config import load, to_toml
-from launch.manifest import FORMAT, TYPES, CheckpointError, complete, damage, digest, hashed, read_manifest, resolve
-from launch.rundir import move_aside
-from launch.stored import check_index
+import launch.checkpoint.manifest
+from launch.checkpoint.dcp_files import check_index
+from launch.checkpoint.manifest import (
+    FORMAT,
+    TYPES,
+    CheckpointError,
+    complete,
+    damage,
+    digest,
+    hashed,
+    read_manifest,
+    resolve,
+)
+from launch.checkpoint.save_load import changes
+from launch.config.run_config import load, to_toml
+from launch.report.run_dir import move_aside
 
 
 def make(folder: Path, step: int, **differing: Any) -> Path:
@@ -105,7 +115,7 @@ def test_damaged_files_are_found_by_size_and_hash(tmp_path):
 
 
 def test_a_hash_has_every_byte_of_every_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch.manifest, "PIECE", 1000)
+    monkeypatch.setattr(launch.checkpoint.manifest, "PIECE", 1000)
     file = tmp_path / "file"
     file.write_bytes(bytes(range(256)) * 12)
     whole = hashed(file)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from launch import config as configuration
-from launch.build import build, plan_for
-from launch.config import CONFIGS, ConfigError, docs, load, make_parser, to_toml, validate_world
-from launch.graph import describe_graph, replays_steps
-from launch.schema import rule_of
-from launch.sections import SCHEMA, Group, Train
+from launch.config import run_config as configuration
+from launch.config.__main__ import docs
+from launch.config.run_config import CONFIGS, load, make_parser, to_toml, validate_world
+from launch.config.sections import SCHEMA, Group, Train
+from launch.settings.schema import ConfigError, rule_of
 from launch.train import check_restarts
+from launch.training.build import build, plan_for
+from launch.training.cuda_graph import describe_graph, replays_steps
 from tests.command import command
 
 ROOT = Path(__file__).parents[1]

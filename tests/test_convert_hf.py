@@ -20,12 +20,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from launch import beside, convert_hf, hf_config, hf_folder, manifest, stored, weights
-from launch.build import plan_for
-from launch.config import load
-from launch.models import tables
-from launch.models.tables import their_names
-from launch.sections import Model
+from launch import convert_hf
+from launch.checkpoint import dcp_files, manifest
+from launch.common import atomic_io
+from launch.config.run_config import load
+from launch.models import families
+from launch.models.families import their_names
+from launch.models.settings import Model
+from launch.training.build import plan_for
+from launch.weights import hf_config, safetensors_folder, weights_only
 from tests import training
 from tests.command import command
 
@@ -33,7 +36,7 @@ save_file = pytest.importorskip("safetensors.torch").save_file
 
 SHAPE = Model(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=384)  # of tests.training, with
 TWO_BLOCKS = "--model.layers=2"
-INDEX = hf_folder.INDEX
+INDEX = safetensors_folder.INDEX
 
 
 def published(folder: Path, shape: Model = SHAPE, dtype: str = "fp32", **config: Any) -> dict[str, Tensor]:
@@ -46,7 +49,7 @@ def published(folder: Path, shape: Model = SHAPE, dtype: str = "fp32", **config:
     }
     folder.mkdir()
     limit = sum(tensor.nbytes for tensor in tensors.values()) // 3
-    hf_folder.write(folder, tensors, lambda names: {name: tensors[name] for name in names}, limit)
+    safetensors_folder.write(folder, tensors, lambda names: {name: tensors[name] for name in names}, limit)
     settings = {**hf_config.config_json(shape, convert_hf.NAMES[dtype], 512), **config}
     (folder / "config.json").write_text(json.dumps(settings))
     return tensors
@@ -58,12 +61,12 @@ def test_what_comes_back_is_what_was_published(tmp_path: Path, dtype: str, famil
     shape = replace(SHAPE, family=family, tie_embeddings=family == "qwen2")
     before = published(tmp_path / "published", shape, dtype)
     said = convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
-    assert said.startswith(f"{len(before)} tensors, ") and weights.Reader(tmp_path / "ours").model() == shape
+    assert said.startswith(f"{len(before)} tensors, ") and weights_only.Reader(tmp_path / "ours").model() == shape
     convert_hf.export(tmp_path / "ours", tmp_path / "back", dtype, None, limit=100_000)
-    after = hf_folder.entries(tmp_path / "back")
+    after = safetensors_folder.entries(tmp_path / "back")
     assert after.keys() == before.keys() and len({entry.file for entry in after.values()}) > 1
     for name, entry in after.items():
-        assert torch.equal(hf_folder.read(entry, name), before[name])
+        assert torch.equal(safetensors_folder.read(entry, name), before[name])
     assert hf_config.read_config(tmp_path / "back")[0] == shape
 
 
@@ -76,8 +79,8 @@ def test_the_dtype_of_a_checkpoint_is_exported_unless_another_is_asked_for(tmp_p
         printed = command("launch.convert_hf", "export", str(tmp_path / f"{dtype}-ours"), str(out)).out
         assert f" of {dtype}, of a llama in {out}" in printed
         assert json.loads((out / "config.json").read_text())["dtype"] == convert_hf.NAMES[dtype]
-        for name, entry in hf_folder.entries(out).items():
-            assert torch.equal(hf_folder.read(entry, name), before[name]) and entry.dtype == before[name].dtype
+        for name, entry in safetensors_folder.entries(out).items():
+            assert torch.equal(safetensors_folder.read(entry, name), before[name]) and entry.dtype == before[name].dtype
     changed(tmp_path / "bf16", "model.norm.weight", lambda tensor: tensor.float() + 2**-20)
     convert_hf.import_folder(tmp_path / "bf16", tmp_path / "mixed")
     assert " of fp32, " in convert_hf.export(tmp_path / "mixed", tmp_path / "mixed-back", None, None)
@@ -87,7 +90,7 @@ def test_a_head_of_its_own_is_not_lost_in_a_tied_configuration(tmp_path: Path) -
     tensors = convert_hf.parameters_of(SHAPE)
     assert "lm_head.weight" in tensors
     tied = replace(SHAPE, tie_embeddings=True)
-    weights.write(
+    weights_only.write(
         tmp_path / "ours", tied, tensors, lambda name: torch.ones(tensors[name].shape), config="", tokenizer=None
     )
     with pytest.raises(
@@ -102,15 +105,15 @@ def test_weights_are_never_in_memory_together(tmp_path: Path, monkeypatch: pytes
     alive: list[Any] = []
     most = 0
 
-    def read(entry: hf_folder.Entry, name: str) -> Tensor:
+    def read(entry: safetensors_folder.Entry, name: str) -> Tensor:
         nonlocal most
         found = original(entry, name)
         alive.append(weakref.ref(found.untyped_storage()))
         most = max(most, sum(each() is not None for each in alive))
         return found
 
-    original = hf_folder.read
-    monkeypatch.setattr(hf_folder, "read", read)
+    original = safetensors_folder.read
+    monkeypatch.setattr(safetensors_folder, "read", read)
     convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
     assert len(alive) == 21 and most <= 3
 
@@ -139,9 +142,11 @@ def pickled(folder: Path) -> None:
 
 def changed(folder: Path, name: str, values: Callable[[Tensor], Tensor]) -> None:
     """A tensor holds other values, in its file."""
-    file = hf_folder.entries(folder)[name].file
+    file = safetensors_folder.entries(folder)[name].file
     tensors = {
-        each: hf_folder.read(entry, each) for each, entry in hf_folder.entries(folder).items() if entry.file == file
+        each: safetensors_folder.read(entry, each)
+        for each, entry in safetensors_folder.entries(folder).items()
+        if entry.file == file
     }
     save_file(tensors | {name: values(tensors[name])}, file)
 
@@ -240,7 +245,9 @@ def test_a_setting_that_is_left_out_has_the_value_of_transformers(tmp_path: Path
                     "sliding_window": ("sliding_window", window), "rope_theta": ("rope_theta", 10000.0)}  # fmt: skip
         for key, (ours, value) in defaults.items():
             assert config_of(tmp_path, family, **{key: ...}) == replace(written, **{ours: value}), (family, key)
-        absent = dict.fromkeys([*defaults, *dict(tables.FAMILIES[family].fixed), "architectures", "rope_scaling"], ...)
+        absent = dict.fromkeys(
+            [*defaults, *dict(families.FAMILIES[family].fixed), "architectures", "rope_scaling"], ...
+        )
         assert config_of(tmp_path, family, **absent) == replace(written, **dict(defaults.values()))
     yarn = {key: value for key, value in YARN.items() if key != "original_max_position_embeddings"}
     for longest, found in ((64, 64), (..., 32768)):
@@ -282,9 +289,9 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         return create(self, path, mode)
 
-    create = stored._Files.create_stream
+    create = dcp_files._Files.create_stream
     monkeypatch.setattr(io, "open", full)  # as pathlib calls it
-    monkeypatch.setattr(stored._Files, "create_stream", full_stream)  # as the writer of tensors does
+    monkeypatch.setattr(dcp_files._Files, "create_stream", full_stream)  # as the writer of tensors does
     action = ["export", "ours", "back"] if file == "config.json" else ["import", "published", "ours"]
     code, out, error = command("launch.convert_hf", action[0], *(str(tmp_path / name) for name in action[1:]))
     assert (code, out) == (1, "") and "No space left on device" in error and error.count("\n") == 1, error
@@ -305,21 +312,21 @@ def test_what_is_exported_can_be_read_by_others(tmp_path: Path) -> None:
 def test_two_imports_at_once_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second begins while the first reads, and completes; the first says so, and neither spoils the other's files."""
     published(tmp_path / "published")
-    read, begun = hf_folder.read, list[bool]()
+    read, begun = safetensors_folder.read, list[bool]()
 
-    def second_begins(entry: hf_folder.Entry, name: str) -> Tensor:
+    def second_begins(entry: safetensors_folder.Entry, name: str) -> Tensor:
         if not begun:
             begun.append(True)
             convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
         return read(entry, name)
 
-    monkeypatch.setattr(hf_folder, "read", second_begins)
+    monkeypatch.setattr(safetensors_folder, "read", second_begins)
     with pytest.raises(
         ValueError, match="ours: another process has made it meanwhile, and that stands; choose another fol"
     ):
         convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "published"]
-    weights.Reader(tmp_path / "ours")  # whole
+    weights_only.Reader(tmp_path / "ours")  # whole
 
 
 def test_what_a_killed_conversion_left_is_removed_unless_it_is_at_work(tmp_path: Path) -> None:
@@ -327,9 +334,9 @@ def test_what_a_killed_conversion_left_is_removed_unless_it_is_at_work(tmp_path:
     for folder in (left, young, tmp_path / ".ours-mine.tmp"):
         folder.mkdir()
     os.utime(left, (0, 0))
-    with beside.new_folder(tmp_path / "ours") as work:
+    with atomic_io.new_folder(tmp_path / "ours") as work:
         os.utime(work, (0, 0))
-        with pytest.raises(KeyError), beside.new_folder(tmp_path / "ours") as other:
+        with pytest.raises(KeyError), atomic_io.new_folder(tmp_path / "ours") as other:
             assert work.is_dir() and other != work and young.exists() and not left.exists()
             raise KeyError
     assert sorted(path.name for path in tmp_path.iterdir()) == [young.name, ".ours-mine.tmp", "ours"]
@@ -407,7 +414,7 @@ def test_what_a_run_cannot_start_from_is_refused_by_name(ranks: Any, tmp_path: P
 def test_weights_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
     published(tmp_path / "published")
     convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
-    reader = weights.Reader(tmp_path / "ours")
+    reader = weights_only.Reader(tmp_path / "ours")
     with pytest.raises(
         manifest.CheckpointError, match=r"its tensor lm_head.weight is \[384, 64\], and this model's is \[3\]$"
     ):

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from launch import baseline as baselines
-from launch import data
-from launch import prepare as preparing
-from launch.baseline import baseline, bigram_loss, unigram_loss
-from launch.data import STDLIB, main, open_data, open_sources
-from launch.documents import list_files
-from launch.prepare import held_out, prepare
-from launch.shard import HEADER, Shard, open_shard, verify, write_shard
-from launch.stream import TokenStream, permute
-from launch.tokenizer import BYTES, SEPARATOR, encode_bytes
+from launch.data import counting_baseline as baselines
+from launch.data import prepare as preparing
+from launch.data import sources as data
+from launch.data.__main__ import main
+from launch.data.counting_baseline import baseline, bigram_loss, unigram_loss
+from launch.data.documents import list_files
+from launch.data.prepare import held_out, prepare
+from launch.data.shard import HEADER, Shard, open_shard, verify, write_shard
+from launch.data.sources import STDLIB, open_data, open_sources
+from launch.data.token_stream import TokenStream, permute
+from launch.data.tokenizer import BYTES, SEPARATOR, encode_bytes
 from tests.command import command
 
 
@@ -547,7 +548,7 @@ def test_bigram_loss_of_known_chains(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert bigram_loss([cycle], [cycle]) < 0.01
     assert bigram_loss([chain], [chain]) == pytest.approx(math.log(2) * 2 / 3, abs=0.004)
     whole = bigram_loss([cycle, chain], [chain])
-    monkeypatch.setattr("launch.baseline.PIECE", 1000)
+    monkeypatch.setattr("launch.data.counting_baseline.PIECE", 1000)
     assert bigram_loss([cycle, chain], [chain]) == pytest.approx(whole, rel=1e-12)
 
 

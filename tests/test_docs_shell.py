@@ -28,9 +28,10 @@ import pytest
 import torch
 from torch.distributed import run as torchrun
 
-from launch import convert_hf, plot
-from launch.manifest import complete, read_manifest, step_of, write_manifest
-from launch.prepare import prepare
+from launch import convert_hf
+from launch.checkpoint.manifest import complete, read_manifest, step_of, write_manifest
+from launch.data.prepare import prepare
+from launch.report import plots
 from tests import training
 from tests.command import command
 from tests.pool import forking
@@ -92,7 +93,8 @@ def program(output: Path, folder: Path, module: str, arguments: list[str], envir
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.argv = [module, *arguments]
-    plot.write_plot = training._no_plot  # which takes as long as the steps
+    if module != "launch.plot":
+        plots.write_plot = training._no_plot  # which takes as long as the steps
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except Exception:

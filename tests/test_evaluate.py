@@ -16,11 +16,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from launch import convert_hf, evaluate, generate, harness, trained
-from launch.config import ConfigError, from_text
-from launch.data import described
-from launch.manifest import CheckpointError, read_manifest
-from launch.tokenizer import BYTES
+from launch import convert_hf, evaluate, generate, harness
+from launch.checkpoint.manifest import CheckpointError, read_manifest
+from launch.config.run_config import from_text
+from launch.data.sources import described
+from launch.data.tokenizer import BYTES
+from launch.inference import trained_model
+from launch.settings.schema import ConfigError
 from tests import pool as worker
 from tests import training
 from tests.command import command
@@ -28,11 +30,11 @@ from tests.command import command
 PROMPT = torch.tensor([[100, 101, 102, 32, 109]])
 
 
-def opened(path: str, tp: int, *settings: tuple[str, str]) -> trained.Trained:
+def opened(path: str, tp: int, *settings: tuple[str, str]) -> trained_model.Trained:
     """Inside a worker: a checkpoint on a mesh of its own."""
     changes = [("mesh.tp", str(tp)), ("mesh.sequence_parallel", "false"), *settings]
     config = from_text(read_manifest(Path(path))["config"], "its config", changes)
-    return trained.fill(Path(path), config, worker.mesh(tp=tp))
+    return trained_model.fill(Path(path), config, worker.mesh(tp=tp))
 
 
 def train(config: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.exposure import Activity, Exposure, common, exposure, length, profiled, union
+from launch.report.exposed_communication import Activity, Exposure, common, exposure, length, profiled, union
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda s: (float(s[0]), float(s[0] + s[1]))))
 

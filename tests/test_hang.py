@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from launch import hang
-from launch.hang import HangWatch, Place
-from launch.sections import Run
+from launch.config.sections import Run
+from launch.ranks import hang_watch
+from launch.ranks.hang_watch import HangWatch, Place
 
 AFTER = next(each.default for each in fields(Run) if each.name == "hang_after")
 
@@ -28,14 +28,14 @@ def found(monkeypatch) -> Any:
     """Places of two ranks -> after how many seconds both have stood there the run is ended; None: not within 600. `jump`: of
     the clock, in seconds, when they have stood for 20."""
     clock = Clock()
-    monkeypatch.setattr(hang, "time", clock)
-    monkeypatch.setattr(hang, "frame_of_main", lambda: ("read (trainer.py:1)", 7))
-    monkeypatch.setattr(hang.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(hang_watch, "time", clock)
+    monkeypatch.setattr(hang_watch, "frame_of_main", lambda: ("read (trainer.py:1)", 7))
+    monkeypatch.setattr(hang_watch.dist, "get_world_size", lambda: 2)
 
     def after(*places: Place, jump: float = 0.0) -> tuple[float, list[str]] | None:
         store, watches = dist.HashStore(), []
         for rank, place in enumerate(places):
-            monkeypatch.setattr(hang.dist, "get_rank", lambda rank=rank: rank)
+            monkeypatch.setattr(hang_watch.dist, "get_rank", lambda rank=rank: rank)
             watches.append(HangWatch(store, AFTER, lambda place=place: place, lambda told: None, lambda: ["it waits"]))
         for seconds in range(600):
             told = [watch.look() for watch in watches]
@@ -52,7 +52,7 @@ STEP = Place("step 7, last layer up in forward", slow=False, step=0.5)
 
 def test_a_run_that_stands_in_a_step_is_found_within_a_minute(found):
     seconds, told = found(STEP, STEP)
-    assert AFTER <= seconds and seconds + hang.READING <= 60
+    assert AFTER <= seconds and seconds + hang_watch.READING <= 60
     assert told == [
         f"rank {rank}: {STEP.text}, in read (trainer.py:1), for {seconds:.0f} s; it waits" for rank in (0, 1)
     ]

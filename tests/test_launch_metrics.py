@@ -15,9 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from launch import metrics
-from launch.config import load
-from launch.metrics import (
+from launch.config.run_config import load
+from launch.models.settings import Model
+from launch.plot import main
+from launch.report import metrics
+from launch.report.metrics import (
     MetricsError,
     Progress,
     drop_after,
@@ -28,10 +30,9 @@ from launch.metrics import (
     read_metrics,
     tell,
 )
-from launch.plot import draw, labels, main, series, smooth, write_plot
-from launch.recorder import Recorder
-from launch.rundir import RunDir
-from launch.sections import Model
+from launch.report.plots import draw, labels, series, smooth, write_plot
+from launch.report.recorder import Recorder
+from launch.report.run_dir import RunDir
 from tests.command import command
 
 CPU = torch.device("cpu")

@@ -9,9 +9,12 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dlp.comm import mesh
-from launch import local, optimizers, stop, train
-from launch.config import ConfigError, load
+from launch import local, train
+from launch.config.run_config import load
 from launch.local import choose, remarks
+from launch.ranks import process_exit
+from launch.settings.schema import ConfigError
+from launch.training import optimizer
 from tests.command import command
 
 
@@ -104,7 +107,7 @@ def test_arguments_go_on_to_training(machine, capsys):
 )
 def test_mistakes_are_one_sentence_before_any_rank_starts(machine, capsys, tmp_path, arguments, sentence):
     machine.setattr(local.torch.cuda, "is_available", lambda: False)
-    machine.setattr(optimizers.importlib.util, "find_spec", lambda name: None)
+    machine.setattr(optimizer.importlib.util, "find_spec", lambda name: None)
     machine.setitem(sys.modules, "wandb", None)
     arguments = [f"--run.dir={tmp_path}", *arguments]
     assert local.main(arguments) == 1
@@ -115,7 +118,7 @@ def test_mistakes_are_one_sentence_before_any_rank_starts(machine, capsys, tmp_p
 def test_a_process_without_torchrun_is_one_rank_and_takes_the_tp_that_fits(monkeypatch, capsys):
     """The first command of docs/data.md: it was refused, since tiny.toml has tp = 2."""
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(stop, "leave", sys.exit)
+    monkeypatch.setattr(process_exit, "leave", sys.exit)
     trained = []
     monkeypatch.setattr(train, "train", trained.append)
     monkeypatch.setattr(train, "leave", lambda code: None)
@@ -136,7 +139,7 @@ def test_a_process_without_torchrun_is_one_rank_and_takes_the_tp_that_fits(monke
 
 
 def test_a_plan_is_refused_on_the_device_that_a_run_is_refused_on(capsys, monkeypatch):
-    monkeypatch.setattr(stop, "leave", sys.exit)
+    monkeypatch.setattr(process_exit, "leave", sys.exit)
     asked = ["launch.train", "tiny", "--plan", "--train.cuda_graph", "true", "--device"]
     code, out, err = command(*asked, "cpu")
     sentence = "[train] cuda_graph = true: expected a GPU, got a CPU; set it to auto or false"
@@ -149,16 +152,16 @@ def test_torchruns_report_ends_with_the_sentence_of_a_refusal(tmp_path, monkeypa
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(stop, "leave", sys.exit)
+    monkeypatch.setattr(process_exit, "leave", sys.exit)
     with pytest.raises(SystemExit):
-        stop.refuse("a setting does not fit")
+        process_exit.refuse("a setting does not fit")
     failure = ProcessFailure(0, 1, 1, str(file))
     report = ChildFailedError("launch.train", {0: failure}).format_msg()
     assert report.splitlines()[-2] == "  traceback : a setting does not fit"
-    assert stop.is_refusal(failure.error_file_data)
+    assert process_exit.is_refusal(failure.error_file_data)
     assert capsys.readouterr().err == "a setting does not fit\n"
     file.write_text('{"message": {"message": "KeyError", "extraInfo": {"timestamp": 1}}}')
-    assert not stop.is_refusal(ProcessFailure(0, 1, 1, str(file)).error_file_data)
+    assert not process_exit.is_refusal(ProcessFailure(0, 1, 1, str(file)).error_file_data)
 
 
 def test_a_taken_port_is_one_sentence(monkeypatch):

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from launch.config import ConfigError, load
-from launch.encodings import AVERAGES, ENCODINGS, decoded, write
-from launch.low_bit import step_of_one
-from launch.optimizers import OPTIMIZERS, check_installed, state_bytes
+from launch.config.run_config import load
+from launch.optimizers.encodings import AVERAGES, ENCODINGS, decoded, write
+from launch.optimizers.low_bit_adamw import step_of_one
+from launch.settings.schema import ConfigError
 from launch.train import plan_text
+from launch.training.optimizer import OPTIMIZERS, check_installed, state_bytes
 from tests.metrics import assert_bit_equal
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}

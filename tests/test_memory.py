@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from launch import stop
-from launch.config import Config, load
-from launch.fits import planned, remedies
-from launch.memory import MOMENTS, Memory
+from launch.config.run_config import Config, load
+from launch.estimate.memory import MOMENTS, Memory
+from launch.estimate.memory_check import planned, remedies
+from launch.ranks import process_exit
 from launch.train import plan_text
 from tests.command import command
 
@@ -104,7 +104,7 @@ def test_a_plan_says_what_a_rank_holds():
 
 
 def test_what_cannot_fit_is_refused_with_what_would_help(monkeypatch):
-    monkeypatch.setattr(stop, "leave", sys.exit)
+    monkeypatch.setattr(process_exit, "leave", sys.exit)
     code, out, error = command("launch.train", "llama3_1b", *WIDE, "--plan", "--world", "8", "--device", "h100")
     assert code == 1 and not out and error.count("\n") == 1
     assert error.startswith("llama3_1b.toml: each of 8 ranks needs ") and "78.1 GB are there for them" in error
@@ -138,7 +138,7 @@ def test_large_models_fit_their_mesh_and_are_planned_in_seconds(name, world):
 
 def test_a_format_that_does_not_say_its_size_is_no_reason_not_to_plan(monkeypatch):
     config = small()
-    monkeypatch.setattr("launch.memory.saved_by", lambda *given: 1 / 0)
+    monkeypatch.setattr("launch.estimate.memory.saved_by", lambda *given: 1 / 0)
     text = plan_text(config, 1, "sm_90")
     assert "memory: the bytes of a step in memory cannot be predicted: division by zero" in text
     with pytest.raises(ValueError, match="give --device sm_90 for a plan without it"):

@@ -12,15 +12,16 @@ from torch.distributed.tensor import DTensor
 
 import dlp
 from dlp import ops
-from launch.build import parallel_model, plan_for
-from launch.config import ConfigError, load, validate_world
-from launch.models.cache import KeyValues
-from launch.models.initial import init_weights
+from launch.config.run_config import load, validate_world
+from launch.models.families import FAMILIES, their_names
+from launch.models.initial_weights import init_weights
+from launch.models.kv_cache import KeyValues
 from launch.models.modules import Llama
 from launch.models.rope import rotary_table
-from launch.models.tables import FAMILIES, their_names
-from launch.sections import Model
+from launch.models.settings import Model
+from launch.settings.schema import ConfigError
 from launch.train import plan_text
+from launch.training.build import parallel_model, plan_for
 from tests import pool as worker
 from tests.metrics import assert_bit_equal, assert_close
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.saved_bytes import of_layer
 from dlp.parallel import casts as cast_engine
 from dlp.parallel import overlap
 from dlp.parallel.casts import BOTH
@@ -25,7 +26,6 @@ from dlp.parallel.model.session import Session
 from dlp.parallel.style import STYLES
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
-from launch.saved_bytes import of_layer
 from tests.cases import RECIPES
 
 SIZE = 64

@@ -18,7 +18,7 @@ import dlp
 from dlp import ops
 from launch.models.modules import Llama
 from launch.models.parallel import fuse, parallel_groups
-from launch.sections import Model
+from launch.models.settings import Model
 from tests import pool as worker
 from tests.kept import fusions_kept
 from tests.ops_models import FFN, H, M, Watched, linear, mlp, run, same, values

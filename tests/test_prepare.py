@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch import data, documents, generate, harness
-from launch import prepare as preparing
-from launch import shard as shards
-from launch.data import main, open_data
-from launch.documents import list_files
-from launch.index import INDEX
-from launch.manifest import CheckpointError
-from launch.prepare import prepare
-from launch.tokenizer import BYTES, open_tokenizer
+from launch import generate, harness
+from launch.checkpoint.manifest import CheckpointError
+from launch.data import documents
+from launch.data import prepare as preparing
+from launch.data import shard as shards
+from launch.data.__main__ import main
+from launch.data.documents import list_files
+from launch.data.prepare import prepare
+from launch.data.shard_index import INDEX
+from launch.data.sources import open_data
+from launch.data.tokenizer import BYTES, open_tokenizer
 
 WORDS = "the cat sat on a mat and saw one dog"
 ROWS = [f"{word} number {number}" for number, word in enumerate(WORDS.split() * 20)]
@@ -311,7 +313,7 @@ def test_a_second_preparation_of_a_folder_is_refused(tmp_path: Path, monkeypatch
         assert told == [
             f"{out}: another preparation is at work on it, in {work}; wait for its end, or choose another --out"
         ]
-        monkeypatch.setattr(data, "at_work", lambda work: False)
+        monkeypatch.setattr("launch.data.__main__.at_work", lambda work: False)
         main(asked)
         write(*given)
 

@@ -13,7 +13,7 @@ from dlp.proof.record import Key
 from dlp.proof.report import Finding, MeshResult, Report, places
 from dlp.quant import recipe as recipes
 from launch import prove
-from launch.config import load
+from launch.config.run_config import load
 from tests.cases import RECIPES
 
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launch import generate, hf_folder, tokenizer
-from launch.config import ConfigError
-from launch.documents import saved_dataset
-from launch.encodings import encoding_of
-from launch.hf_config import read_config
+from launch import generate
+from launch.data import tokenizer
+from launch.data.documents import saved_dataset
+from launch.optimizers.encodings import encoding_of
+from launch.settings.schema import ConfigError
+from launch.weights import safetensors_folder
+from launch.weights.hf_config import read_config
 
 
 def test_a_config_that_is_no_json(tmp_path: Path):
@@ -24,15 +26,15 @@ def test_a_config_that_is_no_json(tmp_path: Path):
 
 def test_an_index_that_names_what_is_not_there(tmp_path: Path):
     save_file({"a": torch.zeros(2)}, tmp_path / "one.safetensors")
-    index = tmp_path / hf_folder.INDEX
+    index = tmp_path / safetensors_folder.INDEX
     index.write_text(json.dumps({"weight_map": {"b": "one.safetensors"}}))
     with pytest.raises(
         ValueError, match="no tensor b in it, which model.safetensors.index.json promises; fetch the folder again"
     ):
-        hf_folder.entries(tmp_path)
+        safetensors_folder.entries(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "../one.safetensors"}}))
     with pytest.raises(ValueError, match="'../one.safetensors' is no file beside it"):
-        hf_folder.entries(tmp_path)
+        safetensors_folder.entries(tmp_path)
 
 
 def test_a_state_that_no_saved_dataset_has(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""`python -m launch.shapes`: the GEMMs that one rank runs, from the plan alone."""
+"""`python -m bench.shapes`: the GEMMs that one rank runs, from the plan alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import dlp
+from bench import shapes
+from bench.shapes import decoded_to, main, of_config, of_model
 from dlp.quant.fp8 import CurrentScaling
 from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.gemm import support
@@ -18,9 +20,7 @@ from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.quantizer import KeepHighPrecision
 from dlp.quant.recipe import load as load_recipe
-from launch import shapes
-from launch.config import load
-from launch.shapes import decoded_to, main, of_config, of_model
+from launch.config.run_config import load
 from tests.command import command
 
 
@@ -119,7 +119,7 @@ def test_it_is_a_command(capsys):
     main([*arguments, "--json"])
     listed = json.loads(capsys.readouterr().out)
     assert any(each["alpha"] and each["a_dtype"] == "bfloat16" for each in listed)
-    code, _, err = command("launch.shapes", *arguments, "--world", "3")
+    code, _, err = command("bench.shapes", *arguments, "--world", "3")
     assert code == 1 and "world size 3" in err and err.count("\n") == 1
 
 

@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from dlp import ops
-from launch import oom, sinks
-from launch.config import ConfigError, load, to_toml
-from launch.metrics import read_metrics
-from launch.nvtx import layer_ranges
-from launch.recorder import Recorder
-from launch.rundir import RunDir
+from launch.config.run_config import load, to_toml
+from launch.report import metric_sinks, out_of_memory
+from launch.report.metrics import read_metrics
+from launch.report.nvtx_ranges import layer_ranges
+from launch.report.recorder import Recorder
+from launch.report.run_dir import RunDir
+from launch.settings.schema import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -89,7 +90,7 @@ def test_csv_has_each_step_once_also_after_a_resume(tmp_path: Path) -> None:
     found = rows(tmp_path)
     assert [row["step"] for row in found if row["loss"]] == ["1", "2", "3", "4", "5", "6"]
     assert [(row["step"], row["validation_loss"]) for row in found if row["validation_loss"]] == [("6", "1.5")]
-    assert float(found[1]["loss"]) == 2.0 and found[0].keys() == set(sinks.COLUMNS)
+    assert float(found[1]["loss"]) == 2.0 and found[0].keys() == set(metric_sinks.COLUMNS)
 
 
 def test_a_sink_that_cannot_be_begun_is_left_out(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_wandb_is_asked_for_what_it_offers(tmp_path: Path, monkeypatch: pytest.M
 def test_a_sink_without_its_package_is_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, sinks.PACKAGES[name], None)
+    monkeypatch.setitem(sys.modules, metric_sinks.PACKAGES[name], None)
     sentence = f"metrics: {name} needs the package {name}, which is not installed: pip install {name}$"
     with pytest.raises(ValueError, match=sentence):
         record(tmp_path, [name], 0, 1)
@@ -150,22 +151,22 @@ def test_sinks_are_a_list_of_known_names() -> None:
 
 
 def test_a_gpu_without_memory_leaves_a_snapshot_and_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oom.dist, "get_rank", lambda: 3)
-    path = oom.snapshot_path(tmp_path)
+    monkeypatch.setattr(out_of_memory.dist, "get_rank", lambda: 3)
+    path = out_of_memory.snapshot_path(tmp_path)
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB\nx"
     )
-    without = oom.sentence(error, "step 7, last layer a", tmp_path, 70_000_000_000)
+    without = out_of_memory.sentence(error, "step 7, last layer a", tmp_path, 70_000_000_000)
     assert "which opens at" not in without
-    oom.observer(path, lambda: {"segments": []})(0, 1, 2, 3)
+    out_of_memory.observer(path, lambda: {"segments": []})(0, 1, 2, 3)
     with path.open("rb") as file:
         assert pickle.load(file) == {"segments": []}
-    assert oom.sentence(error, "step 7, last layer a", tmp_path, 70_000_000_000) == (
+    assert out_of_memory.sentence(error, "step 7, last layer a", tmp_path, 70_000_000_000) == (
         f"rank 3: out of memory in step 7, last layer a, at most 70.0 GB was allocated (Tried to allocate 2.00 GiB); what was "
         f"live is in {path}, which opens at https://pytorch.org/memory_viz; smaller: --train.micro_batch, "
         f"--train.checkpointing full, or more ranks as --mesh.dp_shard; launch.train --plan predicts each"
     )
-    oom.observer(tmp_path / "none" / "x", dict)(0, 1, 2, 3)  # which cannot be written, and raises nothing
+    out_of_memory.observer(tmp_path / "none" / "x", dict)(0, 1, 2, 3)  # which cannot be written, and raises nothing
 
 
 def test_ranges_are_those_of_the_layers_and_end_with_the_step() -> None:

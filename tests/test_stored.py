@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from launch import manifest, stored
-from launch.manifest import hashed
-from launch.stored import INDEX, Reader, Writer, check_index
+from launch.checkpoint import dcp_files, manifest
+from launch.checkpoint.dcp_files import INDEX, Reader, Writer, check_index
+from launch.checkpoint.manifest import hashed
 
 TENSORS = {f"w{i}": torch.arange(1000.0 * (i + 1)) for i in range(5)}
 
@@ -20,7 +20,7 @@ TENSORS = {f"w{i}": torch.arange(1000.0 * (i + 1)) for i in range(5)}
 @pytest.fixture(autouse=True)
 def four_threads(monkeypatch):
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    monkeypatch.setattr(stored, "threads_of_rank", lambda: 4)
+    monkeypatch.setattr(dcp_files, "threads_of_rank", lambda: 4)
     monkeypatch.setattr(manifest, "PIECE", 4096)  # several pieces a file, and a last one that is not whole
 
 

@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launch.config import Config
+from launch.config.run_config import Config
 from tests import training
 from tests.pool import forking
 

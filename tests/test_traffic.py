@@ -16,9 +16,11 @@ from dlp.comm.mesh import ParallelDims, ranks_of_host
 from dlp.parallel.traffic.predict import Sent, Unpredictable, Workload, in_bf16, step_traffic
 from dlp.quant.recipe import both
 from dlp.quant.tensor import HighPrecision
-from launch import fits, links, wire
-from launch.config import load
+from launch.config.run_config import load
+from launch.estimate import memory_check
+from launch.ranks import links
 from launch.train import plan_text
+from launch.training import wire_bytes
 
 M, K, N = 512, 128, 256  # tokens, in_features, out_features
 
@@ -261,8 +263,8 @@ def test_a_plan_warns_of_tp_that_leaves_a_host_and_names_the_way_out(monkeypatch
     assert "WARNING: tp" not in plan_text(load("llama3_8b", [*WIDE[:3], "--mesh.tp=8"]), 32, "sm_90")
     assert not links.slow_tp(ParallelDims(tp=4), "sm_90", 1e9, host=4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    found = fits.planned(load("llama3_8b", [*WIDE[:3], "--mesh.tp=8"]), 32, "sm_90")
-    (of_four,) = wire.warn_of_tp(found.plan, found.load, "adamw", ranks_of_host())
+    found = memory_check.planned(load("llama3_8b", [*WIDE[:3], "--mesh.tp=8"]), 32, "sm_90")
+    (of_four,) = wire_bytes.warn_of_tp(found.plan, found.load, "adamw", ranks_of_host())
     assert "tp = 8 leaves a host of 4 GPUs: each rank sends " in of_four and "--mesh.tp 4, with 2 times" in of_four
 
 

@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
-from launch import stop, train
-from launch.config import load, to_toml
-from launch.rate import learning_rate, rate_remarks
-from launch.saver import describe
-from launch.sections import Checkpoint
+from launch import train
+from launch.checkpoint.background_saver import describe
+from launch.config.run_config import load, to_toml
+from launch.config.sections import Checkpoint
+from launch.ranks import process_exit
 from launch.train import lost_peer, plan_text
+from launch.training.learning_rate import learning_rate, rate_remarks
 from tests.command import command
 
 
@@ -52,14 +53,14 @@ def test_a_billion_parameters_are_planned_without_their_memory():
 
 
 def test_a_plan_that_does_not_fit_is_one_sentence_and_nothing_else(monkeypatch):
-    monkeypatch.setattr(stop, "leave", sys.exit)
+    monkeypatch.setattr(process_exit, "leave", sys.exit)
     sentence = "[mesh] world size 3 is not a multiple of dp_replicate 1 x tp 2 = 2, so dp_shard = -1 cannot be filled: "
     sentence += "start a multiple of it by torchrun --nproc-per-node, or take a smaller axis"
     assert command("launch.train", "tiny", "--plan", "--world", "3") == (1, "", f"tiny.toml: {sentence}\n")
 
 
 def test_a_plan_is_for_one_rank_or_more_and_a_run_for_those_that_are_there(monkeypatch):
-    monkeypatch.setattr(stop, "leave", sys.exit)
+    monkeypatch.setattr(process_exit, "leave", sys.exit)
     monkeypatch.setattr(train, "train", lambda config: pytest.fail("it trains"))
     code, out, error = command("launch.train", "tiny", "--plan", "--world", "4.5")
     assert (code, out) == (2, "") and error.endswith("argument --world: expected an integer >= 1, got '4.5'\n")

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch import convert_hf, weights
-from launch.models import tables
+from launch import convert_hf
+from launch.models import families
 from launch.models.modules import Llama
+from launch.weights import weights_only
 
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.slow
@@ -45,14 +46,14 @@ def random_model(kind: str, settings: dict[str, Any]) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("family", tables.FAMILIES)
+@pytest.mark.parametrize("family", families.FAMILIES)
 def test_every_key_that_transformers_reads_is_known(family: str) -> None:
     """The keys that the library's model reads, its defaults, and which keys may be null."""
     transformers = pytest.importorskip("transformers")
-    known, name = tables.FAMILIES[family], tables.FAMILIES[family].architecture
+    known, name = families.FAMILIES[family], families.FAMILIES[family].architecture
     model = getattr(transformers, name)
     read = set(re.findall(r"config\.([a-z]\w*)", inspect.getsource(inspect.getmodule(model))))
-    ours = {*tables.KEYS.values(), *dict(known.optional), *dict(known.fixed)}
+    ours = {*families.KEYS.values(), *dict(known.optional), *dict(known.fixed)}
     beside = {"rope_parameters", "layer_types", "pad_token_id"}  # read or checked elsewhere, or without effect
     assert read - ours - beside == set()
     fields = {each.name: each for each in dataclasses.fields(model.config_class)}
@@ -71,9 +72,9 @@ def test_logits_are_equal_there_and_back(case: str, tmp_path: Path) -> None:
     expected: Tensor = theirs(tokens).logits
 
     convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
-    shape = weights.Reader(tmp_path / "ours").model()
+    shape = weights_only.Reader(tmp_path / "ours").model()
     ours = Llama(shape, torch.float32)
-    weights.load(tmp_path / "ours", ours, weights.settings_of(shape))
+    weights_only.load(tmp_path / "ours", ours, weights_only.settings_of(shape))
     torch.testing.assert_close(ours(tokens).unflatten(0, (2, -1)), expected, atol=2e-5, rtol=2e-5)
 
     convert_hf.export(tmp_path / "ours", tmp_path / "back", "fp32", None, limit=20_000)

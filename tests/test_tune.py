@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.shapes import of_config
 from dlp.kernels import gemms, loader, table, tune
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, load
-from launch.config import load as load_config
-from launch.shapes import of_config
+from launch.config.run_config import load as load_config
 from tests.command import Done, command
 from tests.emulated import OnGpu
 from tests.quantizers import matrix, quantize
@@ -89,7 +89,7 @@ class Ran:
 
 @functools.cache
 def listed(recipe: str, device: str, dtype: str) -> dict[str, dict[str, Any]]:
-    """A GEMM of each kind in a layer of the recipe, as `launch.shapes` lists it."""
+    """A GEMM of each kind in a layer of the recipe, as `bench.shapes` lists it."""
     recipes = [part for name in ("default", "edges") for part in (f"--groups.{name}.recipe", recipe)]
     config = load_config("tiny", ["--mesh.tp", "1", "--train.dtype", dtype, "--train.sequence", "32", *recipes])
     found = {each["gemm"]: each for each in map(json.loads, of_config(config, 1, device)[0])}
@@ -244,7 +244,7 @@ def test_a_file_that_holds_no_problems(
     assert tune.main([str(file)]) == 2 and not cache.exists()
     said = capsys.readouterr()
     assert said.err.startswith(f"{file}: {says}") and said.err.count("\n") == 1 and said.out == ""
-    assert said.err.endswith("write one with python -m launch.shapes CONFIG --json\n")
+    assert said.err.endswith("write one with python -m bench.shapes CONFIG --json\n")
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_the_number_of_ranks_is_what_was_said(
     monkeypatch.setattr(tune.subprocess, "run", run)
     assert tune.main(arguments) == 0
     rest = [each for each in arguments if "world" not in each and each != "8"]
-    assert commands == [["-m", "launch.shapes", *rest, "--world", ranks, "--json"]]
+    assert commands == [["-m", "bench.shapes", *rest, "--world", ranks, "--json"]]
 
 
 def test_a_config_that_is_refused(

@@ -12,10 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from launch import clip as clipping
-from launch import update
-from launch.config import ConfigError, load
-from launch.update import IN_A_ROW, KNOWN, WINDOW, SpikeFilter
+from launch.config.run_config import load
+from launch.settings.schema import ConfigError
+from launch.training import gradient_norm as clipping
+from launch.training import step_update
+from launch.training.step_update import IN_A_ROW, KNOWN, WINDOW, SpikeFilter
 
 
 def plainly(norms: list[float], factor: float) -> list[tuple[float, bool]]:
@@ -88,7 +89,7 @@ def test_gradients_are_divided_by_the_norm_over_the_clip_and_1e_6_more() -> None
     for clip, gradient, norm in ((1.0, [3.0, 4.0], 5.0), (0.01, [0.03, 0.04], 0.05), (1.0, [0.3, 0.4], 0.5)):
         model.weight.grad = torch.tensor([gradient])
         with patch.object(clipping.dist, "get_world_size", lambda: 1):
-            made = update.Update(model, optimizer, replace(load("tiny").train, clip=clip), torch.device("cpu"))
+            made = step_update.Update(model, optimizer, replace(load("tiny").train, clip=clip), torch.device("cpu"))
             norms = made()
         assert norms[0].item() == pytest.approx(norm)
         assert optimizer.scales[-1] == pytest.approx(max(1.0, norm / clip), rel=1e-4)
@@ -99,4 +100,4 @@ def test_nothing_of_the_rule_waits_for_the_device() -> None:
     """Numbers stay where they are: a meta tensor has none to read."""
     decides = SpikeFilter(3.0, torch.device("meta"))
     limit, skips = decides(torch.ones((), device="meta"))
-    assert limit.shape == skips.shape == () and update.IN_A_ROW == 5
+    assert limit.shape == skips.shape == () and step_update.IN_A_ROW == 5

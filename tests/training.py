@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from launch import deterministic, plot
-from launch.config import Config, load
-from launch.metrics import read_metrics
-from launch.prepare import prepare
-from launch.stop import StopFlag
+from launch.config.run_config import Config, load
+from launch.data.prepare import prepare
+from launch.ranks.process_exit import StopFlag
+from launch.report import plots as plot
+from launch.report.metrics import read_metrics
 from launch.train import start
-from launch.trainer import Trainer
+from launch.training import deterministic
+from launch.training.trainer import Trainer
 from tests import pool as worker
 
 TOML = """

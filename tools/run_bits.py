@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 import dlp
 from dlp.comm.mesh import shutdown, world_size
 from dlp.quant.recipe import names
-from launch import overrides
-from launch.build import Built, build
-from launch.config import Config, command_line
-from launch.sections import SCHEMA
+from launch.config.run_config import Config, command_line
+from launch.config.sections import SCHEMA
+from launch.settings import overrides
 from launch.train import make_mesh
+from launch.training.build import Built, build
 
 STEPS = 5
 SMALL = """--model.layers 2 --model.hidden 128 --model.ffn 256 --model.heads 2 --model.kv_heads 2 --train.sequence 128

@@ -1,6 +1,6 @@
 """Measures which of cuBLASLt's algorithms is the fastest for each GEMM of a config, and keeps the answers.
 
-    python -m dlp.kernels.tune CONFIG [--world N] [--section.key value ...]      as `python -m launch.shapes` takes them
+    python -m dlp.kernels.tune CONFIG [--world N] [--section.key value ...]      as `python -m bench.shapes` takes them
     python -m dlp.kernels.tune FILE.json                                         what that printed with --json
 
 Candidates are timed on a device that does not rest between them: the first candidate then wins more often than in bursts.
@@ -116,7 +116,7 @@ def by_candidates(chosen: Mapping[gemms.Words, int]) -> Iterator[None]:
 
 READ = ("gemm", "kernel", "rows", "cols", "contraction", "a_dtype", "b_dtype", "out_dtype", "a_block", "b_block",
         "a_flipped", "b_flipped", "fast_accumulation", "accumulate", "alpha")  # fmt: skip
-FROM_SHAPES = "write one with python -m launch.shapes CONFIG --json"
+FROM_SHAPES = "write one with python -m bench.shapes CONFIG --json"
 MODES = {(0, 0): gemms.TENSOR, (1, 0): gemms.ROWWISE, (1, 128): gemms.BLOCK_1D, (128, 128): gemms.BLOCK_2D}
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -169,7 +169,7 @@ def _inside(problem: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def problem_call(problem: Mapping[str, Any]) -> Callable[[], Tensor]:
-    """A call that runs one GEMM of `python -m launch.shapes --json`, one that is `by_cublaslt`, on operands made here."""
+    """A call that runs one GEMM of `python -m bench.shapes --json`, one that is `by_cublaslt`, on operands made here."""
     problem = _inside(problem)
     rows, cols, out_dtype = problem["rows"], problem["cols"], getattr(torch, problem["out_dtype"])
     make = _block_scaled if multiplied(problem) == "tiles" else _operand
@@ -193,7 +193,7 @@ def problems_of(arguments: Sequence[str], world: int | None) -> list[dict[str, A
     if arguments and arguments[0].endswith(".json"):
         return _of_file(Path(arguments[0]))
     ranks = str(torch.cuda.device_count() if world is None else world)
-    command = [sys.executable, "-m", "launch.shapes", *arguments, "--world", ranks, "--json"]
+    command = [sys.executable, "-m", "bench.shapes", *arguments, "--world", ranks, "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE)
     if done.returncode:
         raise SystemExit(2)
@@ -211,7 +211,7 @@ def _of_file(file: Path) -> list[dict[str, Any]]:
 
 
 def _options(arguments: Sequence[str]) -> tuple[list[str], int | None]:
-    """The arguments that go to `launch.shapes`, and the number of ranks, if that is among them. Exits 0 after --help."""
+    """The arguments that go to `bench.shapes`, and the number of ranks, if that is among them. Exits 0 after --help."""
     parser = argparse.ArgumentParser(
         prog="python -m dlp.kernels.tune", usage="%(prog)s {CONFIG [--section.key value ...] | FILE.json} [--world N]",
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,

@@ -249,11 +249,11 @@ def links(group: ProcessGroup, device: torch.device, rounds: int) -> tuple[float
 
 
 def layers_of(arguments: Sequence[str]) -> dict[str, Any]:
-    """Ranks of tp, transport, dtype and the layers of a config, as `launch.shapes` prints them; rank 0 calls it. SystemExit, on
+    """Ranks of tp, transport, dtype and the layers of a config, as `bench.shapes` prints them; rank 0 calls it. SystemExit, on
     all ranks, if it refuses; it has then printed why."""
     said: list[Any] = [None]
     if dist.get_rank() == 0:
-        command = [sys.executable, "-m", "launch.shapes", *arguments, "--world", str(world_size()), "--layers"]
+        command = [sys.executable, "-m", "bench.shapes", *arguments, "--world", str(world_size()), "--layers"]
         done = subprocess.run(command, stdout=subprocess.PIPE)
         said = [None if done.returncode else json.loads(done.stdout)]
     dist.broadcast_object_list(said, 0)

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlp import ops
-from launch.attention import Documents, attend
-from launch.models.cache import KeyValues
+from launch.models.attention import Documents, attend
+from launch.models.families import FAMILIES
+from launch.models.kv_cache import KeyValues
 from launch.models.rope import rotary_table, rotate
-from launch.models.tables import FAMILIES
-from launch.sections import Model
+from launch.models.settings import Model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -37,7 +37,8 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. backend: that of attention over whole rows, decided by `launch.attention.choose`."""
+    """Grouped-query attention. backend: that of attention over whole rows, decided by
+    `launch.training.attention_backend.choose`."""
 
     backend: str | None = None
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dlp import LayerGroup, Plan
-from launch.attention import Choice
+from launch.models.attention import Choice
+from launch.models.families import FAMILIES
 from launch.models.modules import Llama
-from launch.models.tables import FAMILIES
-from launch.sections import Model
+from launch.models.settings import Model
 
 
 def parallel_groups(config: Model, sequence_parallel: bool) -> list[LayerGroup]:

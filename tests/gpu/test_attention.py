@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch.attention import ORDERS, attend, mask
+from launch.models.attention import ORDERS, attend, mask
 from tests.metrics import assert_close
 from tests.test_attention import documents
 

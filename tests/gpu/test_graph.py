@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from dlp.parallel.model.graph import WARM_UP
-from launch.metrics import read_metrics
+from launch.report.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 STEPS, BAD = 8, 5  # BAD: the step behind which a weight is not finite, when steps are replayed
 CULPRIT = "model.layers.2.mlp.down_proj"
 POISONED = f"""
 from launch import train
-from launch.trainer import Trainer
+from launch.training.trainer import Trainer
 
 class Poisoned(Trainer):
     def train_step(self, step):

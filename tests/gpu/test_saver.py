@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch.checkpoint import Snapshot
-from launch.saver import Copies
+from launch.checkpoint.background_saver import Copies
+from launch.checkpoint.save_load import Snapshot
 
 pytestmark = pytest.mark.needs_gpu
 

@@ -12,10 +12,10 @@ from torch import nn
 
 import dlp
 from dlp.parallel.weight import fsdp2 as fsdp
-from launch.accumulate import Accumulation, accumulation
-from launch.config import Batch, Config, load
+from launch.config.run_config import Batch, Config, load
 from launch.train import plan_text
-from launch.wire import WARM
+from launch.training.gradient_accumulation import Accumulation, accumulation
+from launch.training.wire_bytes import WARM
 from tests import training
 
 WAYS = ("step", "microbatch")

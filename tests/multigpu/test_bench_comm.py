@@ -21,7 +21,7 @@ from dlp.comm.mapped import Transport
 from dlp.parallel import tune
 from dlp.parallel.transfer import WIRES
 from dlp.quant import recipe as recipes
-from launch import stop
+from launch.ranks import process_exit
 from tests import pool as worker
 from tests.cases import RECIPES
 from tests.metrics import relative_error
@@ -206,7 +206,7 @@ def test_one_rank_is_refused_before_anything_runs(monkeypatch, capsys):
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(stop, "leave", leave)
+    monkeypatch.setattr(process_exit, "leave", leave)
     monkeypatch.setattr(bench_collectives, "init_process_group", lambda kind: pytest.fail("a group was made"))
     with pytest.raises(SystemExit) as left:
         bench_collectives.main([])

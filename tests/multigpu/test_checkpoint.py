@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 import dlp
 from dlp.quant import recipe
-from launch import checkpoint, stored
-from launch.checkpoint import CheckpointError
-from launch.config import Config
-from launch.manifest import complete, damage, digest, hashed, read_manifest
-from launch.rundir import RunDir
+from launch.checkpoint import dcp_files, save_load
+from launch.checkpoint.manifest import complete, damage, digest, hashed, read_manifest
+from launch.checkpoint.save_load import CheckpointError
+from launch.config.run_config import Config
+from launch.report.run_dir import RunDir
 from tests import training
 from tests.pool import Pool, RankError
 
@@ -95,7 +95,7 @@ def restored(config: Config) -> dict[str, torch.Tensor]:
     trainer, done = training.trainer(config)
     assert done > 0
     flat = {}
-    for kind, tensors in checkpoint._tensors(trainer.state).items():
+    for kind, tensors in save_load._tensors(trainer.state).items():
         for name, value in tensors.items():
             parts = value.items() if isinstance(value, dict) else [("", value)]
             flat |= {f"{kind}.{name}.{part}": full(tensor) for part, tensor in parts}
@@ -197,7 +197,7 @@ def refusals(config: Config, paths: list[Path]) -> list[str]:
     said = []
     for path in paths:
         try:
-            checkpoint.load(path, trainer.state)
+            save_load.load(path, trainer.state)
             said.append("")
         except CheckpointError as error:
             said.append(str(error))
@@ -390,7 +390,7 @@ def save_without_room(config: Config) -> list[str]:
     trainer, _ = training.trainer(config)
     trainer.train_step(0)
     trainer.save(1)
-    said, create, opened = [], stored._Files.create_stream, Path.open
+    said, create, opened = [], dcp_files._Files.create_stream, Path.open
 
     @contextlib.contextmanager
     def full(self: Any, path: Path, mode: str) -> Iterator[Any]:
@@ -400,14 +400,14 @@ def save_without_room(config: Config) -> list[str]:
     def full_open(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         return FullDisk(opened(self, mode), 64) if self.name == name else opened(self, mode, *args, **kwargs)
 
-    stored._Files.create_stream, Path.open = full, full_open
+    dcp_files._Files.create_stream, Path.open = full, full_open
     try:
         for name in ("__1_0_0.distcp", ".metadata", "manifest.json"):  # noqa: B007 (read by the two above)
-            with pytest.raises(checkpoint.SaveError) as caught:
-                checkpoint.save(trainer.run.checkpoints, 2, trainer.state, keep=2)
+            with pytest.raises(save_load.SaveError) as caught:
+                save_load.save(trainer.run.checkpoints, 2, trainer.state, keep=2)
             said.append(str(caught.value))
     finally:
-        stored._Files.create_stream, Path.open = create, opened
+        dcp_files._Files.create_stream, Path.open = create, opened
     return said
 
 
@@ -426,8 +426,8 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(ranks, tmp_path, data):
 def saved_apart(config: Config) -> str:
     """A save by ranks that each have a disk of their own."""
     trainer, _ = training.trainer(config)
-    with pytest.raises(checkpoint.SaveError) as caught:
-        checkpoint.save(Path(config.run.dir, f"rank{dist.get_rank()}"), 1, trainer.state, keep=1)
+    with pytest.raises(save_load.SaveError) as caught:
+        save_load.save(Path(config.run.dir, f"rank{dist.get_rank()}"), 1, trainer.state, keep=1)
     return str(caught.value)
 
 
@@ -465,7 +465,7 @@ def killed_while_removing(config: Config) -> None:
             sorted(path.iterdir())[0].unlink()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint.shutil.rmtree = dying
+    save_load.shutil.rmtree = dying
     training.run(config)
 
 
@@ -487,11 +487,11 @@ def trained_beside_what_stays(config: Config) -> None:
     def stays(finished: Path) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(finished))
 
-    retire, checkpoint._retire = checkpoint._retire, stays
+    retire, save_load._retire = save_load._retire, stays
     try:
         training.run(config)
     finally:
-        checkpoint._retire = retire
+        save_load._retire = retire
 
 
 @pytest.mark.ranks(2)

@@ -15,8 +15,8 @@ import dlp
 from dlp import ops
 from dlp.parallel.linear.core import run_forward, to_save
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
-from launch import build
-from launch.config import Config
+from launch.config.run_config import Config
+from launch.training import build
 from tests import pool as worker
 from tests import training
 from tests.metrics import relative_error

@@ -30,10 +30,10 @@ from dlp.parallel.linear import core as linear_fn
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.model.grads import PartialGradients
 from dlp.parallel.model.replicas import Replicas
-from launch.models.initial import this_ranks_part
+from launch.models.initial_weights import this_ranks_part
 from launch.models.modules import Llama
 from launch.models.parallel import fuse, parallel_groups
-from launch.sections import Model
+from launch.models.settings import Model
 from tests import pool as worker
 from tests.metrics import relative_error
 from tests.pool import Pool

@@ -19,10 +19,10 @@ from dlp.parallel.casts import Cast, CastBatch, Orientations
 from dlp.parallel.linear import core as linear_fn
 from dlp.parallel.linear import state as operands
 from dlp.parallel.weight import sharded as shards
-from launch.models.initial import init_weights, initial_value
+from launch.models.initial_weights import init_weights, initial_value
 from launch.models.modules import Llama
 from launch.models.parallel import parallel_groups
-from launch.sections import Model
+from launch.models.settings import Model
 from tests import pool as worker
 from tests.metrics import assert_bit_equal, assert_close
 from tests.twins import without_programs

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dlp.comm import transport
 from dlp.parallel.model.graph import WARM_UP, Replays
-from launch.config import Config
+from launch.config.run_config import Config
 from tests import pool as worker
 from tests import training
 

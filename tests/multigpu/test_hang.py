@@ -17,8 +17,8 @@ import torch.distributed as dist
 from dlp.comm import transport
 from dlp.comm.mapped import Transport
 from dlp.comm.watch import READING, within
-from launch.hang import HangWatch, Place
-from launch.stop import StopFlag
+from launch.ranks.hang_watch import HangWatch, Place
+from launch.ranks.process_exit import StopFlag
 from tests import pool as worker
 from tests.emulated import emulation
 from tests.played_transport import PlayedLane, PlayedSlot

@@ -9,9 +9,9 @@ import torch
 
 import dlp
 from dlp.comm.mesh import DP_SHARD
-from launch.build import build
-from launch.clip import GradientNorm
-from launch.config import load
+from launch.config.run_config import load
+from launch.training.build import build
+from launch.training.gradient_norm import GradientNorm
 from tests import pool as worker
 from tests.cases import RECIPES
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import dlp
+from bench.ledger import COLUMNS, gather_shares, rows, watch, weight_share
 from dlp.parallel.linear.core import BoundGather
 from dlp.parallel.model.session import session_of
 from dlp.parallel.overlap.serial import Serial
@@ -19,10 +20,9 @@ from dlp.parallel.traffic.ledger import Ledger, LedgerError, plan_of
 from dlp.parallel.traffic.predict import in_bf16, step_traffic
 from dlp.parallel.weight.sharded import VALUES
 from dlp.quant.tensor import HighPrecision, QuantizedTensor
-from launch.config import Config
-from launch.ledger import COLUMNS, gather_shares, rows, watch, weight_share
-from launch.trainer import Step, Trainer
-from launch.wire import WARM, planned
+from launch.config.run_config import Config
+from launch.training.trainer import Step, Trainer
+from launch.training.wire_bytes import WARM, planned
 from tests import pool as worker
 from tests import training
 from tests.cases import BY_SCALES, RECIPES

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dlp.parallel.weight.local import local_values
-from launch import checkpoint
-from launch.config import Config
-from launch.encodings import AVERAGES, ENCODINGS, decoded, write
+from launch.checkpoint import save_load
+from launch.config.run_config import Config
+from launch.optimizers.encodings import AVERAGES, ENCODINGS, decoded, write
 from tests import training
 from tests.metrics import assert_bit_equal
 
@@ -49,7 +49,7 @@ def whole(tensor: Tensor) -> Tensor:
 def state_of(trainer: Any) -> dict[str, dict[str, Tensor]]:
     """What a checkpoint has of the optimizer, whole, by parameter, and under VALUES what codes stand for."""
     found: dict[str, dict[str, Tensor]] = {}
-    for name, state in checkpoint._tensors(trainer.state)["optimizer"].items():
+    for name, state in save_load._tensors(trainer.state)["optimizer"].items():
         found[name] = {"step": whole(state["step"])}
         for key, signed in AVERAGES.items():
             if isinstance(state[key], Tensor):

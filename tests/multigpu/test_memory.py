@@ -10,8 +10,8 @@ from bench import memory as bench_memory
 from dlp.comm import transport
 from dlp.comm.mapped import Transport
 from dlp.comm.slots import mapped_bytes
-from launch.config import Config, load
-from launch.fits import planned
+from launch.config.run_config import Config, load
+from launch.estimate.memory_check import planned
 from tests import pool as worker
 from tests.shared_slot import SharedSlot
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from launch import muon
-from launch.config import Config
-from launch.optimizers import make_optimizer
+from launch.config.run_config import Config
+from launch.optimizers import muon
+from launch.training.optimizer import make_optimizer
 from tests import pool as worker
 from tests import training
 from tests.metrics import assert_bit_equal, assert_close

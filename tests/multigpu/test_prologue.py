@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dlp
+from bench.saved_bytes import saved
 from dlp.kernels import lazy_matrix, ops
 from dlp.parallel.linear import prologue
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 from dlp.quant import recipe as recipes
-from launch.saved_bytes import saved
 from tests import pool as worker
 from tests.cases import BY_SCALES
 from tests.metrics import relative_error

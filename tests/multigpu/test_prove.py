@@ -16,7 +16,7 @@ from dlp.proof import run
 from dlp.proof.cases import MeshCase
 from dlp.proof.report import Finding, MeshResult
 from launch import prove as launched
-from launch.config import Config, load
+from launch.config.run_config import Config, load
 from tests import pool as worker
 from tests.planted import FAULTS, Fault, built, loss, tokens
 

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlp.quant.gemm import DEVICES
-from dlp.quant.quantizer import ScaleSlot
-from dlp.quant.recipe import load as load_recipe
-from launch.gradient_fidelity import (
+from bench.gradient_fidelity import (
     JUDGED,
     LIMIT,
     UNITS,
@@ -29,6 +26,9 @@ from launch.gradient_fidelity import (
     table,
     under,
 )
+from dlp.quant.gemm import DEVICES
+from dlp.quant.quantizer import ScaleSlot
+from dlp.quant.recipe import load as load_recipe
 from tests import training
 from tests.cases import RECIPES, matrix
 
@@ -109,6 +109,6 @@ def test_what_cannot_be_judged_is_refused(tmp_path, data, monkeypatch):
     config = training.config(tmp_path, data, "--mesh.tp=1", "--model.fused=true")
     with pytest.raises(ValueError, match=r"fakes linears that read x; set --model.fused=false"):
         measure(config, 1)
-    monkeypatch.setattr("launch.gradient_fidelity.world_size", lambda: 2)
+    monkeypatch.setattr("bench.gradient_fidelity.world_size", lambda: 2)
     with pytest.raises(ValueError, match=r"is judged on one rank; got 2"):
         measure(config, 1)

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch.config import ConfigError, load
-from launch.quality_study.__main__ import main, refused
-from launch.quality_study.branches import Branch, Slots, Study, read_results, run_study
-from launch.quality_study.intervals import LEAST, Interval, correlation, differences, intervals, noise_floor, t_quantile
-from launch.quality_study.report import branches_csv, curves, draw, losses_csv, measures, report, rows
-from launch.quality_study.sources import sources
-from launch.quality_study.subjects import BASELINES, BY_NAME, EIGHT, SUBJECTS
+from bench.quality_study.__main__ import main, refused
+from bench.quality_study.branches import Branch, Slots, Study, read_results, run_study
+from bench.quality_study.intervals import LEAST, Interval, correlation, differences, intervals, noise_floor, t_quantile
+from bench.quality_study.report import branches_csv, curves, draw, losses_csv, measures, report, rows
+from bench.quality_study.sources import sources
+from bench.quality_study.subjects import BASELINES, BY_NAME, EIGHT, SUBJECTS
+from launch.config.run_config import load
+from launch.settings.schema import ConfigError
 from tests import training
 
 SMALL = [

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from launch.clip import GradientNorm
-from launch.config import Config
-from launch.trainer import Batch, Trainer
+from launch.config.run_config import Config
+from launch.training.gradient_norm import GradientNorm
+from launch.training.trainer import Batch, Trainer
 from tests import training
 from tests.metrics import relative_error
 from tests.pool import Pool

@@ -14,9 +14,9 @@ import torch
 
 import dlp
 from dlp.parallel.linear import autograd
-from launch.build import build
-from launch.config import Config
-from launch.wire import WARM
+from launch.config.run_config import Config
+from launch.training.build import build
+from launch.training.wire_bytes import WARM
 from tests import pool as worker
 from tests import training
 from tests.pool import Pool

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from launch.check_data import check_data
-from launch.config import Config, load
-from launch.data import open_data
-from launch.shard import HEADER, write_shard
+from launch.config.run_config import Config, load
+from launch.data.shard import HEADER, write_shard
+from launch.data.shard_check import check_data
+from launch.data.sources import open_data
 from tests import training
 
 
@@ -52,7 +52,7 @@ def test_a_flipped_bit_and_a_token_outside_the_vocabulary_are_refused_on_all_ran
     path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
     told = ranks(2).run(refusal, config)
     assert told[0] == told[1] and told[0].startswith(f"{path}: damaged, the SHA-256 of its content begins "), told
-    with patch("launch.shard._check_tokens"):
+    with patch("launch.data.shard._check_tokens"):
         write_shard(path, [np.array([1] * 300 + [1000] + [1] * 300)], 1000)
     told = ranks(2).run(refusal, config)
     assert told[0] == told[1] and told[0].startswith(

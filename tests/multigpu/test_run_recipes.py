@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launch import first_scales, plot
-from launch.config import Config, ConfigError
-from launch.plot_stats import parts_of
+from launch import plot
+from launch.config.run_config import Config
+from launch.report.cast_statistics_plot import parts_of
+from launch.settings.schema import ConfigError
 from launch.train import plan_text
-from launch.trainer import NotFinite, Step, Trainer
+from launch.training import initial_scales
+from launch.training.trainer import NotFinite, Step, Trainer
 from tests import training
 from tests.cases import RECIPES
 
@@ -136,7 +138,7 @@ def test_an_inf_in_a_pass_that_finds_scales_is_located_as_one_in_the_step(ranks,
 def left_by_passes(config: Config) -> tuple[int, list[str]]:
     """How many scales passes had to find, and the parameters that they left a gradient."""
     trainer, done = training.trainer(config)
-    unknown = first_scales.without_amax(trainer.built.model)
+    unknown = initial_scales.without_amax(trainer.built.model)
     trainer.find_scales(done)
     training.end_determinism()
     return len(unknown), [name for name, p in trainer.built.model.named_parameters() if p.grad is not None]

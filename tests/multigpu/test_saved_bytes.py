@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import dlp
+from bench.saved_bytes import main, of_block, saved
 from dlp.parallel.linear.modules import ParallelLinear
-from launch.config import load
+from launch.config.run_config import load
 from launch.models.modules import Llama
 from launch.models.parallel import parallel_groups
-from launch.saved_bytes import main, of_block, saved
-from launch.sections import Model
+from launch.models.settings import Model
 from tests import pool as worker
 from tests.cases import RECIPES
 

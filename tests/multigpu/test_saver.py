@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from dlp.parallel.weight.local import local_values
-from launch import checkpoint
-from launch.checkpoint import SaveError
-from launch.config import Config
-from launch.manifest import complete
+from launch.checkpoint import save_load
+from launch.checkpoint.manifest import complete
+from launch.checkpoint.save_load import SaveError
+from launch.config.run_config import Config
 from tests import training
 from tests.multigpu.test_checkpoint import equal_tensors, folder
 from tests.pool import Pool
@@ -35,17 +35,17 @@ def data(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, Pool], devic
 
 def run_with_slow_disk(config: Config, seconds: float) -> None:
     """A whole run, in which nothing is written before the next step is done."""
-    write = checkpoint.write
+    write = save_load.write
 
     def slow(*given: Any) -> Any:
         time.sleep(seconds)
         return write(*given)
 
-    checkpoint.write = slow
+    save_load.write = slow
     try:
         training.run(config)
     finally:
-        checkpoint.write = write
+        save_load.write = write
 
 
 @pytest.mark.slow
@@ -94,20 +94,20 @@ def test_a_run_saves_only_when_it_is_told_to_and_its_last_line_says_what_is_lost
 
 def run_on_full_disk(config: Config, steps: list[int]) -> str:
     """Saves of these steps fail; what ends the run, if anything does."""
-    write = checkpoint.write
+    write = save_load.write
 
     def fails(folder: Path, taken: Any, *given: Any) -> Any:
         if taken.step in steps:
             raise SaveError(f"step-{taken.step} could not be written: rank 1: no space; what was saved before stands")
         return write(folder, taken, *given)
 
-    checkpoint.write = fails
+    save_load.write = fails
     try:
         training.run(config)
     except SaveError as error:
         return str(error)
     finally:
-        checkpoint.write = write
+        save_load.write = write
     return ""
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.build import build
-from launch.config import ConfigError, load
-from launch.sentinel import SentinelError, checksum
-from launch.trainer import Trainer
+from launch.config.run_config import load
+from launch.settings.schema import ConfigError
+from launch.training.build import build
+from launch.training.sentinel import SentinelError, checksum
+from launch.training.trainer import Trainer
 from tests import training
 
 LAYER = "model.layers.0.mlp.up_proj"

@@ -20,10 +20,10 @@ from dlp import end_step
 from dlp.parallel.auto import Problem
 from dlp.parallel.style import ROW_SP
 from dlp.quant import recipe as recipes
-from launch.checkpoint import SaveError
-from launch.config import Config, load
-from launch.manifest import complete
-from launch.trainer import NotFinite, Step, Trainer
+from launch.checkpoint.manifest import complete
+from launch.checkpoint.save_load import SaveError
+from launch.config.run_config import Config, load
+from launch.training.trainer import NotFinite, Step, Trainer
 from tests import test_auto, training
 from tests.pool import Pool, RankError
 
@@ -204,7 +204,7 @@ def stopped(config: Config) -> list[str]:
     Placed.said = [f"before: {trainer.doing}"]
     save = trainer.saver.save
     trainer.saver.save = lambda *asked: Placed.said.append(f"save: {trainer.doing}") or save(*asked)
-    with patch("launch.trainer.SETTLED", 1):
+    with patch("launch.training.trainer.SETTLED", 1):
         trainer.train(done)
     assert trainer.place().slow and trainer.took > 0
     return [each for each, last in zip(Placed.said, ["", *Placed.said], strict=False) if each != last]
@@ -352,7 +352,7 @@ class Spikes(Trainer):
 
 def spiked(config: Config, steps: int | None = None) -> int:
     """A run of so many steps, or all, that knows a median after two; how many updates the optimizer has made."""
-    with patch("launch.update.KNOWN", 2):
+    with patch("launch.training.step_update.KNOWN", 2):
         trainer, done = training.trainer(config, Spikes)
         if steps is None:
             trainer.train(done)

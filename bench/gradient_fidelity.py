@@ -1,0 +1,265 @@
+"""How faithful each recipe's gradients are at one checkpoint, and whether they are those of its definition.
+
+    python -m bench.gradient_fidelity [CONFIG] [--section.key value ...]
+
+The model is trained as the config says, launch/configs/fidelity.toml by default, or taken from `--checkpoint.resume PATH`.
+Then every recipe gets all linears of the blocks, and the gradient of their weights, over `--batches` batches, is compared
+with bf16's: relative error |g - g0| / |g0|, cosine, gain <g, g0> / <g0, g0>, and the change of the loss. How large that error
+is depends on the checkpoint. So it is judged by an independent fake quantization of the same model on the same batches
+(`bench.fake_quantization`): `apart` is the distance of both gradients, |g - f|, over the error of the fake, |f - g0|. It must
+not exceed LIMIT; and must for negative controls, which show what would be noticed. The exit code is 1 if one of these fails.
+Where a GPU's units for a format multiply, it is UNITS: they keep some 14 bits of a sum, and a value that moves by so little
+may be given another code, which the next product multiplies.
+One rank: a fake linear has whole weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dlp
+from bench.fake_quantization import RECIPES, Amaxes, faked, hybrid, recording
+from dlp.comm.mesh import shutdown, world_size
+from dlp.kernels.table import device_kind
+from dlp.parallel.model.session import session_of
+from dlp.quant import recipe as recipes
+from dlp.quant.gemm import support
+from dlp.quant.quantizer import Wrapped
+from dlp.quant.recipe import GEMMS, OPERANDS, Operand, Recipe
+from dlp.quant.tensor import QuantizedTensor
+from launch.config.run_config import Config, command_line, count
+from launch.config.sections import SCHEMA
+from launch.ranks.process_exit import StopFlag, refuse
+from launch.settings import overrides
+from launch.train import make_mesh, start
+from launch.training.trainer import Trainer
+
+LAYERS = "layers.**"
+LIMIT, UNITS = 0.02, 0.2
+JUDGED = ("fp8_delayed", *RECIPES)
+
+
+@dataclass(frozen=True)
+class Corrupted(Wrapped):
+    """A quantizer whose casts are spoiled: what a bug looks like."""
+
+    spoil: Callable[[QuantizedTensor], QuantizedTensor]
+
+    def cast(self, x: Tensor, amax: Tensor | None, **more: Any) -> QuantizedTensor:
+        return self.spoil(self.inner.cast(x, amax, **more))
+
+
+def scaled(part: str, change: Callable[[Tensor], Tensor]) -> Callable[[QuantizedTensor], QuantizedTensor]:
+    """Spoils the part of this name, where there is one."""
+
+    def spoil(q: QuantizedTensor) -> QuantizedTensor:
+        changes = {named.name: change if named.name == part else lambda tensor: tensor for named in q.format.parts}
+        parts = [changes[named.name](tensor) for named, tensor in zip(q.format.parts, q.parts, strict=True)]
+        return QuantizedTensor(q.format, tuple(parts))
+
+    return spoil
+
+
+def scale_part(recipe: Recipe) -> str:
+    """The part that values are proportional to."""
+    names = {part.name for part in recipe.w.rowwise.format.parts}
+    (found,) = names & {"scale_inv", "amax", "scale_e8m0"}
+    return found
+
+
+def double_scale(recipe: Recipe) -> Callable[[QuantizedTensor], QuantizedTensor]:
+    """Scales off by one in the exponent."""
+    part = scale_part(recipe)
+    return scaled(part, (lambda tensor: tensor + 1) if part == "scale_e8m0" else (lambda tensor: tensor * 2))
+
+
+def swap_nibbles(q: QuantizedTensor) -> QuantizedTensor:
+    return QuantizedTensor(q.format, ((q.payload >> 4) | (q.payload << 4), *q.parts[1:]))
+
+
+def spoiled(recipe: Recipe, spoil: Callable[[QuantizedTensor], QuantizedTensor], operands: tuple[str, ...]) -> Recipe:
+    changes: dict[str, Any] = {}
+    for name in operands:
+        operand: Operand = getattr(recipe, name)
+        changes[name] = Operand(Corrupted(operand.rowwise, spoil), Corrupted(operand.columnwise, spoil))
+    return replace(recipe, **changes)
+
+
+def rows() -> Iterator[tuple[str, Recipe]]:
+    """What is printed, "RECIPE" or "RECIPE, CONTROL", and how it is run; a recipe before its controls."""
+    for name in JUDGED:
+        recipe = recipes.load(name)
+        yield name, recipe
+        yield f"{name}, dy scale off by one exponent", spoiled(recipe, double_scale(recipe), ("dy",))
+        if scale_part(recipe) != "scale_e8m0":  # which takes no other step
+            slightly = scaled(scale_part(recipe), lambda tensor: tensor * 1.01)
+            yield f"{name}, w scale off by 1 %", spoiled(recipe, slightly, ("w",))
+    nvfp4 = recipes.load("nvfp4")
+    yield "nvfp4, nibbles swapped", spoiled(nvfp4, swap_nibbles, OPERANDS)
+    yield "nvfp4, dy rounded to nearest", recipes.load("nvfp4", disable_stochastic_rounding=True)
+    yield "nvfp4, no Hadamard transform", recipes.load("nvfp4", disable_rht=True)
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Of one row, against bf16. `worst`: the largest error of one layer, and its name. `apart`: from the fake quantization,
+    over the error of that, which may be `limit`."""
+
+    name: str
+    loss_change: float
+    error: float
+    cosine: float
+    gain: float
+    worst: tuple[float, str]
+    apart: float
+    limit: float = LIMIT
+
+
+Found = tuple[float, dict[str, Tensor]]  # mean loss, and gradients by layer
+
+
+def gradients(trainer: Trainer, batches: int) -> Found:
+    """Mean loss, and the weight gradients of the blocks' linears summed over batches, in fp64, by layer; always with the same
+    random bits."""
+    model, total = trainer.built.model, 0.0
+    session_of(model).counter.zero_()
+    for step in range(batches):
+        for batch in trainer.batches(trainer.train_data, 10**6 + step):
+            loss = trainer.loss(batch) / batch[1].numel()
+            loss.backward()
+            total += loss.item() / batches
+    found = {}
+    for name, parameter in model.named_parameters():
+        if ".layers." in name and parameter.dim() == 2:
+            grad = parameter.grad
+            assert grad is not None
+            whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            found[name.removesuffix(".weight")] = whole.double()
+    trainer.built.optimizer.zero_grad(set_to_none=True)
+    return total, found
+
+
+def under(trainer: Trainer, recipe: Any, batches: int) -> Found:
+    """`gradients` under a recipe; delayed scales have seen the same batches before, in high precision."""
+    model = trainer.built.model
+    dlp.set_recipe(model, LAYERS, recipe)
+    if session_of(model).has_slots():
+        with dlp.autocast(enabled=False, calibrating=True):
+            gradients(trainer, batches)
+    dlp.end_step(model)
+    return gradients(trainer, batches)
+
+
+def fake(trainer: Trainer, name: str, batches: int) -> Found:
+    """`gradients` of a fake quantization by a recipe; delayed scales have seen the same batches before."""
+    model, amaxes = trainer.built.model, Amaxes()
+    dlp.set_recipe(model, LAYERS, "bf16")
+    if name == "fp8_delayed":
+        with faked(model, recording(amaxes), in_a_block):
+            gradients(trainer, batches)
+    with faked(model, hybrid(amaxes) if name == "fp8_delayed" else RECIPES[name], in_a_block):
+        return gradients(trainer, batches)
+
+
+def in_a_block(name: str) -> bool:
+    return ".layers." in name
+
+
+def limit_of(recipe: Recipe, device: str) -> float:
+    """`device`: one of `dlp.quant.gemm.DEVICES`."""
+    pairs = [recipe.operands(which) for which in GEMMS]
+    return UNITS if any(support(a.format, b.format, device).status == "native" for a, b in pairs) else LIMIT
+
+
+def compare(name: str, of: Found, reference: Found, judge: Found, limit: float) -> Fidelity:
+    (loss, grads), (loss_0, grads_0) = of, reference
+    g, g_0, f = (torch.cat([grad.flatten() for grad in found.values()]) for found in (grads, grads_0, judge[1]))
+    worst = max((((grads[layer] - g0).norm() / g0.norm()).item(), layer) for layer, g0 in grads_0.items())
+    return Fidelity(
+        name, loss / loss_0 - 1, ((g - g_0).norm() / g_0.norm()).item(), torch.cosine_similarity(g, g_0, dim=0).item(),
+        (g @ g_0 / (g_0 @ g_0)).item(), worst, ((g - f).norm() / (f - g_0).norm()).item(), limit,
+    )  # fmt: skip
+
+
+def table(found: list[Fidelity]) -> str:
+    """As Markdown."""
+    lines = [
+        "| recipe | loss change | gradient error | worst layer | cosine | gain | apart |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        worst = f"{row.worst[0]:.1%} {row.worst[1].removeprefix('model.')}"
+        lines.append(
+            f"| {row.name} | {row.loss_change:+.3%} | {row.error:.1%} | {worst} | {row.cosine:.4f} | {row.gain:.3f} | "
+            f"{row.apart:.2%} |"
+        )
+    return "\n".join(lines)
+
+
+def missed(found: list[Fidelity]) -> list[str]:
+    """What is not as it must be, a sentence each."""
+    sentences = []
+    for row in found:
+        if "," in row.name and not row.apart > row.limit:
+            sentences.append(
+                f"{row.name}: {row.apart:.2%} of the error apart from the fake quantization: it was not noticed"
+            )
+        elif "," not in row.name and not row.apart <= row.limit:
+            sentences.append(
+                f"{row.name}: {row.apart:.2%} of the error apart from the fake quantization, more than {row.limit:.0%}"
+            )
+    return sentences
+
+
+def judged(trainer: Trainer, batches: int) -> Iterator[Fidelity]:
+    """Every row, at the weights there are."""
+    reference, device = under(trainer, "bf16", batches), device_kind(trainer.built.device.type)
+    judges: dict[str, Found] = {}
+    for name, recipe in rows():
+        of = under(trainer, recipe, batches)
+        kind = name.partition(",")[0]
+        judges[kind] = judges.get(kind) or fake(trainer, kind, batches)
+        yield compare(name, of, reference, judges[kind], limit_of(recipe, device))
+
+
+def measure(config: Config, batches: int) -> list[Fidelity]:
+    """Every row at the end of the run that `config` describes; what is done of it already is not repeated."""
+    if world_size() > 1:
+        raise ValueError(f"gradient fidelity is judged on one rank; got {world_size()}: start it without torchrun")
+    if config.model.fused:
+        raise ValueError("gradient fidelity fakes linears that read x; set --model.fused=false")
+    trainer, done = start(config, make_mesh(config), StopFlag())
+    if done < config.train.steps:
+        trainer.train(done)
+    found = []
+    for row in judged(trainer, batches):
+        found.append(row)
+        trainer.run.say(table([row]).splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    description = (
+        "Compares every recipe's gradients with bf16's, and with a fake quantization of it, at one checkpoint."
+    )
+    parser = overrides.make_parser("bench.gradient_fidelity", description, "fidelity", SCHEMA)
+    parser.add_argument("--batches", type=count, default=4, help="global batches compared")
+    try:
+        options, config = command_line(parser, sys.argv[1:])
+        found = measure(config, options.batches)
+    except ValueError as error:
+        refuse(str(error))
+    problems = missed(found)
+    print(table(found), *problems, sep="\n")
+    shutdown()
+    sys.exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Trunks and branches of the study: which runs of `launch.train` there are, and running them side by side.
+
+    trunk of a seed     bf16, steps 1 to `branch_at`, then a checkpoint
+    branch of a subject continues from that checkpoint with the subject's overrides to the last step
+
+A finished branch is one line of the results file (JSON), which is written when the branch ends; its checkpoint is then removed.
+A study that was interrupted repeats only branches without a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+
+from bench.quality_study.subjects import Subject
+from launch.checkpoint.manifest import complete
+from launch.config.run_config import Config, load, to_toml
+from launch.report.metrics import append, read_metrics
+from launch.settings.schema import ConfigError
+from launch.training.learning_rate import learning_rate
+
+# arguments of launch.train, GPUs, log file -> exit code
+Train = Callable[[Sequence[str], Sequence[int], Path], int]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A finished branch: losses of the steps after `branch_at`, and the validation loss after the last step. `early`: last
+    step before the learning rate decays. `data`, `settings`: hashes; branches that are compared have equal ones."""
+
+    seed: int
+    subject: str
+    branch_at: int
+    steps: int
+    early: int
+    losses: list[float]
+    validation: float
+    step_ms: float
+    seconds: float
+    device: str
+    torch: str
+    date: str
+    data: str
+    settings: str
+
+    @property
+    def block(self) -> tuple[int, str]:
+        """What branches of one trunk share."""
+        return self.seed, self.data
+
+
+@dataclass(frozen=True)
+class Study:
+    """`overrides`: of the config of every run. `data`: hash of the data in FOLDER/data."""
+
+    folder: Path
+    results: Path
+    subjects: tuple[Subject, ...]
+    seeds: tuple[int, ...]
+    branch_at: int
+    data: str = ""
+    overrides: tuple[str, ...] = field(default=())
+
+    def common(self, seed: int) -> list[str]:
+        """Arguments of all runs of a seed."""
+        return [*self.overrides, "--train.seed", str(seed), "--data.path", str(self.folder / "data")]
+
+    @cached_property
+    def config(self) -> Config:
+        """The config of a branch without a subject's overrides."""
+        return load("quality", self.common(0))
+
+    @cached_property
+    def settings(self) -> str:
+        """Hash of the settings that all branches share."""
+        shared = tomllib.loads(to_toml(self.config))
+        shared["data"].pop("path")
+        told = {key: value for key, value in shared.items() if key not in ("run", "checkpoint")}
+        return sha256(json.dumps([told, self.branch_at], sort_keys=True).encode()).hexdigest()[:12]
+
+    def trunk_folder(self, seed: int) -> Path:
+        return self.folder / "runs" / f"trunk-{seed}"
+
+    def trunk_checkpoint(self, seed: int) -> Path:
+        return self.trunk_folder(seed) / "checkpoints" / f"step-{self.branch_at}"
+
+    def branch_folder(self, subject: Subject, seed: int) -> Path:
+        return self.folder / "runs" / f"{subject.name}-{seed}"
+
+    def trunk(self, seed: int) -> list[str]:
+        """Arguments of `launch.train`. The learning rate is constant after the warm-up, as that of branches is up to here."""
+        steps = str(self.branch_at)
+        return [
+            "quality", *self.common(seed), "--train.schedule", "constant", "--train.steps", steps, "--train.eval_every", steps,
+            "--train.eval_batches", "1", "--checkpoint.every", steps, "--run.dir", str(self.trunk_folder(seed)),
+        ]  # fmt: skip
+
+    def branch(self, subject: Subject, seed: int) -> list[str]:
+        """Arguments of `launch.train`."""
+        train = self.config.train
+        return [
+            "quality", *self.common(seed), *subject.overrides(train), "--checkpoint.resume", str(self.trunk_checkpoint(seed)),
+            "--checkpoint.every", str(train.steps), "--train.eval_every", str(train.steps),
+            "--run.dir", str(self.branch_folder(subject, seed)),
+        ]  # fmt: skip
+
+    def check(self) -> None:
+        """ConfigError where the trunk would have other learning rates than branches, or a subject does not fit the config."""
+        trunk, branch = load("quality", self.trunk(0)[1:]).train, self.config.train
+        if not self.branch_at < branch.steps:
+            raise ConfigError(f"--branch-at {self.branch_at}: expected fewer than the {branch.steps} steps of a branch")
+        for step in range(self.branch_at):
+            if learning_rate(step, trunk) != learning_rate(step, branch):
+                raise ConfigError(
+                    f"--branch-at {self.branch_at}: the learning rate decays from step {step + 1} on, and branches share the "
+                    f'steps before; expected a step before the decay, and train.schedule = "wsd" or "constant", got '
+                    f"{branch.schedule!r}"
+                )
+        for subject in self.subjects:
+            load("quality", self.branch(subject, 0)[1:])
+
+
+def early_step(config: Config) -> int:
+    """Number of steps before the learning rate decays."""
+    rates = [learning_rate(step, config.train) for step in range(config.train.steps)]
+    return max(number for number, rate in enumerate(rates, 1) if rate == max(rates))
+
+
+def read_results(path: Path) -> list[Branch]:
+    """The finished branches of a results file; a last line without an end is left out."""
+    if not path.is_file():
+        return []
+    *lines, _ = path.read_text().split("\n")
+    return [Branch(**json.loads(line)) for line in lines if line]
+
+
+def result(study: Study, subject: Subject, seed: int, seconds: float) -> Branch | None:
+    """What the files of a branch's run say; None unless it was validated after the last step."""
+    folder, config = study.branch_folder(subject, seed), study.config
+    records = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
+    steps = [record for record in records if "loss" in record and record["step"] > study.branch_at]
+    last = [record for record in records if record["step"] == config.train.steps and "validation_loss" in record]
+    if not last or len(steps) != config.train.steps - study.branch_at:
+        return None
+    told = (folder / "env.txt").read_text().splitlines()
+    device = next((line.partition(": ")[2] for line in told if line.startswith("device 0")), "CPU")
+    version = next(line.split()[1] for line in told if line.startswith("torch "))
+    times = sorted(record["seconds"] for record in steps)
+    return Branch(
+        seed, subject.name, study.branch_at, config.train.steps, early_step(config),
+        [round(record["loss"], 6) for record in steps], last[0]["validation_loss"],
+        round(1e3 * times[len(times) // 2], 2), round(seconds, 1), device, version, time.strftime("%Y-%m-%d"), study.data,
+        study.settings,
+    )  # fmt: skip
+
+
+class Slots:
+    """Free places for runs on each of `devices` GPUs, `side_by_side` on each; without GPUs the CPU counts as one."""
+
+    def __init__(self, devices: int, side_by_side: int) -> None:
+        self._free = [side_by_side] * devices
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def take(self, ranks: int) -> Iterator[list[int]]:
+        """Wait for a place on each of `ranks` GPUs."""
+        with self._changed:
+            self._changed.wait_for(lambda: sum(free > 0 for free in self._free) >= ranks)
+            chosen = sorted(range(len(self._free)), key=lambda device: -self._free[device])[:ranks]
+            for device in chosen:
+                self._free[device] -= 1
+        try:
+            yield chosen
+        finally:
+            with self._changed:
+                for device in chosen:
+                    self._free[device] += 1
+                self._changed.notify_all()
+
+
+def train_in_a_process(arguments: Sequence[str], devices: Sequence[int], log: Path) -> int:
+    """Run `launch.train`, under torchrun on several GPUs; what it prints goes to `log`."""
+    several = ["launch.local", "--ranks", str(len(devices))] if len(devices) > 1 else ["launch.train"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        command = [sys.executable, "-m", *several, *arguments]
+        return subprocess.run(command, env=environment, stdout=out, stderr=subprocess.STDOUT).returncode
+
+
+def run_study(study: Study, slots: Slots, at_once: int, train: Train = train_in_a_process) -> list[str]:
+    """Train all trunks and branches that are missing, trunks first, then seed by seed; returns what failed, in sentences."""
+    done = {(each.seed, each.subject) for each in read_results(study.results) if each.settings == study.settings}
+    missing = {seed: [s for s in study.subjects if (seed, s.name) not in done] for seed in study.seeds}
+    failed: list[str] = []
+    with ThreadPoolExecutor(at_once) as pool:
+        trunks: dict[Future[str], int] = {
+            pool.submit(_trunk, study, seed, slots, train): seed for seed in study.seeds if missing[seed]
+        }
+        branches: set[Future[str]] = set()
+        while trunks or branches:
+            ended, _ = wait({*trunks, *branches}, return_when=FIRST_COMPLETED)
+            for each in ended:
+                branches.discard(each)
+                seed, problem = trunks.pop(each, None), each.result()
+                if problem:
+                    failed.append(problem)
+                elif seed is not None:
+                    branches |= {pool.submit(_branch, study, s, seed, slots, train) for s in missing[seed]}
+    return failed
+
+
+def _trunk(study: Study, seed: int, slots: Slots, train: Train) -> str:
+    """Train a trunk unless its checkpoint exists; returns a sentence where that failed, else ""."""
+    if study.trunk_checkpoint(seed) in complete(study.trunk_checkpoint(seed).parent):
+        return ""
+    with slots.take(1) as devices:
+        return _run(study.trunk_folder(seed), study.trunk(seed), devices, train)[0]
+
+
+def _branch(study: Study, subject: Subject, seed: int, slots: Slots, train: Train) -> str:
+    folder = study.branch_folder(subject, seed)
+    with slots.take(subject.ranks) as devices:
+        problem, seconds = _run(folder, study.branch(subject, seed), devices, train)
+    found = None if problem else result(study, subject, seed, seconds)
+    if found is None:
+        return problem or f"{folder}: the run ended before its last step; the same command repeats this branch"
+    study.results.parent.mkdir(parents=True, exist_ok=True)
+    append(study.results, json.dumps(asdict(found)) + "\n")
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    print(f"{subject.name}, seed {seed}: {found.seconds:.0f} s, {found.step_ms} ms a step", flush=True)
+    return ""
+
+
+def _run(folder: Path, arguments: list[str], devices: list[int], train: Train) -> tuple[str, float]:
+    began, log = time.perf_counter(), folder.with_suffix(".log")
+    if not (code := train(arguments, devices, log)):
+        return "", time.perf_counter() - began
+    last = log.read_text().strip().splitlines()[-1:] if log.is_file() else []
+    return f"{folder}: the run ended with code {code}: {''.join(last)}; see {log}", 0.0

@@ -1,0 +1,218 @@
+"""Checkpoints beside the training: copied at a step's end, written by a thread while the next steps run.
+
+    step N ─► device copy of what fits into free memory ─► a thread: pinned copy, write, rename ─► settled at the next save
+          └─► pinned copy of the rest, beside forward and backward of N + 1 ─► the update of N + 1 waits for both copies
+
+Pinned memory is kept from save to save. All copies run on a stream of their own; the device waits for them before the next
+update, and before the next replay of a CUDA graph, and the host never does. The thread has a process group of its own.
+A checkpoint is the same as one that training waits for: it counts once every rank is done and it is renamed. The last save
+of a run has nothing to run beside: where no memory for copies is there yet, it is written without them.
+
+Ranks agree on how a save ended when they settle it, all at the same step. A save that fails is reported, and the run goes on
+with what was saved before; the second failure in a row ends the run, as does the failure of the run's last save.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from launch.checkpoint import save_load
+from launch.checkpoint.save_load import Saved, SaveError, Snapshot, Training
+from launch.config.sections import Checkpoint
+
+IN_A_ROW = 2  # saves that fail, before the run ends
+
+
+class Copies:
+    """Copies of a run's tensors in memory of this host, which is kept from one save to the next: `take`, then `fetch`.
+
+    On a GPU `take` copies as many tensors as fit into half of the free device memory on the device, which takes
+    milliseconds, and the others to the host, which takes as long as the bus. `fetch` brings the former to the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pinned = device, device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._pinned else None
+        self._kept: dict[str, Tensor] = {}
+        self._room = self._reserved = 0  # bytes of device copies: still allowed in this save; made in the save before
+        self.done: torch.cuda.Event | None = None  # recorded behind the copies of the last `take`
+
+    @property
+    def empty(self) -> bool:
+        """Whether no host memory was taken yet."""
+        return not self._kept
+
+    def take(self, taken: Snapshot) -> Snapshot:
+        """Copy all tensors, at the latest when `done` is reached, on the device or on the host."""
+        if self._stream is None:
+            return replace(taken, tensors=self._tree("", taken.tensors, self._to_host))
+        self._room = room = (self._free_device_memory() + self._reserved) // 2
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            copied = self._tree("", taken.tensors, self._apart)
+            self.done = torch.cuda.Event()
+            self.done.record()
+        self._reserved = room - self._room
+        return replace(taken, tensors=copied)
+
+    def fetch(self, taken: Snapshot) -> None:
+        """Replace device copies of `take` by copies on the host, and wait. Called by the thread that writes."""
+        if self._stream is None:
+            return
+        with torch.cuda.stream(self._stream):
+            copied = self._tree(
+                "", taken.tensors, lambda name, each: self._to_host(name, each) if each.is_cuda else each
+            )
+        self._stream.synchronize()
+        taken.tensors.update(copied)  # which frees the device copies
+
+    def _free_device_memory(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def _tree(self, name: str, value: Any, copy: Callable[[str, Tensor], Tensor]) -> Any:
+        if isinstance(value, dict):
+            return {key: self._tree(f"{name}/{key}", each, copy) for key, each in value.items()}
+        if isinstance(value, DTensor):
+            return DTensor(copy(name, value._local_tensor), value._spec, requires_grad=False)
+        return copy(name, value) if isinstance(value, Tensor) else value
+
+    def _apart(self, name: str, source: Tensor) -> Tensor:
+        if self._stream is None or not source.is_cuda or source.nbytes > self._room:
+            return self._to_host(name, source)
+        self._room -= source.nbytes
+        source.record_stream(self._stream)
+        return source.detach().clone()
+
+    def _to_host(self, name: str, source: Tensor) -> Tensor:
+        kept = self._kept.get(name)
+        if kept is None or (kept.shape, kept.dtype) != (source.shape, source.dtype):
+            kept = self._kept[name] = torch.empty(source.shape, dtype=source.dtype, pin_memory=self._pinned)
+        if self._stream is not None and source.is_cuda:
+            source.record_stream(self._stream)  # a tensor that the run frees must outlive the copy
+        return kept.copy_(source.detach(), non_blocking=True)
+
+
+@dataclass
+class Overhead:
+    """Seconds that the training waited for saves. Of asynchronous ones apart: for the first, which takes its memory; for the
+    last, which a run ends with and nothing runs beside; and for all others, on its host and, on a GPU, on its device."""
+
+    asynchronous: bool
+    saves: int = 0
+    first: float = 0.0
+    last: float = 0.0
+    host: float = 0.0
+    device: float = 0.0
+
+    def said(self, took: float) -> str:
+        """`took`: seconds of the whole loop."""
+        saves = f"{self.saves} save{'s' * (self.saves > 1)}: "
+        if not self.asynchronous or self.saves == 1:
+            waited = self.first + max(self.host, self.device) + self.last
+            return f"{saves}training waited {waited:.2f} s, {waited / took:.2%} of its time"
+        between, steps = max(self.host, self.device), took - self.first - self.last
+        share = between / steps if steps > 0 else 0.0
+        return (
+            f"{saves}{self.first:.2f} s for the first, which takes its memory, "
+            f"{self.last:.2f} s for the last, which the run ends with; for the others training waited {between:.2f} s, "
+            f"{share:.2%} of the steps' time"
+        )
+
+
+def describe(settings: Checkpoint) -> str:
+    """When a run saves, for its plan."""
+    if settings.none:
+        return "saves: none ([checkpoint] every = 0 and at_end = false)"
+    if not settings.every:
+        return "saves: after the last step"
+    end = " and after the last step" * settings.at_end
+    how = "written while the next steps run" if settings.asynchronous else "training waits for each"
+    return f"saves: every {settings.every} steps{end}, {how}"
+
+
+class Saver:
+    """The saves of one run on this rank; all ranks make and call it alike. `saved`: the step of the last finished checkpoint
+    that this run has written or began from, 0 without one."""
+
+    def __init__(self, folder: Path, training: Training, keep: int, asynchronous: bool) -> None:
+        self.folder, self.training, self.keep = folder, training, keep
+        self.overhead, self._failed, self.saved = Overhead(asynchronous), 0, 0
+        self._writing: Future[Saved] | None = None
+        self._waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if asynchronous:
+            self._group = dist.new_group(backend="gloo")
+            self._copies = Copies(training.device)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self.asynchronous = asynchronous
+
+    def save(self, step: int, final: bool) -> list[str]:
+        """Save this step, and settle the save before; `final`: settle this one as well. What is to be said of those that
+        are settled. Raises SaveError on all ranks."""
+        said = self.settle(final=False)
+        began = time.perf_counter()
+        self.overhead.saves += 1
+        where = "first" if self.overhead.saves == 1 else "host"
+        if self.asynchronous and not (final and self._copies.empty):
+            taken = self._copies.take(save_load.snapshot(step, self.training))
+            self._writing = self._thread.submit(self._write, taken)
+        else:
+            where, self._writing = "last" if final else where, Future()
+            try:
+                self._writing.set_result(save_load.save(self.folder, step, self.training, self.keep))
+            except SaveError as error:
+                self._writing.set_exception(error)
+        self._count(time.perf_counter() - began, where)
+        return said + (self.settle(final) if final or not self.asynchronous else [])
+
+    def _write(self, taken: Snapshot) -> Saved:
+        self._copies.fetch(taken)
+        return save_load.write(self.folder, taken, self.keep, self._group)
+
+    def before_update(self) -> None:
+        """What is being copied is about to change: the device waits for the copy, the host does not."""
+        copied = self._copies.done if self.asynchronous else None
+        if copied is None:
+            return
+        before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        torch.cuda.current_stream().wait_event(copied)
+        behind.record()
+        self._copies.done, self._waits = None, (before, behind)
+
+    def settle(self, final: bool) -> list[str]:
+        """Wait for the save in flight, if there is one -> what is to be said of it. Raises SaveError on all ranks, of one
+        that failed after another, or was to be the last."""
+        if self._writing is None:
+            return []
+        began, writing, self._writing = time.perf_counter(), self._writing, None
+        try:
+            saved = writing.result()
+        except SaveError as error:
+            self._failed += 1
+            if final or self._failed == IN_A_ROW:
+                raise
+            return [f"WARNING: {error}; the run goes on, and ends if the next save fails, too"]
+        self._count(time.perf_counter() - began, "last" if final else "host")
+        if self._waits is not None:
+            self.overhead.device += self._waits[0].elapsed_time(self._waits[1]) / 1e3
+        self._failed, self._waits, self.saved = 0, None, saved.step
+        return [str(saved)]
+
+    def unsaved(self, done: int) -> str:
+        """What a run that ends after `done` steps says of steps that are in no checkpoint."""
+        if self.saved == done:
+            return ""
+        return f", nothing was saved after step {self.saved}" if self.saved else ", nothing was saved"
+
+    def _count(self, seconds: float, where: str) -> None:
+        setattr(self.overhead, where, getattr(self.overhead, where) + seconds)

@@ -1,0 +1,388 @@
+"""Checkpoints by torch.distributed.checkpoint: weights, optimizer, recipe state, RNG, and a manifest.
+
+    runs/NAME/checkpoints/step-100/     complete: written as .step-100.tmp and renamed when every rank is done
+        __0_0.distcp, ..., .metadata    torch's files; plain tensors and DTensors only, no subclass, no object of ours
+        manifest.json                   what it is, and the size and hash of every file (manifest.py)
+
+Names are the model's own parameter names, and tensors are whole to the reader, so a checkpoint loads on another mesh:
+each rank reads its part. Learning rate and position in the data are functions of the step and the settings, and are not
+stored twice. RNG states belong to ranks and are restored on the same number of ranks only.
+
+A torn or foreign checkpoint is refused by name; an older one is used only when it is asked for. Rank 0 reads the manifest
+for all, so that all ranks load the same checkpoint or refuse it for the same reason. Nothing that a checkpoint names is
+run: its index is read as data (dcp_files.py), and a recipe's file is imported only if this run's config names it, too. The
+road not taken: `get_state_dict` and `set_state_dict`, which step the optimizer to make its state and put saved
+hyperparameters in the place of the config's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+import tomllib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+import dlp
+from dlp.parallel.model.boundary import recipes_of
+from launch.checkpoint import dcp_files, optimizer_conversion
+from launch.checkpoint.finite_check import not_finite
+from launch.checkpoint.manifest import CheckpointError, WayOut, complete, damage, read_manifest, way_out, write_manifest
+from launch.data.token_stream import TokenStream
+from launch.models.settings import Model
+from launch.optimizers.initial_state import make_state
+from launch.ranks import rank_objects
+
+T = TypeVar("T")
+
+# of settings that older checkpoints do not know
+MODEL_DEFAULTS = {each.name: each.default for each in fields(Model) if each.default is not MISSING}
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written, on all ranks; what was saved before stands."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a checkpoint saves and restores on this rank. `settings`: what the config says of the model, as a table;
+    `config`: the whole file. `recipe_files`: the Python files of recipes that the config names. `tokenizer`: the hash of
+    the data's, where it is known. `update`: what the update of a step keeps, by name, the same on all ranks."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    data: TokenStream
+    device: torch.device
+    settings: dict[str, Any]
+    config: str
+    recipe_files: Collection[Path] = ()
+    tokenizer: str | None = None
+    update: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The steps that were done, what is to be told of the difference between that run and this one, and that run's config,
+    a TOML file."""
+
+    step: int
+    remarks: list[str]
+    config: str
+
+
+def _tensors(training: Training) -> dict[str, Any]:
+    """The run's own tensors, by name; loading writes into them. A tied parameter is there once."""
+    for module in training.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward without backward the root still holds gathered parameters
+    parameters = dict(training.model.named_parameters())
+    states = training.optimizer.state
+    return {
+        "model": {name: parameter.detach() for name, parameter in parameters.items()},
+        "optimizer": {name: dict(states[parameter]) for name, parameter in parameters.items() if parameter in states},
+    }
+
+
+def _rng(device: torch.device) -> dict[str, Tensor]:
+    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"cpu": torch.get_rng_state(), **cuda}
+
+
+def _set_rng(state: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was written: its bytes, and the seconds it took. `left`: the names of older ones that could not be
+    removed."""
+
+    step: int
+    path: Path
+    size: int
+    seconds: float
+    left: list[str]
+
+    def __str__(self) -> str:
+        left = f"; could not be removed, and is tried again: {', '.join(self.left)}" if self.left else ""
+        return f"saved {self.path}: {_cost(self.size, self.seconds)}{left}"
+
+
+def _cost(size: int, seconds: float) -> str:
+    return f"{size / 1e6:,.1f} MB in {seconds:.2f} s"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint of this rank will hold: tensors by name, in a tree, and the manifest but for the files. `tensors` of
+    "model" and "optimizer" are the run's own, all others are copies."""
+
+    step: int
+    tensors: dict[str, Any]
+    manifest: dict[str, Any]
+
+
+def snapshot(step: int, training: Training) -> Snapshot:
+    """Of the run as it is between two steps; all ranks call it together."""
+    recipes, rng = dlp.state_dict(training.model), {f"rank{dist.get_rank()}": _rng(training.device)}
+    data = {**training.data.state_dict(), "tokenizer": training.tokenizer}
+    manifest = {
+        "step": step, "world_size": dist.get_world_size(), "torch": torch.__version__, "model": training.settings,
+        "recipes": recipes_of(training.model), "data": data, "config": training.config,
+    }  # fmt: skip
+    update = {name: tensor.clone() for name, tensor in training.update.items()}
+    return Snapshot(step, {**_tensors(training), "recipes": recipes, "rng": rng, "update": update}, manifest)
+
+
+def save(folder: Path, step: int, training: Training, keep: int) -> Saved:
+    """`write` of the run as it is."""
+    taken = snapshot(step, training)
+    if training.device.type == "cuda":
+        torch.cuda.synchronize(training.device)  # threads of the writer read the tensors on streams of their own
+    return write(folder, taken, keep)
+
+
+def write(folder: Path, taken: Snapshot, keep: int, group: ProcessGroup | None = None) -> Saved:
+    """Write checkpoint `step-N` under `folder`, all ranks together, then remove all but the newest `keep`. `group`: of all
+    ranks, which nothing else uses meanwhile.
+
+    Raises SaveError on all ranks when one could not write; what was there before stands, and nothing else is left.
+    """
+    began, rank = time.perf_counter(), dist.get_rank()
+    final, temporary = folder / f"step-{taken.step}", folder / f".step-{taken.step}.tmp"
+    try:
+        _check_finite(taken.tensors, group)
+        _at_rank_0(lambda: _make_room(folder, temporary), group)
+        try:
+            dcp.save(taken.tensors, storage_writer=(writer := dcp_files.Writer(temporary)), process_group=group)
+        except dcp.api.CheckpointException as error:
+            raise SaveError(_reason(error)) from None
+        files = {name: entry for each in rank_objects.from_all(writer.hashes, group) for name, entry in each.items()}
+        left = _at_rank_0(lambda: _finish(temporary, final, {**taken.manifest, "files": files}, keep), group)
+    except SaveError as error:
+        if rank == 0:
+            _remove(temporary)
+        raise SaveError(f"{final} could not be written: {error}; what was saved before stands") from None
+    size = sum(entry["bytes"] for entry in files.values())
+    return Saved(taken.step, final, size, time.perf_counter() - began, left)
+
+
+def _check_finite(tensors: dict[str, Any], group: ProcessGroup | None) -> None:
+    """SaveError on all ranks where weights or the optimizer's states of one hold a NaN or Inf."""
+    found = not_finite({name: tensors[name] for name in ("model", "optimizer")})
+    for finder, reason in enumerate(rank_objects.from_all(found, group)):
+        if reason is not None:
+            raise SaveError(
+                f"rank {finder}: {reason}, which no loss has shown; start again from a checkpoint without them"
+            )
+
+
+def _at_rank_0(do: Callable[[], T], group: ProcessGroup | None) -> T:
+    """Do it on rank 0; all ranks return what it returns, or raise SaveError where it cannot be done."""
+
+    def done() -> T:
+        try:
+            return do()
+        except (OSError, ValueError) as error:
+            raise SaveError(f"rank 0: {error}") from None
+
+    return rank_objects.from_rank_0(done, group)
+
+
+def _make_room(folder: Path, temporary: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".step-*.tmp"):
+        _remove(leftover)
+    temporary.mkdir()
+
+
+def _remove(path: Path) -> None:
+    """A folder or a file, as far as it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _finish(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -> list[str]:
+    """On rank 0: compare what torch says it wrote with what ranks hashed and with what lies here, then rename. Returns the
+    names of what should have been removed and is still there, which fails no save."""
+    dcp_files.check_index(temporary, manifest["files"])
+    if reason := damage(temporary, manifest["files"], share=()):
+        raise ValueError(f"{reason}, as when ranks do not share this folder")
+    write_manifest(temporary, manifest)
+    if final.exists():
+        _retire(final)
+    temporary.rename(final)
+    for old in complete(final.parent)[:-keep]:
+        with contextlib.suppress(OSError):  # which is then still there
+            _retire(old)
+    for retired in final.parent.glob(".step-*.tmp"):
+        _remove(retired)
+    return [left.name for left in (*complete(final.parent)[:-keep], *final.parent.glob(".step-*.tmp"))]
+
+
+def _retire(finished: Path) -> None:
+    """Give a checkpoint that is to be removed the name of a leftover, so that none is half removed under its own."""
+    finished.rename(finished.with_name(f".{finished.name}.old.tmp"))
+
+
+def _reason(error: dcp.api.CheckpointException) -> str:
+    """The first failing rank's error, in one line."""
+    rank, (failure, _) = min(error.failures.items())
+    return f"rank {rank}: {type(failure).__name__}: {' '.join(str(failure).split())}"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose files are as they were written: its manifest, the index of its tensors, and what checking cost."""
+
+    manifest: dict[str, Any]
+    index: Metadata
+    remark: str
+
+
+def opened(path: Path, way_out: WayOut = way_out) -> Opened:
+    """All ranks together, or a process without ranks. CheckpointError on all of them for a torn or foreign checkpoint."""
+    manifest = rank_objects.from_rank_0(lambda: read_manifest(path, way_out))
+    remark = _check_files(path, manifest["files"], way_out)
+    try:
+        index = dcp_files.check_index(path, manifest["files"])
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; {way_out(path)}") from None
+    return Opened(manifest, index, remark)
+
+
+def load(path: Path, training: Training) -> Loaded:
+    """Restore everything from a checkpoint, on this or another mesh, into a model that has not run yet.
+
+    Raises CheckpointError, on all ranks, for a torn or foreign one, or one of another model or other data.
+    """
+    found = opened(path)
+    manifest, index = found.manifest, found.index
+    try:
+        differing = changes(manifest["config"], training.config)
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; {way_out(path)}") from None
+    _check_fits(path, manifest, training)
+    make_state(training.optimizer)
+    state, rank = {**_tensors(training), "recipes": saved_recipes(path, index)}, f"rank{dist.get_rank()}"
+    _check_states(path, index, state["optimizer"])
+    differing_averages = optimizer_conversion.take_differing(state["optimizer"], index)
+    kept = {name: each for name, each in training.update.items() if f"update.{name}" in index.state_dict_metadata}
+    if kept:
+        state["update"] = kept
+    elif training.update:
+        differing.append(
+            "gradient norms before this step were not saved: spikes are skipped once enough are known again"
+        )
+    same_ranks = manifest["world_size"] == dist.get_world_size()
+    if same_ranks:
+        state["rng"] = {rank: _rng(training.device)}
+    try:
+        dcp.load(state, storage_reader=dcp_files.Reader(path, index))
+        optimizer_conversion.convert(
+            differing_averages, index, lambda room: dcp.load(room, storage_reader=dcp_files.Reader(path, index))
+        )
+        told = dlp.load_state_dict(training.model, state["recipes"], recipe_files=training.recipe_files)
+    except dcp.api.CheckpointException as error:
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}; {way_out(path)}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} does not fit this run's recipes: {error}") from error
+    if same_ranks:
+        _set_rng(state["rng"][rank], training.device)
+    return Loaded(manifest["step"], [found.remark, *differing, *told], manifest["config"])
+
+
+def _check_files(path: Path, files: dict[str, Any], way_out: WayOut) -> str:
+    """Every rank looks at all sizes and at its share of the hashes; returns what it cost. CheckpointError on all ranks."""
+    began, (rank, world) = time.perf_counter(), rank_objects.place()
+    found = rank_objects.from_all(damage(path, files, share=sorted(files)[rank::world]))
+    for finder, reason in enumerate(found):
+        if reason is not None:
+            seen = "" if all(each == reason for each in found) else f" (found by rank {finder})"
+            raise CheckpointError(f"{path} is torn: {reason}{seen}; {way_out(path)}")
+    size = sum(entry["bytes"] for entry in files.values())
+    return f"hashes of {len(files)} files are as written: {_cost(size, time.perf_counter() - began)}"
+
+
+def saved_recipes(path: Path, index: Metadata, way_out: WayOut = way_out) -> dict[str, Tensor]:
+    """Room for the recipe state of a checkpoint, whose shapes are its own."""
+    try:
+        return {
+            key.removeprefix("recipes."): torch.empty(entry.size, dtype=entry.properties.dtype)
+            for key, entry in index.state_dict_metadata.items()
+            if key.startswith("recipes.") and isinstance(entry, TensorStorageMetadata)
+        }
+    except (RuntimeError, TypeError, AttributeError) as error:
+        reason = f"its recipe state is none ({error})"
+        raise CheckpointError(f"{path} cannot be read: {reason}; {way_out(path)}") from None
+
+
+def check_model(
+    path: Path, manifest: Mapping[str, Any], settings: Mapping[str, Any], way_out: WayOut = way_out
+) -> None:
+    """CheckpointError for one of another model than `settings`, [model] as a table."""
+    for key, now in settings.items():
+        saved = manifest["model"].get(key, MODEL_DEFAULTS.get(key))
+        if saved != now:
+            raise CheckpointError(
+                f"{path} is of another model: its [model] {key} is {saved!r}, this run's is {now!r}; {way_out(path)}"
+            )
+
+
+def _check_states(path: Path, index: Metadata, states: dict[str, dict[str, Any]]) -> None:
+    """That Muon finds the momentum of its matrices, AdamW both averages."""
+    for name, state in states.items():
+        for key in state.keys() - {"step"}:
+            if not optimizer_conversion.saved_form(index, f"optimizer.{name}.{key}"):
+                kind = "another kind of optimizer: Muon keeps one momentum of a matrix, AdamW two averages"
+                raise CheckpointError(
+                    f"{path} has no {key} of {name}; it is of {kind}; set [train] optimizer as it was, or begin from its "
+                    f"weights by [train] init_from"
+                )
+
+
+def _check_fits(path: Path, manifest: dict[str, Any], training: Training) -> None:
+    check_model(path, manifest, training.settings)
+    if manifest["step"] == 0:
+        raise CheckpointError(f"{path} holds weights alone: name it as [train] init_from, not as [checkpoint] resume")
+    if missing := training.data.state_dict().keys() - manifest["data"].keys():
+        reason = f"its data lacks {', '.join(sorted(missing))}"
+        raise CheckpointError(f"{path} is torn: {reason}; {way_out(path)}")
+    try:
+        training.data.load_state_dict(manifest["data"])
+    except ValueError as error:
+        raise CheckpointError(f"{path} is of another run: {error}") from None
+
+
+def changes(before: str, now: str) -> list[str]:
+    """How two configs differ in what makes the training, e.g. "changed since then: train.lr was 0.003, now 0.001"."""
+    old, new = _settings(before), _settings(now)
+    differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return [f"changed since then: {key} was {old.get(key, 'unset')}, now {new.get(key, 'unset')}" for key in differing]
+
+
+def _settings(config: str) -> dict[str, Any]:
+    """The settings of a config file by dotted name, without where the run is and what it saves."""
+    tables = tomllib.loads(config)
+    try:
+        groups = {f"groups.{group['name']}": group for group in tables.pop("groups")}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"its config has no such groups: {error}") from None
+    chosen = {name: table for name, table in {**tables, **groups}.items() if name not in ("run", "checkpoint")}
+    return {f"{name}.{key}": value for name, table in chosen.items() for key, value in table.items()}

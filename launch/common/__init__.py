@@ -1,0 +1,1 @@
+"""Helpers without knowledge of training: atomic files, units in messages, optional packages."""

@@ -1,0 +1,57 @@
+"""Print a configuration as training would use it, or the documentation page of all settings.
+
+python -m launch.config [CONFIG] [--section.key value ...]     prints the resolved file
+python -m launch.config --docs                                 prints docs/config.md
+"""
+
+import sys
+from collections.abc import Sequence
+
+from launch.config.run_config import command_line, make_parser, to_toml
+from launch.config.sections import SCHEMA
+from launch.settings.schema import ConfigError, markdown_table
+
+DOCS = """\
+# Configuration
+
+This page is printed by `python -m launch.config --docs`; a test holds the two equal.
+
+A run is described by one TOML file. `CONFIG` on a command line is the name of a file under `launch/configs` (without
+`.toml`) or a path, and `tiny` if it is left out. Keys without a default must be in the file.
+
+Settings are changed from the command line by `--section.key value`, in a group of layers by `--groups.NAME.key value`;
+`--recipe X` is short for `--groups.default.recipe X`. A value is written as in TOML, and a string needs no quotes:
+
+```bash
+python -m launch.config tiny --train.lr 1e-3 --mesh.sequence_parallel false --recipe bf16
+```
+
+prints the resolved file, which is itself a config. A setting that cannot be used stops the program with one sentence:
+
+```
+--train.lr: expected a number > 0, got 'fast'
+```
+"""
+
+
+def docs() -> str:
+    """The page docs/config.md."""
+    page = [DOCS]
+    for name, cls in SCHEMA.items():
+        title = f"[[{name}]]" if name == "groups" else f"[{name}]"
+        page.append(f"## `{title}`\n\n{cls.__doc__}\n\n{markdown_table(cls)}\n")
+    return "\n".join(page)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = make_parser("launch.config", "Prints a configuration as training would use it.")
+    parser.add_argument("--docs", action="store_true", help="print the page of documentation instead")
+    options, config = command_line(parser, arguments)
+    sys.stdout.write(docs() if options.docs else to_toml(config))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(str(error))

@@ -1,0 +1,102 @@
+"""Prepare token shards from text files and rows, and inspect shards.
+
+python -m launch.data prepare --out DIR FILES_OR_FOLDERS... [--tokenizer tokenizer.json] [--column text]
+python -m launch.data inspect SHARD_OR_FOLDER
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from launch.data.documents import has_rows, is_text, list_files, looks_like_rows
+from launch.data.prepare import at_work, check_share, prepare, unfinished
+from launch.data.shard import Shard, open_shard, verify
+from launch.data.tokenizer import add_options, open_tokenizer
+
+
+def describe(shard: Shard) -> str:
+    """The header and the documents of a shard, in a few lines."""
+    lengths = np.diff(np.append(shard.starts, len(shard.tokens)))
+    return (
+        f"{shard.path}: {len(shard.tokens):,} tokens of dtype {shard.tokens.dtype.str}, vocabulary {shard.vocabulary}\n"
+        f"documents: {len(lengths):,} of {lengths.min():,} to {lengths.max():,} tokens\n"
+        f"sha256: {shard.digest}"
+    )
+
+
+def _prepare_command(options: argparse.Namespace) -> None:
+    if options.out.exists():
+        raise ValueError(f"{options.out}: exists already; remove it or choose another --out")
+    check_share(options.validation)
+    for left in unfinished(options.out):
+        if at_work(left):
+            raise ValueError(
+                f"{options.out}: another preparation is at work on it, in {left}; wait for its end, or choose another --out"
+            )
+        print(f"{left} is of a preparation that did not end; remove it")
+    tokenizer = open_tokenizer(options.tokenizer, options.separator)
+    files = list_files(options.files)
+    read = {name: path for name, path in files.items() if has_rows(path, options.column) or is_text(path)}
+    try:
+        made = prepare(
+            read, options.out, validation=options.validation, tokenizer=tokenizer, column=options.column, progress=True
+        )
+    except OSError as error:
+        where = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise ValueError(f"{where}; nothing is left of {options.out}") from None
+    if not made:
+        raise ValueError(
+            f"{options.out}: another preparation has made it meanwhile, and that stands; choose another --out"
+        )
+    for name in files.keys() - read.keys():
+        print(f"left out, not text: {name}")
+    for name, path in read.items():
+        if looks_like_rows(path) and not has_rows(path, options.column):
+            print(f"read as one text, since it is neither JSON lines nor an array of objects or strings: {name}")
+    for path in sorted(options.out.glob("*.shard")):
+        print(describe(open_shard(path)))
+
+
+def _inspect_command(options: argparse.Namespace) -> None:
+    paths = sorted(options.shard.glob("*.shard")) if options.shard.is_dir() else [options.shard]
+    if not options.shard.exists():
+        raise ValueError(
+            f"{options.shard}: no such file or folder; give a shard, or a folder that launch.data prepare made"
+        )
+    if not paths:
+        raise ValueError(f"{options.shard}: no *.shard in it; give a shard, or a folder that launch.data prepare made")
+    for path in paths:
+        shard = open_shard(path)
+        verify(shard)
+        print(describe(shard) + ", as its content")
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="launch.data", description="Makes and inspects token shards.")
+    commands = parser.add_subparsers(required=True)
+    making = commands.add_parser("prepare", help="turn text files and rows into shards, a document each")
+    kinds = (
+        "text files, JSON lines and arrays (.jsonl, .ndjson, .json, also .gz), .parquet, .arrow, folders of them, saved "
+        "Hugging Face datasets"
+    )
+    making.add_argument("files", nargs="+", type=Path, help=kinds)
+    making.add_argument("--out", required=True, type=Path, help="the folder to make")
+    add_options(making)
+    making.add_argument("--column", default="text", help="of rows, where their text is (default: text)")
+    making.add_argument("--validation", type=float, default=0.05, help="share of documents held out (default: 0.05)")
+    making.set_defaults(command=_prepare_command)
+    inspecting = commands.add_parser("inspect", help="check shards, hashes included, and describe them")
+    inspecting.add_argument("shard", type=Path, help="one, or a folder of them")
+    inspecting.set_defaults(command=_inspect_command)
+    options = parser.parse_args(arguments)
+    options.command(options)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))

@@ -1,0 +1,255 @@
+"""Documents of files: a text file is one document, and each row of JSON lines, a JSON array, Parquet or Arrow is one.
+
+A Hugging Face dataset that was saved to disk is a folder of Arrow files, which its state.json lists; it is read by pyarrow
+alone. Rows are read as a stream, however large a file is.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from launch.common.optional_packages import MissingPackage, need
+
+Row = tuple[Any, int]  # what stands in the column, and about how many bytes of the file that was
+HEAD = 4096  # bytes in which a .json file is recognized
+MOST_LINE = 1 << 26  # bytes of the first line of a .json file that are read to tell JSON lines from other JSON
+CHUNK = 1 << 20  # characters of a JSON array that are read at once
+MOST_ELEMENT = 1 << 28  # characters of one element of a JSON array
+BLANK = re.compile(r"\s*")
+SAVED, SPLITS = "state.json", "dataset_dict.json"  # of a Hugging Face dataset, and of several
+
+
+class RowError(ValueError):
+    """A row that is none; the message names the file and the row."""
+
+
+def walk(folder: Path, left_out: frozenset[str] = frozenset()) -> dict[str, Path]:
+    """Files below a folder by their relative name, sorted; hidden ones and folders named in `left_out` are skipped."""
+    files = {}
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
+        paths = [Path(parent, name) for name in names if not name.startswith(".")]
+        files.update({path.relative_to(folder).as_posix(): path for path in paths if path.is_file()})
+    return dict(sorted(files.items()))
+
+
+def list_files(given: Iterable[Path]) -> dict[str, Path]:
+    """The files given, those below the folders given and those of datasets, by name; ValueError if one is missing or
+    doubled."""
+    files: dict[str, Path] = {}
+    for path in given:
+        if not path.exists():
+            raise ValueError(f"{path}: no such file or folder")
+        found = saved_dataset(path) or (walk(path) if path.is_dir() else {path.name: path})
+        for name, file in found.items():
+            _check_name(file, name)
+            if name in files:
+                raise ValueError(f"{file} and {files[name]} are both named {name}; give their common folder instead")
+            files[name] = file
+    return files
+
+
+def saved_dataset(folder: Path) -> dict[str, Path]:
+    """The Arrow files of a Hugging Face dataset, by name; none where the folder is not one."""
+    if (folder / SPLITS).is_file():
+        names = _listed(folder / SPLITS, lambda found: [str(name) for name in found["splits"]])
+        raise ValueError(
+            f"{folder}: a dataset of the splits {', '.join(names)}; give one of their folders, as {folder / names[0]}"
+        )
+    if not (folder / SAVED).is_file():
+        return {}
+    names = _listed(folder / SAVED, lambda found: [each["filename"] for each in found["_data_files"]])
+    files = {f"{folder.name}/{name}": folder / name for name in names}
+    for file in files.values():
+        if not file.is_file():
+            raise ValueError(f"{file}: missing, {SAVED} beside it lists it; save the dataset again")
+    return files
+
+
+def _listed(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
+    """What a dataset's file lists, one name at least."""
+    try:
+        found = names(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not that of a saved dataset ({type(error).__name__}: {error})") from None
+    if not found:
+        raise ValueError(f"{path}: it lists nothing, so the dataset is empty; save it again, or leave it out")
+    return found
+
+
+def _check_name(path: Path, name: str) -> None:
+    """Names decide the split, by their hash, so they have to be text."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{os.fsencode(path)!r}: the name of this file is not UTF-8; rename it") from None
+
+
+def is_text(path: Path) -> bool:
+    """No zero byte in the first 8 KB, which is how git tells text from data."""
+    with path.open("rb") as file:
+        return b"\0" not in file.read(8192)
+
+
+def has_rows(path: Path, column: str = "text") -> bool:
+    """Whether each row of a file is a document. The name of the file tells, except for .json, whose content tells."""
+    return _reader(path, column) is not None
+
+
+def looks_like_rows(path: Path) -> bool:
+    """Whether the name promises data of rows, so that reading the file as one text deserves a remark."""
+    return _kind(path).endswith(DATA)
+
+
+def _kind(path: Path) -> str:
+    """The lower-case name, whose end says what the file is."""
+    return path.name.lower()
+
+
+def _reader(path: Path, column: str) -> Callable[[Path, str], Iterator[Row]] | None:
+    """Reader of the rows of a file; None for a file that is one text."""
+    if _kind(path).endswith((".json", ".json.gz")):
+        return _json_reader(path, column)
+    return next((read for suffix, read in READERS.items() if _kind(path).endswith(suffix)), None)
+
+
+def _json_reader(path: Path, column: str) -> Callable[[Path, str], Iterator[Row]] | None:
+    """Reader of a .json file: JSON lines where the first line is an object and either has the column or is followed by more; an
+    array of objects or strings; None for any other JSON, as the settings of a program."""
+    try:
+        with _opened(path) as file:
+            head = file.read(HEAD).removeprefix(codecs.BOM_UTF8).lstrip()
+            if head[:1] == b"[":
+                return json_array if head[1:].lstrip()[:1] in (b"{", b'"') else None
+            line, _, after = head.partition(b"\n")
+            line += b"" if b"\n" in head else file.readline(MOST_LINE)
+            row = json.loads(line)
+            more = column in row or (after + file.read(HEAD)).strip()
+            return json_lines if isinstance(row, dict) and more else None
+    except (ValueError, TypeError, OSError, EOFError, zlib.error):
+        return None
+
+
+def rows(path: Path, column: str) -> Iterator[tuple[int, bytes, int]]:
+    """(number, text, bytes of the file) of each row from 1; the text is empty where there is none. ValueError for a file or a
+    row that cannot be read."""
+    reader = _reader(path, column)
+    assert reader is not None, f"{path} has no rows"
+    number = 0
+    try:
+        for number, (value, nbytes) in enumerate(reader(path, column), start=1):
+            if not isinstance(value, str | None):
+                raise RowError(f"{path}, row {number}: {column} is no text but {value!r:.40}; name another --column")
+            yield number, _encoded(value or "", path, number), nbytes
+    except (RowError, MissingPackage):
+        raise
+    except (ValueError, OSError, EOFError, zlib.error) as error:  # pyarrow's own are ValueErrors and OSErrors
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{path}, row {number + 1}: cannot be read ({reason}); get the file again") from None
+
+
+def _encoded(text: str, path: Path, number: int) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(
+            f"{path}, row {number}: no text, it has half a character at {error.start}; leave it out"
+        ) from None
+
+
+def _opened(path: Path) -> Any:
+    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")
+
+
+def json_lines(path: Path, column: str) -> Iterator[Row]:
+    with _opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            row = json.loads(line) if line.strip() else {column: ""}
+            if not isinstance(row, dict) or column not in row:
+                _no_column(f"{path}, row {number}", column, row if isinstance(row, dict) else ())
+            yield row[column], len(line)
+
+
+def json_array(path: Path, column: str) -> Iterator[Row]:
+    """Rows of one array: strings, or objects whose `column` is text. The array is parsed element by element."""
+    with _opened(path) as file:
+        number = 0
+        for row, nbytes in _elements(io.TextIOWrapper(file, encoding="utf-8-sig")):
+            number += 1
+            if isinstance(row, dict) and column not in row:
+                _no_column(f"{path}, row {number}", column, row)
+            yield row[column] if isinstance(row, dict) else row, nbytes
+
+
+def _elements(file: TextIO) -> Iterator[tuple[Any, int]]:
+    """Elements of the array that a file holds, and the characters of each. ValueError where the file is no array."""
+    decoder, text, size = json.JSONDecoder(), file.read(CHUNK), CHUNK
+    at, before = _behind_blanks(text, 0) + 1, ""  # behind the [, and what must stand before the next element
+    while True:
+        at = _behind_blanks(text, at)
+        start = _behind_blanks(text, at + len(before))
+        if text.startswith("]", at):
+            break
+        if at < len(text) and not text.startswith(before, at):
+            raise ValueError(f"expected , or ], found {text[at : at + 20]!r}")
+        problem = "the array does not end"
+        try:
+            row, end = decoder.raw_decode(text, start)
+        except ValueError as error:
+            problem = str(error)
+        else:
+            if end < len(text):  # at the end of the text, a number may go on
+                yield row, end - at
+                at, before, size = end, ",", CHUNK
+                continue
+        more = file.read(size) if len(text) - at < MOST_ELEMENT else ""
+        if not more:
+            raise ValueError(problem)
+        text, at, size = text[at:] + more, 0, 2 * size  # twice as much each time: an element is not parsed often
+    if (text[at + 1 :] + file.read(CHUNK)).strip():
+        raise ValueError("expected the end of the file behind the array")
+
+
+def _behind_blanks(text: str, at: int) -> int:
+    found = BLANK.match(text, at)
+    assert found is not None  # no blank is a match, too
+    return found.end()
+
+
+def parquet(path: Path, column: str) -> Iterator[Row]:
+    with need("pyarrow.parquet", "pyarrow", f"{path}: Parquet").ParquetFile(path) as file:
+        if column not in file.schema_arrow.names:
+            _no_column(str(path), column, file.schema_arrow.names)
+        share = path.stat().st_size // max(1, file.metadata.num_rows)
+        for batch in file.iter_batches(columns=[column], batch_size=1024):
+            yield from ((value, share) for value in batch.column(0).to_pylist())
+
+
+def arrow(path: Path, column: str) -> Iterator[Row]:
+    package = need("pyarrow", "pyarrow", f"{path}: Arrow")
+    with package.memory_map(str(path)) as source, package.ipc.open_stream(source) as stream:
+        if column not in stream.schema.names:
+            _no_column(str(path), column, stream.schema.names)
+        for batch in stream:
+            share = batch.nbytes // max(1, batch.num_rows)
+            yield from ((value, share) for value in batch.column(column).to_pylist())
+
+
+def _no_column(where: str, column: str, there: Iterable[str]) -> None:
+    raise RowError(f"{where}: no column {column}, it has {', '.join(there) or 'none'}; name one with --column")
+
+
+READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
+    ".jsonl": json_lines, ".jsonl.gz": json_lines, ".ndjson": json_lines, ".ndjson.gz": json_lines,
+    ".parquet": parquet, ".arrow": arrow,
+}  # fmt: skip
+DATA = (".json", ".json.gz", ".csv", ".tsv", *READERS)  # names of data, whose rows may be documents

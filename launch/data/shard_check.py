@@ -1,0 +1,45 @@
+"""Shards are read as a whole before the first step: their hashes, and that every token is one of their vocabulary.
+
+The ranks of a host take shards in turn, since they see the same files; hosts check each for themselves, since they may not.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from launch.common.units import said_bytes, said_seconds
+from launch.data.shard import Shard, verify
+
+
+def check_data(shards: Sequence[Shard]) -> str:
+    """On all ranks at once -> a sentence on what it took. Raises ValueError on all ranks alike, for the first shard that is
+    damaged, and for ranks that read other data than rank 0."""
+    began = time.perf_counter()
+    rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    mine = (",".join(shard.digest for shard in shards), _damage(shards[rank::ranks]))
+    found = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    for damage in (damage for _, damage in found if damage):
+        raise ValueError(damage)
+    for other, (digests, _) in enumerate(found):
+        if digests != found[0][0]:
+            raise ValueError(
+                f"{shards[0].path.parent}: rank {other} and rank 0 read different data under this name; give all hosts the "
+                f"same folder"
+            )
+    nbytes = sum(shard.starts.nbytes + shard.tokens.nbytes for shard in shards)
+    took = said_seconds(time.perf_counter() - began)
+    return f"data: {said_bytes(nbytes)} in {len(shards)} shards, hashes and tokens checked in {took}"
+
+
+def _damage(shards: Sequence[Shard]) -> str:
+    try:
+        for shard in shards:
+            verify(shard)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""

@@ -1,0 +1,126 @@
+"""Data of a run: prepared folders and the embedded `builtin:stdlib`.
+
+A document is a text file or a row. Its tokens are its bytes (0..255) and a separator (256) at its end, so no tokenizer has to
+be downloaded, or those of a tokenizer.json. A folder of data holds `train-00000.shard, ...`, `validation-00000.shard, ...`
+and `index.json`.
+
+`builtin:stdlib` is the running Python's own library, without its tests: about 12 MB of real text on every machine, 24 MB as
+tokens of two bytes. Its shards are kept in the user's cache folder under the hash of the sources; any number of ranks may
+make them at once.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.data.documents import walk
+from launch.data.prepare import SPLITS, prepare
+from launch.data.shard import REMEDY, VERSION, Shard, open_shard
+from launch.data.shard_index import check_against, read_index
+
+STDLIB = "builtin:stdlib"
+NOT_STDLIB = frozenset("site-packages dist-packages test tests idle_test lib2to3 ensurepip __pycache__".split())
+SPLIT_VERSION = 2  # of encoding, split and index: raise it when they change, so that no cached shard is taken for new
+
+
+@dataclass(frozen=True)
+class Data:
+    """The open shards of both splits; those of a folder lie together. `tokenizer`: the SHA-256 of its file, "" for bytes, None
+    where it is not known. `weights`: of the folders, where there are several."""
+
+    train: tuple[Shard, ...]
+    validation: tuple[Shard, ...]
+    tokenizer: str | None = None
+    weights: Mapping[Path, float] = field(default_factory=dict)
+
+
+def open_sources(given: str | Sequence[Mapping[str, Any]], vocabulary: int, validation: float = 0.05) -> Data:
+    """What `[data] path` names: one source, or several with their weights. Raises ValueError where one cannot be used, two are
+    the same, or tokenizers differ."""
+    if isinstance(given, str):
+        return open_data(given, vocabulary, validation)
+    opened = [open_data(each["path"], vocabulary, validation) for each in given]
+    weights = {data.train[0].path.parent: each["weight"] for data, each in zip(opened, given, strict=True)}
+    if len(weights) < len(opened):
+        raise ValueError(f"[data] path: expected folders that differ, got {', '.join(each['path'] for each in given)}")
+    tokenizer, first = opened[0].tokenizer, given[0]["path"]
+    for data, each in zip(opened, given, strict=True):
+        if data.tokenizer != tokenizer:
+            raise ValueError(
+                f"{each['path']}: its tokens are of {_short(data.tokenizer)}, and those of {first} of {_short(tokenizer)}; "
+                f"prepare both with one tokenizer"
+            )
+    train, held = (tuple(shard for data in opened for shard in getattr(data, split)) for split in SPLITS)
+    return Data(train, held, tokenizer, weights)
+
+
+def described(given: str | Sequence[Mapping[str, Any]]) -> str:
+    """What `[data] path` names, for people: a source, or several with their weights."""
+    if isinstance(given, str):
+        return given
+    return " and ".join(f"{each['path']} (weight {each['weight']:g})" for each in given)
+
+
+def _short(tokenizer: str | None) -> str:
+    """A tokenizer by its digest."""
+    if tokenizer is None:
+        return "a tokenizer that is not known, without index.json"
+    return f"the tokenizer {tokenizer[:12]}" if tokenizer else "bytes"
+
+
+def open_data(path: str, vocabulary: int, validation: float = 0.05) -> Data:
+    """Opens "builtin:stdlib" or a prepared folder for a model of `vocabulary` symbols.
+
+    validation: share of builtin:stdlib's files held out. Raises ValueError if a shard is damaged, missing or has a
+    larger vocabulary than the model.
+    """
+    folder, remedy, missing = Path(path), REMEDY, "make them with python -m launch.data prepare"
+    if path == STDLIB:
+        folder = stdlib_shards(validation)
+        remedy = missing = f"delete the folder {folder}, and the next run makes it again"
+    shards = {
+        split: tuple(open_shard(each, remedy) for each in sorted(folder.glob(f"{split}-*.shard"))) for split in SPLITS
+    }
+    for split, found in shards.items():
+        if not found:
+            raise ValueError(f"{folder}: no {split}-*.shard in it; {missing}")
+        for shard in found:
+            if shard.vocabulary > vocabulary:
+                raise ValueError(
+                    f"{shard.path}: its vocabulary of {shard.vocabulary} is larger than the model's {vocabulary}; "
+                    f"set [model] vocab to at least {shard.vocabulary}"
+                )
+    if (index := read_index(folder, remedy)) is None:
+        return Data(shards["train"], shards["validation"])
+    check_against(index, folder, [shard for found in shards.values() for shard in found], remedy)
+    return Data(shards["train"], shards["validation"], index["tokenizer"]["digest"])
+
+
+def stdlib_files() -> dict[str, Path]:
+    """The running Python's own sources by relative name, without tests and without what pip installed."""
+    files = walk(Path(os.__file__).parent, NOT_STDLIB)
+    return {name: path for name, path in files.items() if name.endswith(".py")}
+
+
+def stdlib_shards(validation: float) -> Path:
+    """The folder of builtin:stdlib's shards, made if it is not in the cache ($XDG_CACHE_HOME/dlp or ~/.cache/dlp). ValueError
+    where that cannot be written."""
+    files = stdlib_files()
+    digest = hashlib.sha256(f"{VERSION} {SPLIT_VERSION} {validation} {len(files)}".encode())
+    for name, path in files.items():
+        content = path.read_bytes()
+        digest.update(f"{name} {len(content)} ".encode() + content)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "dlp" / f"stdlib-{digest.hexdigest()[:16]}"
+    if not folder.is_dir():
+        try:
+            prepare(files, folder, validation=validation)
+        except OSError as error:
+            raise ValueError(
+                f"builtin:stdlib: the cache {cache / 'dlp'} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME "
+                f"to a folder that can, or name one that launch.data prepare made as [data] path"
+            ) from None
+    return folder

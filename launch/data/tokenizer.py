@@ -1,0 +1,145 @@
+"""What makes tokens of text: bytes, or the tokenizer.json that lies beside a model's weights, by the package tokenizers.
+
+Every document ends with the separator: 256 behind bytes, else the token with which the tokenizer's own model ends a text
+(`eos_token` in tokenizer_config.json beside it) or the one that is named. What the tokenizer itself puts around a text, as a
+token for its beginning, is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launch.common.optional_packages import need
+from launch.data.shard import Tokens
+
+SEPARATOR = 256  # behind bytes
+MOST_UNKNOWN = 0.01  # of all tokens
+
+Text = tuple[str, bytes]  # what messages call a document, and its text in UTF-8
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """`name`: for people; `digest`: the SHA-256 of its file; `unknown`: what it says where it knows no token, if it has that;
+    `encode`: documents -> their tokens with the separator; `decode`: tokens -> text, separators left out."""
+
+    name: str
+    digest: str
+    vocabulary: int
+    separator: int
+    encode: Callable[[Sequence[Text]], list[Tokens]]
+    decode: Callable[[Sequence[int]], str]
+    unknown: int | None = None
+
+
+def encode_bytes(text: bytes) -> Tokens:
+    """The bytes of one document and the separator, uint16 [len(text) + 1]."""
+    return np.append(np.frombuffer(text, np.uint8).astype(np.uint16), np.uint16(SEPARATOR))
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    """What is no UTF-8, as where a text ends within a character, is replaced."""
+    return bytes(token for token in tokens if token < SEPARATOR).decode(errors="replace")
+
+
+BYTES = Tokenizer("bytes", "", 257, SEPARATOR, lambda texts: [encode_bytes(text) for _, text in texts], decode_bytes)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `open_tokenizer` takes, as options of a program."""
+    parser.add_argument("--tokenizer", default=BYTES.name, help=f"bytes, or a tokenizer.json [{BYTES.name}]")
+    parser.add_argument("--separator", help="the token that ends a document [eos_token of tokenizer_config.json]")
+
+
+def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
+    """ "bytes", or the path of a tokenizer.json. ValueError for a file that is none, and where no token is known to end a
+    document."""
+    if name == BYTES.name:
+        if separator is not None:
+            raise ValueError("--separator: bytes are separated by 256; leave it out")
+        return BYTES
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such tokenizer, expected bytes or the tokenizer.json beside a model's weights")
+    package = need("tokenizers", "tokenizers", f"{path}: a tokenizer")
+    try:
+        made = package.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises Exception itself
+        raise ValueError(
+            f"{path}: not a tokenizer of the package tokenizers ({error}); give the tokenizer.json beside a model's weights"
+        ) from None
+    made.no_truncation()
+    made.no_padding()
+    vocabulary = made.get_vocab(with_added_tokens=True)
+    end = vocabulary[_separator(path, vocabulary, separator)]
+
+    def encode(texts: Sequence[Text]) -> list[Tokens]:
+        decoded = [_decoded(*text) for text in texts]
+        try:
+            found = made.encode_batch(decoded)
+        except Exception as error:  # the package raises Exception itself
+            raise ValueError(
+                f"{path}: it cannot encode what stands between {texts[0][0]} and {texts[-1][0]} ({error}); give a tokenizer of "
+                f"this text"
+            ) from None
+        return [np.array([*each.ids, *[end] * (each.ids[-1:] != [end])], np.uint32) for each in found]
+
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    unknown = vocabulary.get(getattr(made.model, "unk_token", None) or "")
+    return Tokenizer(str(path), digest, max(vocabulary.values()) + 1, end, encode, made.decode, unknown)
+
+
+def _decoded(name: str, text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: not UTF-8 at byte {error.start}; convert it, or leave it out") from None
+
+
+def _separator(path: Path, vocabulary: dict[str, int], asked: str | None) -> str:
+    """The token that ends a document."""
+    beside = path.with_name("tokenizer_config.json")
+    if asked is None and beside.is_file():
+        try:
+            found: Any = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+            asked = found["content"] if isinstance(found, dict) else found
+        except (ValueError, AttributeError, KeyError) as error:
+            raise ValueError(
+                f"{beside}: it names no eos_token that can be read ({type(error).__name__}: {error}); fetch it again, or name "
+                f"the token that ends a document with --separator"
+            ) from None
+    if asked is None:
+        raise ValueError(
+            f"{path}: no tokenizer_config.json beside it names an eos_token, so which token ends a document is not known; "
+            f"name it with --separator"
+        )
+    if asked not in vocabulary:
+        raise ValueError(f"{path}: {asked!r}, which is to end documents, is none of its {len(vocabulary)} tokens")
+    return asked
+
+
+class KnownTokens:
+    """Notices text that a tokenizer does not know, of which it makes one token over and over."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._unknown, self._all = tokenizer, 0, 0
+
+    def check(self, name: str, tokens: Tokens) -> None:
+        """The next document. ValueError where too many of all tokens so far are unknown."""
+        if self._tokenizer.unknown is None:
+            return
+        self._all += len(tokens)
+        self._unknown += int((tokens == self._tokenizer.unknown).sum())
+        if self._all >= 1000 and self._unknown > MOST_UNKNOWN * self._all:
+            raise ValueError(
+                f"{self._tokenizer.name}: {self._unknown / self._all:.0%} of the tokens up to {name} are its token for what it "
+                f"does not know, so it is no tokenizer for this text; give another"
+            )

@@ -1,0 +1,325 @@
+"""What a rank's memory holds in a step, told from a config alone: `--plan` prints it, `--device` refuses what cannot fit.
+
+    stays       parameters, cached operands of the step boundary, optimizer, gradients that wait, workspaces, symmetric memory,
+                and, beside a CUDA graph of the step, what a validation needs
+    comes       saved activations, gathered weights, and what the moment works on
+
+A step needs most at one of four moments, and needs as much as that one does:
+
+    loss        all activations are saved, logits and their gradient are there
+    last block  backward begins: its first block works beside all other activations
+    first block backward ends: hardly any activations, all gradients
+    update      the optimizer steps, the step boundary casts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from dlp import Plan
+from dlp.comm.mapped import LEAST, slot_bytes
+from dlp.comm.mesh import DP_SHARD, MAPPED, TP
+from dlp.comm.slots import MAXIMA, mapped_bytes
+from dlp.parallel.casts import operand_shape
+from dlp.parallel.model.plan import table
+from dlp.parallel.model.rows import LayerPlan, ParameterPlan
+from dlp.parallel.traffic.predict import Workload, linear_weights, predicting, travels_as
+from dlp.quant.recipe import Recipe
+from launch.common.units import said_bytes
+from launch.config.run_config import Config
+from launch.estimate.saved_activations import REST, Saved, saved_by
+from launch.ranks.links import transport_name
+from launch.training.build import meta_model
+from launch.training.cuda_graph import replays_steps
+from launch.training.gradient_accumulation import Accumulation
+from launch.training.optimizer import state_bytes
+from launch.training.recomputation import recomputed
+
+WORKSPACES = 4 * 32 * 2**20  # bytes: of cuBLASLt and cuBLAS, on the two streams that multiply
+MOMENTS = ("loss", "last block", "first block", "update")
+ROWS = (
+    "parameters", "cached operands", "optimizer", "gradients", "saved activations", "gathered", "at work",
+    "symmetric memory", "validation", "workspaces",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank by row and moment."""
+
+    rows: dict[str, dict[str, float]]
+
+    @property
+    def peak(self) -> float:
+        return max(self.total(moment) for moment in MOMENTS)
+
+    def total(self, moment: str) -> float:
+        return sum(row[moment] for row in self.rows.values())
+
+    def describe(self) -> list[str]:
+        """As a table, rows that are zero left out."""
+        cells = [
+            (name, *(said_bytes(row[moment]) for moment in MOMENTS)) for name, row in self.rows.items() if any(row.values())
+        ]  # fmt: skip
+        cells.append(("together", *(said_bytes(self.total(moment)) for moment in MOMENTS)))
+        worst = max(MOMENTS, key=self.total)
+        said = f"memory: each rank needs {said_bytes(self.peak)} of tensors at once, most at the moment {worst!r}"
+        return [said, "", *table(("what", *MOMENTS), cells)]
+
+
+def memory(config: Config, plan: Plan, load: Workload, waits: Accumulation) -> Memory:
+    """Of a step of this config, with what `plan`, `load` and `waits` say of it. Raises Unpredictable."""
+    with predicting("a step in memory"):
+        return _Estimate(config, plan, load, waits).memory()
+
+
+def cut_model(config: Config, tp: int, layers: int) -> torch.nn.Module:
+    """The model on the meta device, with one tp rank's heads, features and rows of the vocabulary, and so many blocks."""
+    m = config.model
+    own = replace(
+        m, layers=layers, heads=m.heads // tp, kv_heads=m.kv_heads // tp, ffn=m.ffn // tp, vocab=m.vocab // tp
+    )
+    return meta_model(replace(config, model=own, mesh=replace(config.mesh, tp=1)))
+
+
+def kinds_of_blocks(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
+    """Each block's first one with the same rows."""
+    said: dict[str, list[Any]] = {block: [] for block in blocks}
+    for row in plan.layers:
+        block = block_of(row.name)
+        if block in said:
+            kind = (
+                row.name.removeprefix(block),
+                row.shape,
+                row.row,
+                row.recipe,
+                row.prologue,
+                row.options,
+                len(row.siblings),
+            )
+            said[block].append(kind)
+    first: dict[Any, str] = {}
+    return {block: first.setdefault(tuple(rows), block) for block, rows in said.items()}
+
+
+def block_of(name: str) -> str:
+    """ "model.layers.3" of "model.layers.3.mlp.up_proj.weight", "" of what lies in no block."""
+    head, found, rest = name.partition("layers.")
+    return f"{head}{found}{rest.partition('.')[0]}" if found else ""
+
+
+def _renamed(row: LayerPlan, block: str, to: str) -> LayerPlan:
+    """The row of another block's layer."""
+    name, *siblings = (each.replace(f"{block}.", f"{to}.", 1) for each in (row.name, *row.siblings))
+    return replace(row, name=name, siblings=tuple(siblings))
+
+
+class _Estimate:
+    """What `memory` adds up."""
+
+    def __init__(self, config: Config, plan: Plan, load: Workload, waits: Accumulation) -> None:
+        self.config, self.plan, self.load, self.waits = config, plan, load, waits
+        self.ranks = load.ranks(DP_SHARD)
+        self.fsdp = bool(load.units)
+        self.linears = linear_weights(plan)
+        self.blocks = [f"model.layers.{i}" for i in range(config.model.layers)]
+        self.wide = load.dtype.itemsize
+        self.units: dict[str, list[ParameterPlan]] = {block: [] for block in ("", *self.blocks)}
+        for parameter in plan.weights:
+            self.units[block_of(parameter.name)].append(parameter)
+
+    def memory(self) -> Memory:
+        saved = self._activations()
+        rows = {name: dict.fromkeys(MOMENTS, 0.0) for name in ROWS}
+
+        def stays(name: str, nbytes: float) -> None:
+            rows[name] = dict.fromkeys(MOMENTS, nbytes)
+
+        stays("parameters", self._sum(lambda p: 4 * self._kept_here(p)))
+        stays("cached operands", self._operands())
+        stays("optimizer", self._sum(self._states))
+        stays("symmetric memory", self._symmetric())
+        stays("validation", self._validation())
+        stays("workspaces", WORKSPACES)
+        every = sum(saved.values())
+        rows["saved activations"] |= {
+            "loss": every, "last block": every - saved[REST], "first block": saved[self.blocks[0]]
+        }  # fmt: skip
+        rows["gradients"] |= self._gradients()
+        rows["gathered"] |= self._gathered()
+        rows["at work"] |= self._work()
+        return Memory(rows)
+
+    def _states(self, p: ParameterPlan) -> float:
+        return self._kept_here(p) * state_bytes(self.config.train.optimizer, p.name, p.shape, self.ranks)
+
+    def _sum(self, of: Callable[[ParameterPlan], float], within: str | None = None) -> float:
+        """Over all parameters, or those of one of FSDP's units."""
+        return sum(of(p) for p in (self.plan.weights if within is None else self.units[within]))
+
+    def _kept_here(self, parameter: ParameterPlan) -> int:
+        """Elements of a parameter on this rank, with the zeros that FSDP appends."""
+        return prod(self.load.shard(parameter.shape, padded=True)) if self.fsdp else prod(parameter.shape)
+
+    # What stays
+
+    def _operands(self) -> float:
+        """The copies in the activations' dtype that the step boundary casts from, and the casts."""
+        total = 0.0
+        for row, parameter in self.linears.values():
+            total += self._shard_casts(row, parameter) if self._cut(parameter) else self._whole_casts(row, parameter)
+        return total
+
+    def _cut(self, parameter: ParameterPlan) -> bool:
+        return self.fsdp and self.ranks > 1
+
+    def _whole_casts(self, row: LayerPlan, parameter: ParameterPlan) -> float:
+        if self.config.train.weight_cache != "step":
+            return 0.0
+        shape = (parameter.shape[0], parameter.shape[1])
+        padded = operand_shape(row.recipe, "w", shape, False)
+        copy = 0 if self.load.dtype == torch.float32 and padded == shape else prod(padded) * self.wide
+        w = row.recipe.w
+        orientations = ((w.rowwise, False), (w.columnwise, True))
+        made = [
+            quantizer.format.nbytes(operand_shape(row.recipe, "w", shape, columnwise), self.load.dtype)
+            for quantizer, columnwise in orientations
+            if not quantizer.format.keeps_source
+        ]
+        return copy + sum(made)
+
+    def _shard_casts(self, row: LayerPlan, parameter: ParameterPlan) -> float:
+        layouts = travels_as(row, parameter, self.load)
+        if layouts is None:
+            return 0.0
+        shape = self.load.shard(parameter.shape, padded=True)
+        made = [
+            layout.format.nbytes(layout.of((shape[0], shape[1])), self.load.dtype) for layout in dict.fromkeys(layouts)
+        ]
+        copy = prod(shape) * self.wide if self.load.weight_dtype != torch.float32 else 0
+        return copy + sum(made)
+
+    def _symmetric(self) -> float:
+        """Slots that ranks of tp map (`dlp.comm.mapped`), at most: of each row of the table of styles, and size, one for each
+        transfer of a direction, of which there are at most two; one of the least size for each further piece of the gather that
+        is read piece by piece; and one for agreements. Each is mapped in whole granules."""
+        ranks = self.load.ranks(TP)
+        if ranks == 1 or transport_name(self.config.mesh.transport, self.load.dims, self.plan.device_type) != MAPPED:
+            return 0.0
+        linears = [(row, parameter) for row, parameter in self.linears.values() if row.style in ("column", "row")]
+        sizes = {
+            (row.row.name, slot_bytes(int(parameter.shape[row.style != "row"] * self.load.tokens * width)))
+            for row, parameter in linears for width in self._sent_widths(row.recipe)
+        }  # fmt: skip
+        chosen = {(row.row.name, name) for row, _ in linears for name in strategies(row)}
+        pieces = sum(int(name.partition(":")[2] or 1) - 1 for _, name in chosen)
+        others = pieces * mapped_bytes(LEAST) + mapped_bytes(2 * 4 * MAXIMA * ranks)
+        return float(2 * sum(mapped_bytes(size) for _, size in sizes) + others)
+
+    def _sent_widths(self, recipe: Recipe) -> set[float]:
+        """Bytes that an element of what travels may take: in the activations' dtype, in that of results, quantized in as few
+        as four bits."""
+        summed = recipe.fprop, recipe.dgrad
+        widths = {float(self.wide), *(float(each.out_dtype.itemsize) for each in summed if each.out_dtype)}
+        if not recipe.x.keeps_source or any(each.wire != "hp" for each in summed):
+            widths |= {self.wide / 2, self.wide / 4}
+        return widths
+
+    # What comes
+
+    def _activations(self) -> dict[str, float]:
+        """Bytes by block, and what the rest keeps; of blocks with equal rows one is run."""
+        train, dtype = self.config.train, self.load.weight_dtype if self.fsdp else torch.float32
+        kind = kinds_of_blocks(self.plan, self.blocks)
+        run = {first: self.blocks[i] for i, first in enumerate(dict.fromkeys(kind.values()))}
+        rows: list[Any] = [other for other in self.plan.others if not block_of(other.name)]
+        for row in self.plan.layers:
+            block = block_of(row.name)
+            if not block or block in run:
+                rows.append(_renamed(row, block, run[block]) if block else row)
+        found = saved_by(
+            cut_model(self.config, self.plan.tp, len(run)), list(run.values()), rows, self.plan.tp,
+            (self._sequences(), train.sequence), dtype,
+        )  # fmt: skip
+        self.found: Saved = found
+        whole = found.compiled if train.compile else found.eager
+        used = {block: run[kind[block]] for block in self.blocks}
+        kept = {block: float(whole.get(name, 0)) for block, name in used.items()} | {REST: float(whole.get(REST, 0))}
+        for block in (self.blocks[i] for i in recomputed(train, len(self.blocks))):
+            points = found.points[used[block]] if train.checkpointing == "selective" else 0
+            kept[block] = float(min(found.inputs[used[block]] + points, kept[block]))
+        self.recomputed = float(max(whole.get(name, 0) - kept[block] for block, name in used.items()))
+        return kept
+
+    def _sequences(self) -> int:
+        return self.load.tokens // self.config.train.sequence
+
+    def _gradients(self) -> dict[str, float]:
+        """In fp32 as the optimizer reads them; those of earlier microbatches wait."""
+        shards = self._sum(lambda p: 4 * self._kept_here(p))
+        rest = self._sum(lambda p: 4 * self._kept_here(p), "")
+        whole = self._sum(lambda p: 4 * prod(p.shape)) if self.waits.whole and self.waits.reductions == 1 else 0.0
+        if whole:
+            return {"loss": whole, "last block": whole, "first block": whole + shards, "update": shards}
+        if self.load.microbatches > 1:
+            return dict.fromkeys(MOMENTS, shards)
+        return {"last block": rest, "first block": shards, "update": shards}
+
+    def _gathered(self) -> dict[str, float]:
+        """FSDP's units: the rest stays from forward to backward, of blocks one is in use and one on its way."""
+        if not self.fsdp or self.ranks == 1:
+            return dict.fromkeys(MOMENTS, 0.0)
+        root = self._sum(self._travels, "")
+        block = max(self._sum(self._travels, block) for block in self.blocks)
+        if not self.load.resharded:
+            every = root + sum(self._sum(self._travels, block) for block in self.blocks)
+            return {"loss": every, "last block": every, "first block": root + block}
+        return {"loss": root + block, "last block": root + 2 * block, "first block": root + 2 * block}
+
+    def _travels(self, parameter: ParameterPlan) -> float:
+        found = self.linears.get(parameter.name)
+        layouts = found and travels_as(*found, self.load)
+        if not layouts:
+            return prod(parameter.shape) * self.load.weight_dtype.itemsize
+        layout = layouts[1]
+        shape = (parameter.shape[0], parameter.shape[1])
+        return layout.format.nbytes(layout.of(shape), self.load.dtype)
+
+    def _work(self) -> dict[str, float]:
+        """What a moment holds for itself: logits and their gradient, a block made again and what its backward makes,
+        gradients on their way to FSDP's reduction, the sum of an embedding's gradients."""
+        unit = max(self._sum(lambda p: prod(p.shape), block) for block in self.blocks)
+        head = max((prod(p.shape) for p in self.units[""]), default=0)
+        made = self.load.weight_dtype.itemsize if self.fsdp else 4
+        reduced = (
+            (2 if self.load.grad_wire == "bf16" and self.config.mesh.grad_wire == "auto" else 4) if self.fsdp else 0
+        )
+        block = self.recomputed + self._block_work()
+        root = self._sum(lambda p: prod(p.shape), "")
+        return {
+            "loss": self.found.logits + max(self.found.logits, made * head),
+            "last block": block + made * unit + (reduced + made) * root * self.fsdp,
+            "first block": max(block + (made + 2 * reduced) * unit * self.fsdp, (4 + made) * head + reduced * root),
+        }
+
+    def _validation(self) -> float:
+        """Validations run eagerly beside a CUDA graph of the step, whose memory stays reserved: logits, and the widest
+        activations of a block."""
+        if not replays_steps(self.config, self.plan.device_type):
+            return 0.0
+        return self.found.logits + self._block_work() / 2
+
+    def _block_work(self) -> float:
+        """Gradients of activations inside of an MLP's backward."""
+        widest = max(max(p.shape[0], 1) for row, p in self.linears.values() if block_of(p.name))
+        return 4.0 * self.load.tokens * widest * self.wide
+
+
+def strategies(row: LayerPlan) -> set[str]:
+    """The overlap strategies of a layer."""
+    return {row.overlap} if isinstance(row.overlap, str) else set(row.overlap.values())

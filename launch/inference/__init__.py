@@ -1,0 +1,1 @@
+"""Trained models without their training, for evaluation and generation."""

@@ -1,0 +1,49 @@
+"""The weights that a run begins with: a function of (seed, name, shape) alone, so that any mesh begins alike."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dlp.comm.mesh import DP_SHARD, TP, placement_on
+from launch.models.modules import Llama
+from launch.models.settings import Model
+
+
+def initial_value(name: str, shape: torch.Size, config: Model, seed: int) -> Tensor:
+    """The full initial tensor of a parameter, fp32 on the CPU: a function of (seed, name, shape) alone, so that any mesh
+    starts from the same weights. Biases are 0, weights of norms 1; matrices are N(0, 0.02), those that write to the residual
+    stream 1/sqrt(2L) of it."""
+    if len(shape) == 1:
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    std = 0.02 / math.sqrt(2 * config.layers) if writes_residual else 0.02
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def this_ranks_part(full: Tensor, parameter: Tensor) -> Tensor:
+    """The slice of `full` that a parameter keeps: cut by tp first, then what is left by dp_shard, as FSDP does."""
+    if not isinstance(parameter, DTensor):
+        return full
+    for axis in (TP, DP_SHARD):
+        dim = getattr(placement_on(axis, parameter), "dim", None)
+        if dim is not None:
+            group = parameter.device_mesh.get_group(axis)
+            chunks, rank = full.chunk(group.size(), dim), group.rank()
+            full = chunks[rank] if rank < len(chunks) else full.narrow(dim, 0, 0)
+    return full
+
+
+@torch.no_grad()
+def init_weights(model: Llama, seed: int) -> None:
+    """Fill the parameters of a materialised model, one full tensor at a time; each rank keeps its slice."""
+    for name, parameter in model.named_parameters():
+        full = initial_value(name, parameter.shape, model.config, seed)
+        kept = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        kept.copy_(this_ranks_part(full, parameter))

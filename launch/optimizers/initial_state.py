@@ -1,0 +1,21 @@
+"""State of an optimizer before its first step, for a checkpoint to be loaded into."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from launch.optimizers.encodings import AVERAGES
+from launch.optimizers.low_bit_adamw import LowBitAdamW
+from launch.optimizers.muon import Muon
+
+
+def make_state(optimizer: Optimizer) -> None:
+    """The state that an optimizer makes in its first step, as it is before it: for a checkpoint to be loaded into."""
+    if isinstance(optimizer, LowBitAdamW | Muon):
+        optimizer.make_state()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            optimizer.state[parameter] = {"step": step, **{name: torch.zeros_like(parameter) for name in AVERAGES}}

@@ -1,0 +1,106 @@
+"""AdamW with averages in few bits: torchao's step of a parameter, clipped and skipped as torch's fused AdamW is.
+
+    grad_scale   fp32 [], by which gradients are divided, and
+    found_inf    fp32 [], of which 1 leaves parameters and states as they are, every bit: set before `step`
+
+torchao's own optimizers ignore both, and count steps on the host. Nothing here waits for the device, so a CUDA graph may
+hold it. On GPUs a step is compiled, once for each number of elements that a parameter has on a rank; compilation is not
+worth its minute on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dlp.parallel.weight.local import local_values
+from launch.optimizers.encodings import AVERAGES, Average, Encoding, Wrap, flat
+
+
+class LowBitAdamW(Optimizer):
+    """AdamW of fp32 parameters, all on one device, their averages kept by `encoding`. The learning rate of a group is a
+    tensor, which every step reads."""
+
+    def __init__(
+        self, params: Iterable[Any], encoding: Encoding, *, lr: float, betas: tuple[float, float], eps: float,
+        weight_decay: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.encoding = encoding
+        device = self.param_groups[0]["params"][0].device
+        for group in self.param_groups:
+            group["lr"] = torch.tensor(group["lr"], device=device)
+        self.grad_scale, self.found_inf = torch.ones((), device=device), torch.zeros((), device=device)
+        self._wraps = {name: encoding.wrap(signed, device) for name, signed in AVERAGES.items()}
+        self._step = compiled(step_of_one) if device.type == "cuda" else step_of_one
+
+    def make_state(self) -> None:
+        """That of all parameters as it is before the first step, for a checkpoint to be loaded into."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._state_of(parameter)
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device)
+            state |= {name: self.encoding.zeros(parameter) for name in AVERAGES}
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            settings = (*group["betas"], group["weight_decay"], group["eps"])
+            on_device = (group["lr"], self.grad_scale, self.found_inf)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self._state_of(parameter)
+                    averages = {name: flat(state[name]) for name in AVERAGES}
+                    values, grad = local_values(parameter).view(-1), local_values(parameter.grad).reshape(-1)
+                    self._step(values, grad, state["step"], averages, self._wraps, on_device, settings)
+        return loss
+
+
+def step_of_one(
+    values: Tensor, grad: Tensor, step: Tensor, averages: dict[str, Average], wraps: dict[str, Wrap],
+    on_device: tuple[Tensor, Tensor, Tensor], settings: tuple[float, float, float, float],
+) -> None:  # fmt: skip
+    """values, grad [n]. `on_device`: lr, grad_scale, found_inf; `settings`: both betas, weight decay, eps."""
+    from torchao.optim.adam import single_param_adam
+
+    lr, grad_scale, found_inf = on_device
+    parts = [part for each in averages.values() for part in ([each] if isinstance(each, Tensor) else each.values())]
+    written = [as_bytes(tensor) for tensor in (values, step, *parts)]
+    before = [tensor.clone() for tensor in written]
+    step += 1
+    moments = (
+        each if isinstance(each, Tensor) else wraps[name](each["codes"], each["scale"])
+        for name, each in averages.items()
+    )
+    single_param_adam(values, grad / grad_scale, step, *moments, None, lr, *settings, True, False)
+    for tensor, old in zip(written, before, strict=True):
+        tensor.copy_(torch.where(found_inf > 0, old, tensor))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Of float8 its bytes: no operation chooses between such tensors in compiled code."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def compiled(step: Callable[..., None]) -> Callable[..., None]:
+    """Compiled anew for every shape, as many as there are."""
+    made = torch.compile(step, fullgraph=True, dynamic=False)
+
+    def run(*arguments: Any) -> None:
+        with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
+            made(*arguments)
+
+    return run

@@ -1,0 +1,146 @@
+"""Muon for the matrices of blocks, AdamW for all else, as one optimizer.
+
+    b  = mu b + (1 - mu) g              momentum, cut over ranks as the parameter is
+    u  = NS(mu b + (1 - mu) g)          Nesterov's; NS makes all singular values of the whole matrix about 1
+    w -= lr (wd w + 0.2 sqrt(max(rows, columns)) u)
+
+so that lr and weight decay are AdamW's (Jordan et al., "Muon", 2024; Liu et al., arXiv 2502.16982, section 2.2). The values
+are those of torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), which takes no shards and neither clips nor skips. A shard
+cannot be orthogonalized by itself: each rank gathers u of a matrix in bf16, in which NS computes, and computes all of NS. So
+what NS costs does not fall with ranks, and a step sends 2 bytes for each element of these matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from dlp.comm import observer
+from dlp.parallel.weight.local import local_values
+from launch.optimizers.encodings import AVERAGES
+from launch.ranks.links import OWN
+
+MOMENTUM = 0.95
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+LEAST = 1e-7  # of a norm that is divided by
+BUFFER = "momentum_buffer"
+
+
+MUON = "muon"
+
+
+def is_matrix_of_block(parameter: str, shape: Sequence[int]) -> bool:
+    """Whether Muon moves it: not embeddings, the head, norms or biases."""
+    return len(shape) == 2 and "layers" in parameter.split(".")
+
+
+class Muon(Optimizer):
+    """`groups` with `matrices` true hold the 2-D parameters of Muon, the others those of AdamW. `lr`: a number, or a tensor on
+    the device. Clipped by `grad_scale` and skipped by `found_inf`, fp32 [], as torch's fused AdamW is."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, lr: float | Tensor, betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "matrices": False})
+        device = self.param_groups[0]["params"][0].device
+        self.grad_scale, self.found_inf = torch.ones((), device=device), torch.zeros((), device=device)
+
+    def make_state(self) -> None:
+        """That of all parameters as it is before the first step, for a checkpoint to be loaded into."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._state_of(parameter, group["matrices"])
+
+    def _state_of(self, parameter: Tensor, matrix: bool) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            if not matrix:
+                state["step"] = torch.zeros((), device=parameter.device)
+            state |= {name: torch.zeros_like(parameter) for name in ((BUFFER,) if matrix else AVERAGES)}
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            learning = [(parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None]
+            if group["matrices"]:
+                for parameter, grad in learning:
+                    self._step_of_matrix(parameter, grad, group)
+            elif learning:
+                self._step_of_others(learning, group)
+        return loss
+
+    def _step_of_others(self, learning: list[tuple[Tensor, Tensor]], group: dict[str, Any]) -> None:
+        states = [self._state_of(parameter, False) for parameter, _ in learning]
+        first, second = ([local_values(state[name]) for state in states] for name in AVERAGES)
+        beta1, beta2 = group["betas"]
+        adamw(
+            [local_values(parameter) for parameter, _ in learning], [local_values(grad) for _, grad in learning],
+            first, second, [], [state["step"] for state in states], fused=True, grad_scale=self.grad_scale,
+            found_inf=self.found_inf, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
+            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        )  # fmt: skip
+
+    def _step_of_matrix(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        values, held = local_values(parameter), local_values(self._state_of(parameter, True)[BUFFER])
+        grad = local_values(gradient) / self.grad_scale
+        momentum = held.lerp(grad, 1 - MOMENTUM)
+        made = shard_of(orthogonal(whole(grad.lerp(momentum, MOMENTUM).bfloat16(), parameter)), parameter)
+        lr, skipped = group["lr"], self.found_inf > 0
+        moved = values * (1 - lr * group["weight_decay"]) - made.float() * (lr * 0.2 * math.sqrt(max(parameter.shape)))
+        held.copy_(torch.where(skipped, held, momentum))
+        values.copy_(torch.where(skipped, values, moved))
+
+
+def orthogonal(u: Tensor) -> Tensor:
+    """u [R, C] in bf16 -> the same with singular values of about 1 (0.7 to 1.2), by five steps of a quintic Newton-Schulz
+    iteration."""
+    a, b, c = COEFFICIENTS
+    x = u.t() if u.shape[0] > u.shape[1] else u
+    x = x / x.norm().clamp(min=LEAST)
+    for _ in range(STEPS):
+        gram = x @ x.t()
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.t() if u.shape[0] > u.shape[1] else x
+
+
+def whole(shard: Tensor, like: Tensor) -> Tensor:
+    """The matrix of which each rank has a shard, cut as `like` is: gathered over dp_shard, whose ranks cut what tp left, then
+    over tp."""
+    if not isinstance(like, DTensor):
+        return shard
+    mesh: DeviceMesh = like.device_mesh
+    placements: Sequence[Any] = like.placements
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            continue
+        shape = list(like.shape)  # what will be cut by later axes alone, in equal parts
+        for later in range(axis + 1, mesh.ndim):
+            if not isinstance(placements[later], Replicate):
+                shape[placements[later].dim] //= mesh.size(later)
+        over = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[axis]]
+        cut = DTensor.from_local(
+            shard, over, [Shard(placement.dim)], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+        )
+        with observer.label(**OWN):
+            shard = cut.full_tensor()
+    return shard
+
+
+def shard_of(matrix: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(like, DTensor):
+        return matrix
+    return distribute_tensor(matrix, like.device_mesh, like.placements, src_data_rank=None).to_local()

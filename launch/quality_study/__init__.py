@@ -1,1 +1,0 @@
-"""What recipes, wires and optimizers cost in loss: `python -m launch.quality_study --help`, and __main__.py."""

@@ -1,0 +1,1 @@
+"""Reports of a run: run folder, metrics, plots, profiles and memory snapshots."""

@@ -1,0 +1,136 @@
+"""What a run's numbers mean: model FLOPs, a device's peak, memory; and how they are shown and kept.
+
+`metrics.jsonl` has one JSON object a line, each with its "step". `Progress` shows the steps on rank 0: a bar on a
+terminal, plain lines in a log file or a pipe. Whoever prints while a bar may be there does so by `tell`.
+"""
+
+import errno
+import json
+import os
+import re
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from launch.common.atomic_io import rewrite
+from launch.models.settings import Model
+
+# Dense bf16 FLOP/s by a word of the device's name, from the makers' data sheets (SXM boards).
+BF16_PEAK = {"H100": 989e12, "H200": 989e12, "B200": 2250e12}
+
+
+def flops_per_token(model: Model, sequence: int) -> float:
+    """Model FLOPs of one token, forward and backward, without recomputation: 6 x matmul parameters + attention.
+
+    A matmul parameter is multiplied and added once in forward and twice in backward: 6. The embedding is a lookup and
+    does not count; the head does, tied or not. Scores and their product with v take 2 x 2 x sequence x heads x head_dim
+    in forward, three times that in all: 12. As in PaLM (arXiv 2204.02311, appendix B), positions that the causal mask
+    hides are not subtracted, so that MFU compares with what others print.
+    """
+    q_size, kv_size = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    block = model.hidden * (2 * q_size + 2 * kv_size + 3 * model.ffn)
+    matmul = model.layers * block + model.vocab * model.hidden
+    return 6.0 * matmul + 12.0 * model.layers * q_size * sequence
+
+
+def peak_of(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a device by its name, or None for one that is not in the table."""
+    words = re.findall(r"[A-Za-z0-9]+", device_name)
+    return next((peak for word, peak in BF16_PEAK.items() if word in words), None)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of this device, or None where it is not known, as on any CPU: MFU is then "n/a"."""
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this process ever allocated on its GPU; on a CPU, the largest resident size it had."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class MetricsError(ValueError):
+    """A file of metrics with a line that is no record."""
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file; a last line without its end, left by a run that was killed, is not one. MetricsError for
+    any other line that is none."""
+    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [_record(path, number, line) for number, line in enumerate(lines, start=1)]
+
+
+def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise MetricsError(f"{path}, line {number}: not a record ({error}); remove that line") from None
+    if not (isinstance(record, dict) and isinstance(record.get("step"), int)):
+        raise MetricsError(f"{path}, line {number}: not a record, it has no step; remove that line")
+    return record
+
+
+def append(path: Path, text: str) -> None:
+    """Adds lines to a file. OSError, as of a full disk, leaves it as it was."""
+    data = text.encode()
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            file.truncate(before)
+            raise
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Keeps the records up to `step`, from which a run continues, so that no step is in the file twice."""
+    kept = [record for record in read_metrics(path) if record["step"] <= step] if path.exists() else []
+    rewrite(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def tell(text: str) -> None:
+    """A line on stdout, above the progress bar where there is one."""
+    tqdm.write(text)
+    sys.stdout.flush()
+
+
+class Progress:
+    """Steps done out of `steps`, a run having begun at `first`: a bar where stdout and stderr are terminals, else lines on
+    stdout, in order with all else that a run says: of the first step, of every `every`th, and of the last. Either says how
+    much time is left, at the pace so far."""
+
+    def __init__(self, steps: int, first: int = 0, every: int = 1) -> None:
+        self._steps, self._first, self._every, self._began = steps, first, every, time.monotonic()
+        plain = None if sys.stdout.isatty() else True  # None: tqdm asks stderr, where the bar is
+        self._bar = tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True, mininterval=1.0, disable=plain)
+
+    def show(self, step: int, text: str) -> None:
+        """`step` steps are done; `text` says how it goes."""
+        if self._bar.disable:
+            if step % self._every == 0 or step in (self._first + 1, self._steps):
+                self.tell(step, f"{text}{self._left(step)}")
+            return
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def _left(self, step: int) -> str:
+        """Until the last step; the first one of a run is no measure, since much is made in it."""
+        done, left = step - self._first, self._steps - step
+        seconds = (time.monotonic() - self._began) / max(1, done) * left
+        return f", {tqdm.format_interval(seconds)} left" if done > 1 and left else ""
+
+    def tell(self, step: int, text: str) -> None:
+        """A line of its own about a step, on a terminal too."""
+        tell(f"step {step}/{self._steps}: {text}")
+
+    def close(self) -> None:
+        self._bar.close()

@@ -1,0 +1,59 @@
+"""A GPU that runs out of memory leaves a picture of it, and the run a sentence.
+
+The snapshot is taken by an observer, at the moment of the failed allocation and before anything is freed; it opens at
+https://pytorch.org/memory_viz. It holds what was live and how large; `[train] memory_history` adds the Python stack of each
+allocation.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from launch.common.units import said_bytes
+
+HISTORY = 100_000  # allocations
+
+
+def snapshot_path(folder: Path) -> Path:
+    return folder / f"out-of-memory-rank{dist.get_rank()}.pickle"
+
+
+def observer(path: Path, snapshot: Callable[[], Any]) -> Callable[..., None]:
+    """What torch calls when an allocation fails. A snapshot that cannot be written hides no error."""
+
+    def observe(*_: Any) -> None:
+        try:
+            with path.open("wb") as file:
+                pickle.dump(snapshot(), file)
+        except OSError:
+            path.unlink(missing_ok=True)
+
+    return observe
+
+
+def watch_memory(folder: Path, device: torch.device, history: bool) -> None:
+    """Take a snapshot below `folder` when this GPU is out of memory; nothing on a CPU."""
+    if device.type != "cuda":
+        return
+    if history:
+        torch.cuda.memory._record_memory_history(max_entries=HISTORY)
+    attach = vars(torch._C)["_cuda_attach_out_of_memory_observer"]  # builds for CPUs have none
+    attach(observer(snapshot_path(folder), torch.cuda.memory._snapshot))
+
+
+def sentence(error: torch.OutOfMemoryError, where: str, folder: Path, peak: int) -> str:
+    """For people: where it was, how much there was, and the settings that would help."""
+    path = snapshot_path(folder)
+    seen = f"what was live is in {path}, which opens at https://pytorch.org/memory_viz; " if path.is_file() else ""
+    reason = str(error).partition("\n")[0].partition(". GPU")[0].removeprefix("CUDA out of memory. ")
+    return (
+        f"rank {dist.get_rank()}: out of memory in {where}, at most {said_bytes(peak)} was allocated ({reason}); {seen}"
+        f"smaller: --train.micro_batch, --train.checkpointing full, or more ranks as --mesh.dp_shard; launch.train --plan "
+        f"predicts each"
+    )

@@ -1,0 +1,186 @@
+"""What a run measures: the split of a step's time, metrics.jsonl, progress, plot."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from launch.config.run_config import Config
+from launch.data.counting_baseline import Baseline
+from launch.report import metric_sinks
+from launch.report.exposed_communication import Exposure
+from launch.report.metrics import Progress, append, drop_after, flops_per_token, peak_flops, peak_memory, read_metrics
+from launch.report.run_dir import RunDir
+
+LINE = "\n"
+
+
+class Stopwatch:
+    """Splits one step into named parts. On CUDA it records events, so `split` must wait until the step is over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = [("", self._now())]
+
+    def _now(self) -> Any:
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, name: str) -> None:
+        """What happened since the last mark was `name`."""
+        self._marks.append((name, self._now()))
+
+    def split(self) -> dict[str, float]:
+        """Seconds by name; laps of one name are added."""
+        seconds: dict[str, float] = defaultdict(float)
+        for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False):
+            seconds[name] += before.elapsed_time(after) / 1e3 if self._on_device else after - before
+        return {name: round(value, 6) for name, value in seconds.items()}
+
+
+class Recorder:
+    """Rank 0 writes and shows the metrics; on other ranks nothing happens. ValueError for a sink that is not installed."""
+
+    def __init__(self, config: Config, run: RunDir, device: torch.device, world_size: int) -> None:
+        self._config, self._run, self._device = config, run, device
+        self._path = run.path / "metrics.jsonl"
+        self._tokens = config.train.global_batch * config.train.sequence
+        self._flops = flops_per_token(config.model, config.train.sequence)
+        peak = peak_flops(device)
+        self._peak = None if peak is None else peak * world_size
+        self._progress: Progress | None = None
+        self._sinks: dict[str, metric_sinks.Sink] = {}
+        self._unwritten = ""  # lines of metrics.jsonl that wait for room on the disk
+        metric_sinks.check(config.run.metrics)
+
+    def check(self) -> None:
+        """MetricsError where what was recorded so far, which this run is to continue, cannot be read."""
+        if self._path.exists():
+            read_metrics(self._path)
+
+    def begin(self, step: int) -> None:
+        """The run starts or continues at `step`: drop what a former run recorded beyond it, and show progress."""
+        if not self._run.leader:
+            return
+        drop_after(self._path, step)
+        for name in self._config.run.metrics:
+            try:
+                self._sinks[name] = metric_sinks.SINKS[name](self._run.path, step)
+            except OSError as error:
+                self._say_left_out(name, error)
+        self._progress = Progress(self._config.train.steps, step, self._config.train.log_every)
+
+    def step(
+        self, step: int, *, loss: float, norm: float, lr: float, seconds: float, split: dict[str, float],
+        wire_bytes: dict[str, int], skipped: bool = False,
+    ) -> None:  # fmt: skip
+        """A finished step that took `seconds`. `wire_bytes`: that one rank sent in it, by group. `skipped`: its update."""
+        if not self._run.leader:
+            return
+        rate = self._tokens / seconds
+        flops = rate * self._flops
+        self._write(
+            step=step, loss=loss, gradient_norm=norm, lr=lr, tokens_per_second=round(rate, 1),
+            model_flops_per_second=flops, mfu="n/a" if self._peak is None else round(flops / self._peak, 4),
+            seconds=round(seconds, 6), split=split, wire_bytes=wire_bytes, peak_memory_bytes=peak_memory(self._device),
+            **({"skipped": True} if skipped else {}),
+        )  # fmt: skip
+        if self._progress is not None:
+            self._progress.show(step, f"loss {loss:.3f}, {rate:,.0f} tokens/s")
+
+    def validation(self, step: int, loss: float) -> None:
+        if self._run.leader:
+            self._write(step=step, validation_loss=loss)
+            if self._progress is not None:
+                self._progress.tell(step, f"validation {loss:.3f}")
+            self._plot()
+
+    def baseline(self, step: int, found: Baseline) -> None:
+        """The loss to beat, once a run."""
+        if self._run.leader and not any("baseline" in record for record in read_metrics(self._path)):
+            self._write(step=step, baseline=found._asdict())
+
+    def swap(self, step: int, recipe: str, layers: int) -> None:
+        """The boundary after a step gave so many layers another recipe."""
+        if self._run.leader:
+            self._write(step=step, swap={"recipe": recipe, "layers": layers})
+
+    def ledger(self, step: int, account: list[dict[str, Any]]) -> None:
+        """What was counted on the wire in a step, which is what the plan says."""
+        if self._run.leader:
+            self._write(step=step, ledger=account)
+
+    def stats(self, step: int, numbers: dict[str, dict[str, float | None]]) -> None:
+        """The statistics of a step's casts, by tensor."""
+        if self._run.leader:
+            self._write(step=step, stats=numbers)
+
+    def exposure(self, step: int, found: Exposure) -> None:
+        """What was profiled of a step."""
+        if self._run.leader:
+            self._write(step=step, exposure=asdict(found))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The median over all recorded steps of the run, those before a resume included. On rank 0."""
+        rates = [record["tokens_per_second"] for record in read_metrics(self._path) if "tokens_per_second" in record]
+        return statistics.median(rates) if rates else 0.0
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._plot()
+        for name, sink in self._sinks.items():
+            try:
+                sink.close()
+            except OSError as error:
+                self._run.say(f"WARNING: the last numbers for {name} could not be written ({error.strerror or error})")
+        if self._unwritten:
+            self._run.say(
+                f"WARNING: {self._path} lacks the last {self._unwritten.count(LINE)} records, for want of room"
+            )
+
+    def _plot(self) -> None:
+        """A picture that cannot be written ends no run; `launch.plot` draws it later from the metrics."""
+        from launch.report import plots  # half a second for matplotlib, of the rank that draws alone
+
+        path = self._run.path / "loss.png"
+        try:
+            plots.write_plot([self._run.path], path)
+        except (OSError, ValueError) as error:  # ValueError: no step was recorded, as where the metrics were deleted
+            reason = getattr(error, "strerror", None) or error
+            self._run.say(f"{path} could not be written ({reason}); the run goes on without it")
+
+    def _write(self, **record: Any) -> None:
+        """What cannot be written, as where a disk is full, ends no run: lines wait, a sink is left out."""
+        waited = bool(self._unwritten)
+        self._unwritten += json.dumps(record) + LINE
+        try:
+            append(self._path, self._unwritten)
+            self._unwritten = ""
+        except OSError as error:
+            if not waited:
+                self._run.say(
+                    f"WARNING: {self._path} could not be written ({error.strerror}); the run goes on, and its records wait"
+                )
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink.write(record)
+            except OSError as error:
+                del self._sinks[name]
+                self._say_left_out(name, error)
+
+    def _say_left_out(self, name: str, error: OSError) -> None:
+        self._run.say(
+            f"WARNING: {name} could not be written ({error.strerror}) and gets no more of this run until it is started anew; "
+            f"metrics.jsonl has all"
+        )

@@ -1,0 +1,106 @@
+"""Settings from the command line: `--section.key value`, `--groups.NAME.key value` and `--recipe X`.
+
+An override edits the TOML tables before the sections are built, so all later checks see one configuration. A value is
+read as TOML (`0.1`, `true`, `["layers.**"]`); when the setting refuses that, the bare text is tried, so that
+`--recipe bf16` and `--run.dir 2024` need no quotes. argparse cannot do this: its options are fixed before the file is
+read, and an unknown option's value would be taken for the config's name. It keeps what it is good at (`make_parser`).
+"""
+
+import argparse
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import Field, fields
+from typing import Any
+
+from launch.settings.schema import ConfigError, Section, brief, check, help_lines, nearest, rule_of
+
+Schema = Mapping[str, type[Section]]  # section name -> its dataclass; "groups" is the one that is a list
+ALIASES = {"recipe": "groups.default.recipe"}
+ANY_GROUP = {"groups": [{"name": "NAME"}]}
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Separates overrides, as (dotted name, text), from the arguments left for argparse."""
+    rest, overrides = [], []
+    remaining = iter(arguments)
+    for argument in remaining:
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or not ("." in name or name in ALIASES):
+            rest.append(argument)
+            continue
+        text = value if equals else next(remaining, None)
+        if text is None or (text.startswith("--") and not equals):
+            raise ConfigError(f"--{name}: expected a value after it, got {'nothing' if text is None else text}")
+        overrides.append((ALIASES.get(name, name), text))
+    return rest, overrides
+
+
+def _places(schema: Schema, tables: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], type[Section]]]:
+    """Each table a setting can be in: (its part of an option's name, the table, its dataclass)."""
+    for section, cls in schema.items():
+        if section == "groups":
+            yield from ((f"groups.{group.get('name')}", group, cls) for group in tables["groups"])
+        else:
+            yield section, tables.setdefault(section, {}), cls
+
+
+def apply(tables: dict[str, Any], overrides: Sequence[tuple[str, str]], schema: Schema) -> None:
+    """Writes overrides into the tables of a TOML file, in order; raises ConfigError naming the option."""
+    targets = {
+        f"{prefix}.{key.name}": (table, key) for prefix, table, cls in _places(schema, tables) for key in fields(cls)
+    }
+    for name, text in overrides:
+        if name not in targets:
+            raise _unknown(name, targets)
+        table, key = targets[name]
+        table[key.name] = _value(key, text, f"--{name}")
+
+
+def _unknown(name: str, known: Iterable[str]) -> ConfigError:
+    return ConfigError(f"--{brief(name)}: unknown option, the nearest are --{', --'.join(nearest(name[:100], known))}")
+
+
+def _value(setting: Field, text: str, option: str) -> Any:
+    """The text as TOML, or as a bare string if the setting takes that and not the number or word TOML reads."""
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    accepts = rule_of(setting).accepts
+    if not isinstance(value, dict | list) and not accepts(value) and accepts(text):
+        value = text
+    check(setting, value, option)
+    return value
+
+
+def make_parser(program: str, description: str, default: str, schema: Schema) -> argparse.ArgumentParser:
+    """A parser with the arguments all programs that take a config share; --help lists every setting."""
+    lines = ["settings (a value is TOML; a string needs no quotes) [their defaults]:"]
+    for prefix, _, cls in _places(schema, dict(ANY_GROUP)):
+        lines += help_lines(cls, prefix)
+    lines += [f"  --{alias} X\n      short for --{name} X" for alias, name in ALIASES.items()]
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage="%(prog)s [CONFIG] [--section.key value ...] [options]",
+        description=description,
+        epilog="\n".join(lines).replace("%", "%%"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", nargs="?", default=default, help="a name under launch/configs, or a path to a file")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved file and stop")
+    return parser
+
+
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], schema: Schema
+) -> tuple[argparse.Namespace, list[tuple[str, str]]]:
+    """Arguments argparse knows, and the overrides; raises ConfigError for an option neither knows."""
+    rest, overrides = split(arguments)
+    known, unknown = parser.parse_known_args(rest)
+    settings = [f"{prefix}.{key.name}" for prefix, _, cls in _places(schema, dict(ANY_GROUP)) for key in fields(cls)]
+    for argument in unknown:
+        if argument.startswith("-"):
+            raise _unknown(argument.lstrip("-").partition("=")[0], [*ALIASES, *settings])
+        raise ConfigError(f"{brief(argument)}: only one config can be given, and {known.config!r} is it")
+    return known, overrides

@@ -1,0 +1,52 @@
+"""Choice of the attention backend by `[train] attention`."""
+
+from __future__ import annotations
+
+import torch
+
+from launch.config.sections import Train
+from launch.models.attention import Choice
+
+CUDNN, CUDNN_HEAD_DIM = 91501, 128  # the oldest version of cuDNN, and the largest head
+FASTEST = "cudnn"  # on GPUs with kernels of this package, by bench.attention
+
+
+def choose(train: Train, head_dim: int, documents: bool, kind: str) -> Choice:
+    """Decide `[train] attention`.
+
+    Args:
+        train: settings of the run.
+        head_dim: width of one head.
+        documents: whether attention begins anew with each document.
+        kind: one of `dlp.kernels.table.DEVICES`.
+
+    Raises:
+        ValueError: for a named backend that cannot run in this configuration.
+    """
+    asked = train.attention
+    obstacle = _obstacle(FASTEST if asked == "auto" else asked, train, head_dim, documents, kind)
+    if obstacle is None:
+        return Choice(*((FASTEST, "auto: the fastest by measurement") if asked == "auto" else (asked, "as set")))
+    if asked != "auto":
+        raise ValueError(f"[train] attention: expected auto, got {asked}: {obstacle}")
+    return Choice(None, f"auto: {obstacle}")
+
+
+def _obstacle(backend: str, train: Train, head_dim: int, documents: bool, kind: str) -> str | None:
+    """Why a backend cannot be set; None: the backend can."""
+    if kind == "cpu":
+        return "backends are chosen on GPUs only"
+    if documents:
+        return "[data] reset_attention has a kernel of its own, for sequences of differing lengths"
+    if train.dtype != "bf16":
+        return f'backends need [train] dtype = "bf16", and dtype is {train.dtype}'
+    if backend != "cudnn":
+        return None
+    if train.deterministic:
+        return "cuDNN's backward is not deterministic, and [train] deterministic is set"
+    if head_dim > CUDNN_HEAD_DIM or head_dim % 8:
+        return f"cuDNN takes heads of at most {CUDNN_HEAD_DIM}, multiples of 8, and head_dim is {head_dim}"
+    version = torch.backends.cudnn.version() if torch.cuda.is_available() else CUDNN  # planned for another host
+    return (
+        None if version and version >= CUDNN else f"cuDNN {CUDNN} or newer is needed, and cuDNN {version} is installed"
+    )

@@ -1,0 +1,175 @@
+"""From a config to a model on its ranks: mesh, conversion, recomputation, compilation, FSDP, weights, optimizer.
+
+The order matters: conversion swaps modules on the meta device, FSDP shards what conversion made, and only then is
+memory allocated and filled, each rank with its slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+import dlp
+from dlp import LayerGroup, Plan
+from dlp.comm.mesh import ParallelDims
+from dlp.kernels.table import device_kind
+from dlp.parallel.weight.fsdp2 import set_grad_wire
+from launch.config.run_config import Batch, Config, parallel_dims, validate_world
+from launch.config.sections import Mesh
+from launch.models.attention import Choice
+from launch.models.initial_weights import init_weights
+from launch.models.modules import DTYPES, Llama
+from launch.models.parallel import check_plan, fuse, parallel_groups, set_attention
+from launch.ranks.links import transport_name
+from launch.settings.schema import ConfigError
+from launch.training import recipe_schedule
+from launch.training.attention_backend import choose
+from launch.training.cuda_graph import replays_steps
+from launch.training.gradient_accumulation import Accumulation, accumulation, gradient_wire, memory_here
+from launch.training.optimizer import check_installed, make_optimizer
+from launch.training.recomputation import recompute
+
+# Of the code of a block: a few for steps, validation and each recipe it is swapped to. Where torch would make more it raises
+# and says why; by itself it makes 8, and runs what is left of a model uncompiled.
+GRAPHS = 64
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model ready to train. `dims.dp_rank` of `batch.dp_size`: which slice of the global batch this rank reads."""
+
+    model: Llama
+    plan: Plan
+    mesh: DeviceMesh
+    device: torch.device
+    optimizer: Optimizer
+    dims: ParallelDims
+    batch: Batch
+    accumulation: Accumulation
+    swaps: list[recipe_schedule.PlannedSwap]
+    graph: bool  # steps are replayed as a CUDA graph
+
+
+def layer_groups(config: Config) -> list[LayerGroup]:
+    """How tp cuts a Llama, then the run's own groups."""
+    own = [
+        LayerGroup(group.name, group.match, **layer_fields)
+        for group in config.groups
+        if (layer_fields := group.layer_fields())
+    ]
+    return parallel_groups(config.model, config.mesh.sequence_parallel) + own
+
+
+def meta_model(config: Config) -> Llama:
+    with torch.device("meta"):
+        return Llama(config.model, DTYPES[config.train.dtype])
+
+
+def attention_of(config: Config, kind: str) -> Choice:
+    """Backend of attention on a kind of device. Raises ConfigError for a named backend that cannot run there."""
+    try:
+        return choose(config.train, config.model.head_dim, config.data.reset_attention, kind)
+    except ValueError as error:
+        raise ConfigError(f"{config.source}: {error}") from None
+
+
+def plan_for(config: Config, world_size: int, device_type: str, board: str = "") -> Plan:
+    """The layer plan of a config, without ranks or memory; `board`: its name, where it is one of `launch.estimate.devices`."""
+    batch = (validate_world(config, world_size).micro, config.train.sequence)
+    groups = layer_groups(config)
+    plan = dlp.make_plan(
+        meta_model(config), groups, config.mesh.tp, device_type=device_type, batch=batch,
+        overlap_table=config.mesh.overlap_table,
+        transport=transport_name(config.mesh.transport, parallel_dims(config, world_size), device_type), board=board,
+    )  # fmt: skip
+    check_plan(plan, config.model)
+    return plan
+
+
+def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[Llama, Plan, Batch]:
+    """The model on its ranks, still without memory. Raises ValueError where config, model and mesh do not fit."""
+    model = meta_model(config)
+    batch = validate_world(config, mesh.size())
+    tokens = (batch.micro, config.train.sequence)
+    groups, shared = layer_groups(config), config.mesh.amax_group
+    plan = dlp.convert(
+        model, groups, mesh, batch=tokens, amax_group=shared, seed=config.train.seed,
+        overlap_table=config.mesh.overlap_table,
+    )  # fmt: skip
+    check_plan(plan, config.model)
+    set_attention(model, attention_of(config, device_kind(mesh.device_type)))
+    fuse(model)
+    recompute(list(model.model.layers), config.train)
+    if config.train.compile:
+        compile_blocks(model.model.layers)
+    if batch.dp_size > 1:
+        shard(model, mesh, DTYPES[config.train.dtype], config.mesh)
+    return model, plan, batch
+
+
+def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Let torch.compile run each block, and raise where torch would give up on a block."""
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = GRAPHS, True
+    for block in blocks:
+        block.compile()
+
+
+def check_device(config: Config, device_type: str) -> bool:
+    """Whether steps run as a CUDA graph on this device. ConfigError for settings that need another device, or a package that is
+    not installed. `device_type`: "cpu", "cuda", or a kind of GPU."""
+    if config.train.profiler == "nvtx" and device_type == "cpu":
+        raise ConfigError(f"{config.source}: [train] profiler: expected a GPU for nvtx, got a CPU: set it to torch")
+    if config.train.sentinel and device_type != "cpu" and not config.train.deterministic:
+        raise ConfigError(
+            f"{config.source}: [train] sentinel: expected deterministic = true on GPUs, where attention's backward gives other "
+            f"bits in each pass, got false"
+        )
+    check_installed(config)
+    return replays_steps(config, device_type)
+
+
+def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
+    """Everything a training loop needs. Raises ValueError where config, model and mesh do not fit."""
+    graph = check_device(config, device.type)
+    model, plan, batch = parallel_model(config, mesh)
+    model.to_empty(device=device)
+    if config.train.init_from is None:  # else they are loaded
+        init_weights(model, config.train.seed)
+    optimizer = make_optimizer(model, config, device, capturable=graph)
+    cache = config.train.weight_cache
+    main_grads = config.train.main_grads
+    dlp.attach(model, optimizer, weight_cache=cache, on_nonfinite="ignore", main_grads=main_grads)  # the loop looks
+    swaps = recipe_schedule.prepare(config.groups, model, plan)
+    dims = ParallelDims.from_mesh(mesh)
+    memory = memory_here() if device.type == "cuda" else None
+    waits = accumulation(config, plan, batch, dims.dp_shard, memory)
+    if batch.dp_size > 1:
+        carry_gradients(model, config, gradient_wire(config, batch.num_micro, waits.reductions))
+    return Built(model, plan, mesh, device, optimizer, dims, batch, waits, swaps, graph)
+
+
+def carry_gradients(model: Llama, config: Config, wire: str) -> None:
+    """Set the wire of FSDP's gradients. With "auto", bf16 gradients travel as they were computed."""
+    if wire == "fp32":
+        return
+    if config.mesh.grad_wire == "auto":
+        set_grad_wire(model, "hp", torch.bfloat16)
+    else:
+        set_grad_wire(model, wire)
+
+
+def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype, asked: Mesh) -> None:
+    """FSDP over each block and the rest: gathered quantized, or in `dtype`; gradients reduced in fp32. Blocks let go of what
+    they gathered after forward, where that is `asked`; the rest keeps it for backward."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    gather = asked.quantized_gather
+    for block in model.model.layers:
+        frees = asked.reshard_after_forward
+        dlp.fully_shard(block, mesh=mesh, mp_policy=policy, quantized_gather=gather, reshard_after_forward=frees)
+    dlp.fully_shard(model, mesh=mesh, mp_policy=policy, quantized_gather=gather)

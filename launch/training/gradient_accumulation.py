@@ -1,0 +1,76 @@
+"""Where FSDP's gradients wait while microbatches accumulate.
+
+    step          whole, in fp32, on every rank until the last microbatch; one reduction a step
+    microbatch    as shards: each microbatch's gradients are reduced when its backward has made them
+
+"auto" takes `step` where whole gradients fit beside weights and optimizer into half of a rank's memory; the other half is
+for activations, casts and gathered weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from dlp import Plan
+from launch.common.units import said_bytes
+from launch.config.run_config import Batch, Config
+from launch.training.optimizer import state_bytes
+
+# Of a rank, where it is not known: the smallest board of its kind; on a CPU, where ranks share a machine, a rule
+MEMORY = {"cpu": 8e9, "cuda": 40e9, "sm_90": 80e9, "sm_100": 180e9}
+WEIGHT = 8  # bytes a parameter of a shard: fp32 weight and gradient
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """reductions: of FSDP's gradients in a step. whole, shard: bytes of gradients that wait on a rank in either way. why:
+    what decided."""
+
+    reductions: int
+    microbatches: int = 1
+    whole: int = 0
+    shard: int = 0
+    why: str = ""
+
+
+def memory_here() -> float:
+    """Of the smallest GPU of all ranks, in bytes."""
+    found = torch.tensor(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, device="cuda")
+    dist.all_reduce(found, op=dist.ReduceOp.MIN)
+    return float(found.item())
+
+
+def gradient_wire(config: Config, microbatches: int, reductions: int) -> str:
+    """The dtype in which FSDP's gradients travel: of `[mesh] grad_wire`, where "auto" is bf16 if gradients are bf16 before they
+    are reduced: FSDP adds up those of several microbatches in fp32."""
+    asked = config.mesh.grad_wire
+    if asked != "auto":
+        return asked
+    return "bf16" if config.train.dtype == "bf16" and reductions == microbatches else "fp32"
+
+
+def accumulation(config: Config, plan: Plan, batch: Batch, dp_shard: int, memory: float | None = None) -> Accumulation:
+    """What `[train] reduce_gradients` comes to on a mesh of `dp_shard`; `memory` of a rank in bytes, if it is known."""
+    asked, micro = config.train.reduce_gradients, batch.num_micro
+    if batch.dp_size == 1 or micro == 1:
+        return Accumulation(1, micro)
+    shard = -(-plan.parameters // dp_shard)
+    whole, there = 4 * plan.parameters, MEMORY[plan.device_type] if memory is None else memory
+    states = (
+        sum(prod(w.shape) * state_bytes(config.train.optimizer, w.name, w.shape, dp_shard) for w in plan.weights)
+        / dp_shard
+    )
+    needed = whole + WEIGHT * shard + states
+    if asked == "auto":
+        fits = needed <= there / 2
+        why = (
+            f"with weights and optimizer {said_bytes(needed)}, {'no ' * fits}more than half of a rank's "
+            f"{said_bytes(there)}{' (assumed)' * (memory is None)}"
+        )
+    else:
+        fits, why = asked == "step", "as reduce_gradients asks"
+    return Accumulation(1 if fits else micro, micro, whole, 4 * shard, why)

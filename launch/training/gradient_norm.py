@@ -1,0 +1,51 @@
+"""The true global gradient norm in one reduction, with the same bits on every rank.
+
+`get_total_norm` of DTensors reduces axis by axis, a collective for each, and gives no promise that ranks end with equal
+bits; clipping by norms that differ would let replicas drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dlp.comm import observer
+from launch.ranks.links import OWN
+
+
+class GradientNorm:
+    """The 2-norm of the gradients of these parameters as one vector. A DTensor counts once, however many ranks hold its
+    parts. Call it when all of them have gradients."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        shards = [float(_shards(parameter)) for parameter in self._parameters]
+        self._weights = torch.tensor(shards, device=self._parameters[0].device) / dist.get_world_size()
+
+    def __call__(self) -> Tensor:
+        """fp32 [], equal on all ranks."""
+        grads = [_local(parameter.grad) for parameter in self._parameters]
+        norms = torch.stack(torch._foreach_norm(grads, dtype=torch.float32))
+        squares = norms.square().dot(self._weights)
+        if dist.get_world_size() > 1:
+            with observer.label(**OWN):
+                dist.all_reduce(squares)
+        return squares.sqrt()
+
+
+def _local(grad: Tensor | None) -> Tensor:
+    assert grad is not None, "a parameter has no gradient"
+    return grad._local_tensor if isinstance(grad, DTensor) else grad
+
+
+def _shards(parameter: Tensor) -> int:
+    """Into how many parts the ranks cut it: each part is on world size / shards of them."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    return prod(mesh.size(axis) for axis, placement in enumerate(parameter.placements) if not placement.is_replicate())

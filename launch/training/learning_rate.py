@@ -1,0 +1,44 @@
+"""The learning rate of each step, and what a continued run says when its settings bend the curve."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from launch.config.sections import Train
+
+CURVE = ("steps", "lr", "min_lr", "warmup", "schedule", "decay")  # settings of [train] that make it
+# (share of the steps behind the warm-up that are done, the share that wsd decays in) -> 1 at the peak, 0 at min_lr
+SHAPES: dict[str, Callable[[float, float], float]] = {
+    "cosine": lambda done, decay: 0.5 * (1.0 + math.cos(math.pi * done)),
+    "linear": lambda done, decay: 1.0 - done,
+    "wsd": lambda done, decay: min(1.0, (1.0 - done) / decay),
+    "constant": lambda done, decay: 1.0,
+}
+
+
+def learning_rate(step: int, train: Train) -> float:
+    """Of the step'th step, from 0: linear warm-up, then down to `min_lr` of the peak at the last step, as `schedule` says."""
+    if step < train.warmup:
+        return train.lr * (step + 1) / train.warmup
+    behind = max(1, train.steps - 1 - train.warmup)
+    done = min((step - train.warmup) / behind, 1.0)
+    height = SHAPES[train.schedule](done, min(1.0, train.decay * train.steps / behind))
+    return train.lr * (train.min_lr + (1.0 - train.min_lr) * height)
+
+
+def rate_remarks(done: int, before: str, now: Train) -> Iterator[str]:
+    """A warning where the next step of a run that continues after `done` steps has another learning rate than the curve of
+    the config `before` (TOML) gives it."""
+    saved = tomllib.loads(before)["train"]
+    old = replace(now, **{key: saved[key] for key in CURVE if key in saved})
+    last, would, will = learning_rate(max(done - 1, 0), old), learning_rate(done, old), learning_rate(done, now)
+    if not math.isclose(would, will, rel_tol=1e-6):
+        bent = ", ".join(f"train.{key}" for key in CURVE if getattr(old, key) != getattr(now, key))
+        yield (
+            f"WARNING: the learning rate goes from {last:.4g} in step {done} to {will:.4g} in step {done + 1}, where the run "
+            f"so far would have gone on with {would:.4g}, because {bent} changed and the curve with it; to keep "
+            f"{would:.4g}: --train.lr {would:.4g} --train.min_lr 1 --train.warmup 0"
+        )

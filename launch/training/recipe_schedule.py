@@ -1,0 +1,76 @@
+"""Recipe swaps and statistics that a config's groups ask for, layer by layer.
+
+A layer's swaps are those of the last group that matches it and sets a recipe or swaps: a group that gives some layers a
+recipe of their own takes them out of the swaps of the groups before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+import dlp
+from dlp import Plan
+from dlp.parallel.model import boundary
+from dlp.quant.patterns import must_match
+from dlp.quant.recipe import as_recipe
+from launch.config.sections import Group
+
+
+@dataclass(frozen=True)
+class PlannedSwap:
+    """Layers that get another recipe after `at_step` steps."""
+
+    at_step: int
+    recipe: Any
+    layers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"after step {self.at_step}: {as_recipe(self.recipe)} for {some(self.layers)}"
+
+
+def some(layers: Sequence[str]) -> str:
+    """A few words for many layers."""
+    return layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more layers"
+
+
+def matching(group: Group, model: nn.Module, plan: Plan) -> list[str]:
+    """The linears that a group names. ValueError for a pattern that names none."""
+    names = [row.name for row in plan.layers]
+    lengths = {
+        name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)
+    }
+    prefix = getattr(model, "base_model_prefix", "")
+    found = {
+        name for pattern in group.match for name in must_match(names, lengths, pattern, prefix, asked_by=group.title())
+    }
+    return [name for name in names if name in found]
+
+
+def planned_swaps(groups: Sequence[Group], model: nn.Module, plan: Plan) -> list[PlannedSwap]:
+    """All swaps, by step and then in the order of the groups."""
+    asked: dict[str, Group] = {}
+    for group in groups:
+        if group.recipe is not None or group.swap:
+            asked |= dict.fromkeys(matching(group, model, plan), group)
+    swaps = []
+    for group in groups:
+        layers = tuple(name for name, decides in asked.items() if decides is group)
+        swaps += [PlannedSwap(entry["at_step"], entry["recipe"], layers) for entry in group.swap or () if layers]
+    return sorted(swaps, key=lambda planned: planned.at_step)
+
+
+def prepare(groups: Sequence[Group], model: nn.Module, plan: Plan) -> list[PlannedSwap]:
+    """Schedule the swaps of a converted model with its optimizer attached, and measure the layers that groups choose."""
+    swaps = planned_swaps(groups, model, plan)
+    for planned in swaps:
+        boundary.schedule(model, planned.layers, planned.at_step, planned.recipe)
+    chosen: dict[str, bool] = {}
+    for group in groups:
+        if group.stats is not None:
+            chosen |= dict.fromkeys(matching(group, model, plan), group.stats)
+    dlp.record_stats(model, *(name for name, measured in chosen.items() if measured))
+    return swaps

@@ -1,0 +1,121 @@
+"""The sentinel: a microbatch that is run twice must give the same bits.
+
+    [train] sentinel = N     in every N-th step the first microbatch runs forward and backward once more, before the step
+
+From the same weights, tokens and random state both passes give equal bits, unless a GPU, its memory or a transfer failed.
+Checksums are compared of the loss, of y of each module and, where a step has one microbatch, of the gradient of each parameter.
+A checksum is the sum of the tensor's bits as integers, which any single flipped bit changes. A difference ends the run before
+the update, on all ranks, with the rank, the layer, the direction, the device and the step.
+
+A step whose bytes the ledger counts has no sentinel, which would send twice. Modules inside of compiled blocks are not looked
+at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dlp.comm import observer
+from dlp.parallel.model.session import session_of, without_effects
+from launch.ranks.links import OWN
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Sums = dict[tuple[str, str], Tensor]  # (direction, what) -> checksum
+
+
+class SentinelError(Exception):
+    """A microbatch that ran twice gave other bits; the message, equal on all ranks, says where."""
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bits as integers of the size of an element, modulo 2^64; int64 []."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    bits = local.detach().contiguous().view(-1).view(_BITS[local.dtype.itemsize])
+    return bits.sum(dtype=torch.int64)
+
+
+class Sentinel:
+    """Runs and compares. `every`: [train] sentinel; 0: never."""
+
+    def __init__(self, model: nn.Module, every: int) -> None:
+        self._model, self.every = model, every
+        self._first: Sums = {}
+
+    def due(self, step: int) -> bool:
+        """Whether step number `step`, from 1, has a sentinel."""
+        return self.every > 0 and step % self.every == 0
+
+    def rehearse(self, backward: Callable[[], Tensor], *, gradients: bool) -> None:
+        """Run a microbatch without effects: `backward()` runs it and returns the loss; its gradients and recipe state are
+        dropped. gradients: those of the parameters are compared, too."""
+        with without_effects(session_of(self._model)):
+            with self.recording() as sums:
+                loss = backward()
+            self.close(sums, loss, gradients=gradients)
+        self._first = sums
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    @contextmanager
+    def recording(self) -> Iterator[Sums]:
+        """Sum y of each module that runs inside in forward."""
+        sums: Sums = {}
+
+        def look(name: str, module: nn.Module, args: Any, y: Any) -> None:
+            if torch.is_grad_enabled() and isinstance(y, Tensor) and torch._C._current_graph_task_id() == -1:
+                sums[f"forward {len(sums)}", f"y of {name}"] = checksum(y)
+
+        handles = []
+        for name, module in self._model.named_modules():
+            inside = any(True for _ in module.children()) or module._compiled_call_impl is not None
+            if not inside and not self._is_compiled(name):
+                handles.append(module.register_forward_hook(lambda *given, name=name: look(name, *given)))
+        try:
+            yield sums
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _is_compiled(self, name: str) -> bool:
+        parents = name.split(".")
+        above = (self._model.get_submodule(".".join(parents[:i])) for i in range(1, len(parents)))
+        return any(module._compiled_call_impl is not None for module in above)
+
+    def close(self, sums: Sums, loss: Tensor, *, gradients: bool) -> None:
+        """Add the loss and, with `gradients`, those of all parameters, in the order of backward."""
+        sums["forward", "the loss"] = checksum(loss)
+        named = reversed(list(self._model.named_parameters()))
+        for name, parameter in named if gradients else ():
+            if parameter.grad is not None:
+                sums["backward", f"the gradient of {name}"] = checksum(parameter.grad)
+
+    def compare(self, sums: Sums, step: int, device: torch.device) -> None:
+        """Compare with the rehearsal; all ranks call it. Waits for the device. SentinelError on all ranks."""
+        keys = list(self._first)
+        same = keys == list(sums)
+        differs = torch.tensor([not same], device=device)
+        if same and keys:
+            first, again = (torch.stack([each[key] for key in keys]) for each in (self._first, sums))
+            differs = first != again
+        own = differs.nonzero().flatten().tolist()
+        count = torch.tensor(len(own), device=device)
+        with observer.label(**OWN):
+            dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        if not count.item():
+            return
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        said = "" if not own else f"{keys[own[0]][1]} in {keys[own[0]][0].split()[0]}" if same else "other modules ran"
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, (said, kind, len(own)))
+        where = [f"rank {rank} ({kind}): {said}, {many} in all" for rank, (said, kind, many) in enumerate(told) if said]
+        raise SentinelError(
+            f"step {step}: the first microbatch ran twice and gave other bits, first on {'; on '.join(where)}: a device, its "
+            f"memory or a transfer failed; start again from the last checkpoint without that device"
+        )

@@ -1,0 +1,72 @@
+"""The update of a step: the gradient norm, clipping, the optimizer's step, or none of it where the norm is a spike.
+
+    spike     norm > [train] skip_spikes x median of the last 100 norms that were none, once 20 of these are known
+    bound     5 in a row; the sixth is taken, clipped as any other: it is no spike but where the norms now are
+
+All of it is decided on the device, by numbers that are the same bits on all ranks: the host waits for nothing. Norms so far
+are saved with a checkpoint, so that a run that continues skips what it would have skipped.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from launch.config.sections import Train
+from launch.training.gradient_norm import GradientNorm
+
+WINDOW = 100  # norms that make the median
+KNOWN = 20  # so many at least
+IN_A_ROW = 5
+
+
+class SpikeFilter:
+    """`factor`: of the median, beyond which a norm is a spike; 0 for never."""
+
+    def __init__(self, factor: float, device: torch.device) -> None:
+        self._factor = factor
+        self.norms = torch.full((WINDOW,), torch.nan, device=device)  # a ring
+        self.taken = torch.zeros(1, dtype=torch.int64, device=device)  # norms that it was given so far
+        self.in_a_row = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint saves, and loading writes into."""
+        return {"norms": self.norms, "taken": self.taken, "in_a_row": self.in_a_row} if self._factor else {}
+
+    def __call__(self, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """(the largest norm that is no spike, whether this one is), fp32 [] and bool []."""
+        if not self._factor:
+            return torch.full_like(norm, torch.inf), torch.zeros_like(norm, dtype=torch.bool)
+        middle = (self.taken.clamp(max=WINDOW) - 1).clamp(min=0) // 2
+        limit = self._factor * self.norms.sort().values.gather(0, middle)  # what is not known yet, NaN, sorts last
+        limit = torch.where(self.taken >= KNOWN, limit, torch.inf)
+        spike = norm > limit
+        skips = spike & (self.in_a_row < IN_A_ROW)
+        place = self.taken % WINDOW
+        kept = torch.where(skips | ~norm.isfinite(), self.norms.gather(0, place), norm)
+        self.norms.scatter_(0, place, kept)
+        self.taken += (~skips & norm.isfinite()).long()
+        self.in_a_row.copy_(torch.where(spike, self.in_a_row + 1, 0))
+        return limit[0], skips[0]
+
+
+class Update:
+    """Of a model whose gradients are complete."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, train: Train, device: torch.device) -> None:
+        self._optimizer, self._clip = optimizer, train.clip
+        self._norm = GradientNorm(model.parameters())
+        self.spikes = SpikeFilter(train.skip_spikes, device)
+
+    def __call__(self) -> Tensor:
+        """Clip by the true global norm and step; the optimizer divides by `grad_scale` in its own pass and does nothing at all
+        where `found_inf` is set. -> the norm before clipping, the limit beyond which it is a spike, and whether it was skipped
+        as one; fp32 [3]."""
+        optimizer, norm = self._optimizer, self._norm()
+        limit, skips = self.spikes(norm)
+        optimizer.grad_scale = ((norm + 1e-6) / self._clip).clamp(min=1.0)  # type: ignore[attr-defined]
+        optimizer.found_inf = (~torch.isfinite(norm) | skips).float()  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return torch.stack([norm, limit, skips.float()])

@@ -1,0 +1,468 @@
+"""The training loop of one rank.
+
+    ┌─ step: microbatches forward and backward, clip, optimizer (step boundary) ─┐
+    └─ read the previous step's numbers; validate, save, stop at boundaries ◄────┘
+
+What a step computed is read one step later, so the host never waits for the device in between; ranks share the loss and
+the wish to stop in one reduction per step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+import dlp
+from dlp.comm import observer
+from dlp.parallel.linear import capture
+from dlp.parallel.model.checks import OnTheWay
+from dlp.parallel.model.embedding import IGNORED
+from dlp.parallel.model.graph import Replays
+from dlp.parallel.model.session import session_of
+from launch.checkpoint import manifest, save_load
+from launch.checkpoint.background_saver import Saver
+from launch.checkpoint.save_load import SaveError
+from launch.config.run_config import Config, recipe_files, to_toml
+from launch.data.counting_baseline import baseline
+from launch.data.shard_check import check_data
+from launch.data.sources import open_sources
+from launch.data.token_stream import TokenStream
+from launch.models.attention import Documents
+from launch.ranks import rank_objects
+from launch.ranks.hang_watch import Place
+from launch.ranks.links import OWN
+from launch.ranks.process_exit import StopFlag
+from launch.report.exposed_communication import profiled
+from launch.report.nvtx_ranges import marked
+from launch.report.recorder import Recorder, Stopwatch
+from launch.report.run_dir import RunDir, move_aside
+from launch.training import initial_scales
+from launch.training.build import Built
+from launch.training.learning_rate import learning_rate, rate_remarks
+from launch.training.nonfinite_origin import origin
+from launch.training.recipe_schedule import some
+from launch.training.sentinel import Sentinel
+from launch.training.step_update import Update
+from launch.training.wire_bytes import WARM, WireWatch
+from launch.weights import weights_only
+
+Batch = tuple[Tensor, ...]
+SETTLED = WARM + 2  # steps after which it is known which directions are captured; one of them may have been watched
+
+
+@dataclass
+class Step:
+    """A step whose numbers are still on their way: mean loss x tp, ranks that were asked to stop, ranks with
+    a flag set, gradient norm, its limit, whether the update was skipped, this rank's flags.
+    `began`, `ended`: host clock; the end is the next step's beginning, or when the numbers were waited for. `wire`: bytes
+    this rank sent in it, by group. `remarks`: what is to be said of it, after its numbers."""
+
+    number: int
+    numbers: OnTheWay
+    lr: float
+    watch: Stopwatch
+    began: float
+    wire: dict[str, int]
+    ended: float | None = None
+    remarks: list[str] = field(default_factory=list)
+
+
+class NotFinite(Exception):
+    """A loss, or something that was cast, was NaN or Inf; the message, equal on all ranks, says where it came from."""
+
+
+class Trainer:
+    """One run on this rank: what does not change in it, and the loop. Raises ValueError for data that does not fit."""
+
+    def __init__(self, config: Config, built: Built, run: RunDir, stop: StopFlag) -> None:
+        self.config, self.built, self.run, self.stop = config, built, run, stop
+        train = config.train
+        self.shards = open_sources(config.data.path, config.model.vocab, config.data.validation)
+        settings: dict[str, Any] = {
+            "sequence": train.sequence, "global_batch": train.global_batch, "micro_batch": built.batch.micro,
+            "weights": self.shards.weights,
+        }  # fmt: skip
+        self.train_data = TokenStream(self.shards.train, split="train", seed=train.seed, **settings)
+        self.validation_data = TokenStream(self.shards.validation, split="validation", seed=0, **settings)
+        run.say(check_data((*self.shards.train, *self.shards.validation)))
+        for line in self.train_data.describe(train.steps):
+            run.say(line)
+        self.update = Update(built.model, built.optimizer, train, built.device)
+        self.state = save_load.Training(
+            built.model, built.optimizer, self.train_data, built.device, weights_only.settings_of(config.model),
+            to_toml(config), recipe_files(config), self.shards.tokenizer, self.update.spikes.state(),
+        )  # fmt: skip
+        self.recorder = Recorder(config, run, built.device, dist.get_world_size())
+        self.recipes = session_of(built.model)
+        self.wire = WireWatch(config, built)
+        saves = config.checkpoint
+        self.saver = Saver(run.checkpoints, self.state, saves.keep, saves.asynchronous)
+        self.starts_a_lineage = config.checkpoint.resume == "none"  # what is in the run's folder is another's
+        self.sentinel = Sentinel(built.model, config.train.sentinel)
+        self.wants_stop = False
+        self.replays = Replays([self.recipes], torch.cuda.Stream(built.device) if built.graph else None)
+        self.skipped = 0  # updates since the start
+        self.doing, self.took = "starting", 0.0  # what is slow, besides steps; seconds of the last step that was read
+
+    def resume(self) -> int:
+        """Restore what the config asks for; returns how many steps are done. Raises CheckpointError."""
+        resume = self.config.checkpoint.resume
+        path = rank_objects.from_rank_0(lambda: manifest.resolve(resume, self.run.checkpoints))
+        if path is None:
+            self.start_from_weights()
+            return 0
+        self.starts_a_lineage = path.resolve().parent != self.run.checkpoints.resolve()
+        loaded = save_load.load(path, self.state)
+        self.run.say(f"resuming from step {loaded.step} ({path})")
+        for remark in (*loaded.remarks, *rate_remarks(loaded.step, loaded.config, self.config.train)):
+            self.run.say(remark)
+        return loaded.step
+
+    def start_from_weights(self) -> None:
+        """Those that the config names, if it names any. Raises CheckpointError."""
+        config = self.config
+        if config.train.init_from is None:
+            return
+        path = Path(config.train.init_from)
+        opened, remarks = weights_only.load(path, self.built.model, self.state.settings)
+        data = str(self.shards.train[0].path.parent)
+        weights_only.check_tokenizer(path, opened.manifest, data, self.shards.tokenizer)
+        for remark in (f"weights from {path}", *remarks):
+            self.run.say(remark)
+
+    def place(self) -> Place:
+        """Where this rank is, for whoever watches it from another thread."""
+        last, direction, doing = self.recipes.last, self.recipes.direction, self.doing
+        layer = "none yet" if last is None else f"{', '.join(last.members)} in {direction}"
+        text = f"step {self.recipes.steps + 1}, {doing + ', ' if doing else ''}last layer {layer}"
+        return Place(text, bool(doing), self.took)
+
+    @contextmanager
+    def slowly(self, what: str, is_so: bool = True) -> Iterator[None]:
+        """What is done inside may take long with nothing seen to move (`launch.ranks.hang_watch`), if it `is_so`."""
+        before = self.doing
+        self.doing = what if is_so else before
+        try:
+            yield
+        finally:
+            self.doing = before
+
+    def replace_later(self, done: int) -> None:
+        """Move checkpoints of this run's own lineage aside that lie beyond the step it goes on from."""
+        if self.run.leader:
+            for later in (each for each in manifest.complete(self.run.checkpoints) if manifest.step_of(each) > done):
+                self.run.say(f"{later} is of the continuation that this run replaces; it is now {move_aside(later)}")
+
+    def batches(self, data: TokenStream, step: int) -> Iterator[Batch]:
+        """This rank's microbatches of a global batch, on its device: tokens, targets, and where documents lie if attention
+        asks."""
+        for micro in range(self.built.batch.num_micro):
+            place = (step, micro, self.built.dims.dp_rank, self.built.batch.dp_size)
+            documents = data.documents(*place) if self.config.data.reset_attention else ()
+            yield tuple(self.on_device(each) for each in (*data.batch(*place), *documents))
+
+    def on_device(self, tokens: Tensor) -> Tensor:
+        """From pinned memory, so that the host does not wait for what the device still has to do."""
+        device = self.built.device
+        return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Sum over a microbatch, fp32 []; with its z_loss where it is trained on."""
+        tokens, targets, *documents = batch
+        logits = self.built.model(tokens, Documents(*documents) if documents else None)
+        z_loss = self.config.train.z_loss if torch.is_grad_enabled() else 0.0
+        return dlp.cross_entropy(logits, targets, self.built.mesh, z_loss=z_loss)
+
+    def valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
+        """How many targets of the global batch count; fp32 []."""
+        valid = torch.stack([(batch[1] != IGNORED).sum() for batch in batches]).sum().float()
+        if dist.get_world_size() > 1:
+            with observer.label(**OWN):
+                dist.all_reduce(valid)
+        return valid / self.built.dims.tp
+
+    def watched_step(self, step: int) -> Step:
+        """`train_step`, in which the bytes on the wire are compared with the plan where the config asks for it. Raises
+        LedgerError on all ranks."""
+        with self.wire.step() as watched:
+            current = self.train_step(step)
+        if watched:
+            current.remarks.append(f"step {step + 1}: {self.wire.said()}")
+        return current
+
+    def profiled_step(self, step: int) -> Step:
+        """`watched_step`, which rank 0 runs under the profiler where it is the step that the config names."""
+        if step + 1 != self.config.train.profile or not self.run.leader:
+            return self.watched_step(step)
+        if self.config.train.profiler == "nvtx":
+            return marked(lambda: self.watched_step(step), self.built.model, self.built.device)
+        trace = self.run.path / f"trace-step-{step + 1}.json"
+        with self.slowly("profiling"):
+            current, found = profiled(lambda: self.watched_step(step), self.built.device, trace)
+        self.recorder.exposure(step + 1, found)
+        current.remarks.append(
+            f"step {step + 1}: transfers took {found.transfers:.1f} ms of {found.step:.1f} under the profiler, "
+            f"{found.exposed:.1f} ms with nothing computed beside them; trace {trace}"
+        )
+        return current
+
+    def train_step(self, step: int) -> Step:
+        """Forward and backward over the microbatches, then the optimizer; nothing is read back."""
+        began, watch = time.perf_counter(), Stopwatch(self.built.device)
+        with self.slowly("reading data"):
+            batches, lr = list(self.batches(self.train_data, step)), learning_rate(step, self.config.train)
+        watch.lap("data")
+        self.set_learning_rate(lr)
+        graph = self.built.graph and self.replays.next()
+        numbers = self.replay(batches) if graph else self.compute(batches, watch.lap)
+        flags = torch.cat([torch.zeros_like(numbers[:0]), *self.recipes.flags.closed])
+        wish = torch.full_like(numbers[0], float(self.stop.requested))
+        shared = torch.stack([numbers[0], wish, flags.isnan().any().float()])
+        with observer.label(**OWN):
+            dist.all_reduce(shared)
+        watch.lap("graph" if graph else "optimizer")
+        coming = OnTheWay(torch.cat([shared, numbers[1:], flags]))
+        return Step(step + 1, coming, lr, watch, began, self.wire.bytes())
+
+    def compute(self, batches: Sequence[Batch], lap: Callable[[str], None] = lambda part: None) -> Tensor:
+        """What a step does on the device -> this rank's part of the loss, and what `optimize` returns; fp32 [4]."""
+        return torch.cat([self.forward_backward(batches, lap).unsqueeze(0), self.optimize()])
+
+    def forward_backward(self, batches: Sequence[Batch], lap: Callable[[str], None] = lambda part: None) -> Tensor:
+        """The gradients of a step, and this rank's part of its loss, fp32 []."""
+        model = self.built.model
+        valid = self.valid_tokens(batches)
+        total = torch.zeros((), device=self.built.device)
+        watched = self.sentinel.due(self.recipes.steps + 1) and not self.wire.watches
+        alone = len(batches) == 1  # else gradients are not complete after the first microbatch
+        if watched:
+            self.sentinel.rehearse(lambda: self.microbatch(batches[0], valid), gradients=alone)
+        for i, batch in enumerate(batches):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(self.built.accumulation.reductions > 1 or i == len(batches) - 1)
+            if watched and i == 0:
+                with self.sentinel.recording() as sums:
+                    loss = self.microbatch(batch, valid, lap)
+                self.sentinel.close(sums, loss, gradients=alone)
+            else:
+                loss = self.microbatch(batch, valid, lap)
+            total += loss
+            lap("backward")
+        if watched:
+            self.sentinel.compare(sums, self.recipes.steps + 1, self.built.device)
+        return total
+
+    def microbatch(self, batch: Batch, valid: Tensor, lap: Callable[[str], None] = lambda part: None) -> Tensor:
+        """Forward and backward of one; its part of the loss, fp32 []."""
+        loss = self.loss(batch) / valid
+        lap("forward")
+        (loss * self.built.batch.dp_size).backward()  # FSDP averages over its ranks; the sum is wanted
+        dlp.backward_dw(self.built.model)
+        return loss.detach()
+
+    def replay(self, batches: Sequence[Batch]) -> Tensor:
+        """`compute` by a CUDA graph, which is captured where there is none."""
+        self.saver.before_update()
+        if not self.replays.captured:
+            with self.wire.capture():
+                self.replays.make(self.compute, batches)
+        numbers = self.replays(batches)
+        self.wire.replayed()
+        return numbers
+
+    def rehearse(self) -> None:
+        """One microbatch forward and backward, without effects: its gradients and its recipe state are dropped."""
+        with self.replays.stream():
+            before = dlp.state_dict(self.built.model)
+            self.loss(next(self.batches(self.train_data, 0))).backward()
+            dlp.backward_dw(self.built.model)
+            self.built.optimizer.zero_grad(set_to_none=True)
+            dlp.load_state_dict(self.built.model, before)
+
+    def find_scales(self, step: int) -> None:
+        """Of tensors whose scales are delayed and follow from no amax yet, from the batches of the step that comes next."""
+
+        def without_update() -> None:
+            self.forward_backward(list(self.batches(self.train_data, step)))
+            self.built.optimizer.zero_grad(set_to_none=True)
+            self.stop.beat()
+
+        with self.slowly("finding first scales"):
+            if found := initial_scales.find(self.built.model, without_update):
+                passes = initial_scales.PASSES
+                self.run.say(f"step {step + 1}: {passes} passes without an update found {found} delayed scales")
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Of the next step; where a graph reads it, in the memory it is read from."""
+        for group in self.built.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def optimize(self) -> Tensor:
+        """Of `Update`: gradient norm, its limit, whether the update was skipped; fp32 [3]."""
+        self.saver.before_update()
+        return self.update()
+
+    def read(self, step: Step) -> None:
+        """Take a finished step's numbers: record them, and notice what is not finite or a wish to stop."""
+        loss, wishes, flagged, norm, limit, skipped, *flags = step.numbers.read()
+        loss /= self.built.dims.tp  # every tp rank brought the same
+        self.took = seconds = (step.ended or time.perf_counter()) - step.began
+        if flagged or not (math.isfinite(loss) and math.isfinite(norm)):
+            self.say_remarks(step)
+            self.replays.drop()  # its memory is needed to run the step again
+            names, steps = self.recipes.flags.names, self.recipes.steps
+            with self.slowly("looking for what is not finite"):
+                where, numbers = origin(names, flags, self.built.model, partial(self.repeat, step.number - 1), steps)
+            if numbers:
+                self.run.describe("not-finite", {"step": step.number, **numbers})
+            raise NotFinite(f"step {step.number}: loss {loss}, gradient norm {norm}: {where}")
+        split = step.watch.split()
+        self.recorder.step(
+            step.number, loss=loss, norm=norm, lr=step.lr, seconds=seconds, split=split, wire_bytes=step.wire,
+            skipped=skipped > 0,
+        )  # fmt: skip
+        if skipped:
+            self.skipped += 1
+            step.remarks.append(
+                f"step {step.number}: its update was skipped, its gradient norm of {norm:.4g} is over {limit:.4g}, "
+                f"{self.config.train.skip_spikes:g} times the median ({self.skipped} skipped since the start)"
+            )
+        self.say_remarks(step)
+        self.wants_stop = wishes > 0
+
+    def say_remarks(self, step: Step) -> None:
+        self.say(step.remarks)
+
+    def repeat(self, step: int) -> None:
+        """Forward and backward of a step once more, for what is seen of them; gradients are left."""
+        for batch in self.batches(self.train_data, step):
+            self.loss(batch).backward()
+            dlp.backward_dw(self.built.model)
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over the validation batches, in nats per token."""
+        totals = torch.zeros(2, device=self.built.device)
+        for step in range(self.config.train.eval_batches):
+            for batch in self.batches(self.validation_data, step):
+                totals[0] += self.loss(batch)
+                totals[1] += (batch[1] != IGNORED).sum()
+            self.stop.beat()
+        if isinstance(self.built.model, FSDPModule):
+            self.built.model.reshard()  # without a backward the root stays gathered; the next step gathers it like any other
+        dist.all_reduce(totals)
+        return (totals[0] / totals[1]).item()
+
+    def save(self, step: int, final: bool = False) -> None:
+        """`final`: the run ends with it. Raises SaveError on all ranks."""
+        with self.slowly("saving"), self.stop.saving():
+            self.say(self.saver.save(step, final))
+
+    def say(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.run.say(line)
+
+    def loop(self, done: int) -> tuple[int, float]:
+        """Train on from `done` steps; returns the steps done, fewer than asked for after a SIGTERM, and the last
+        validation loss. Raises NotFinite; nothing is saved of a step whose numbers were not read."""
+        config, steps, loss, begun = self.config, self.config.train.steps, math.nan, done
+        settled = begun + SETTLED
+        in_flight: Step | None = None
+        self.find_scales(done)
+        while done < steps and not self.wants_stop:
+            with self.slowly("a first step, which compiles", done < settled):
+                current = self.profiled_step(done)
+            if in_flight is not None:
+                in_flight.ended = current.began
+                self.read(in_flight)
+            in_flight, done = current, done + 1
+            self.stop.beat()
+            if done == begun + SETTLED and self.built.device.type == "cuda":
+                current.remarks += capture.describe(self.built.model)
+            if self.tell_recipes(current) and done < steps:
+                settled = done + SETTLED
+                self.read(in_flight)  # a wish to stop, or a NaN, does not wait for the passes
+                in_flight = None
+                if not self.wants_stop:
+                    self.find_scales(done)
+            saves = config.checkpoint.due(done, done == steps)
+            validates = done % config.train.eval_every == 0 or done == steps
+            if in_flight is not None and (saves or validates or self.wants_stop):
+                self.read(in_flight)
+                in_flight = None
+            if validates:
+                with self.slowly("validating"):
+                    loss = self.validate()
+                self.recorder.validation(done, loss)
+            if saves or (self.wants_stop and not config.checkpoint.none):
+                self.save(done, final=done == steps or self.wants_stop)
+        with self.slowly("saving"), self.stop.saving():
+            self.say(self.saver.settle(final=True))  # where the last step has no checkpoint
+        return done, loss
+
+    def tell_recipes(self, current: Step) -> bool:
+        """Record what was counted in this step, the swaps that its boundary made, and the statistics of the layers that are
+        measured; whether there were swaps."""
+        done, swaps = current.number, [swap for swap in self.recipes.swaps if swap.step == current.number]
+        if self.wire.watches:
+            self.recorder.ledger(done, self.wire.account())
+        for swap in swaps:
+            current.remarks.append(f"step {done}: {some(swap.layers)} now {swap.said}")
+            self.recorder.swap(done, swap.said, len(swap.layers))
+        if self.recipes.stats is not None and done % self.config.train.log_every == 0:
+            self.recorder.stats(done, dlp.read_stats(self.built.model))
+        return bool(swaps)
+
+    def train(self, done: int) -> None:
+        """Train on from `done` steps to the end, or to a SIGTERM, and say which it was."""
+        steps = self.config.train.steps
+        if done >= steps:
+            self.run.say(
+                f"nothing to do: {done} of {steps} steps are done. To go on, raise --train.steps; to start anew, use "
+                f"--checkpoint.resume none (this run is then moved aside) or another --run.dir"
+            )
+        self.recorder.begin(done)
+        self.saver.saved = done
+        if self.run.leader:
+            to_beat = baseline(self.shards.train, self.shards.validation)
+            self.recorder.baseline(done, to_beat)
+        began, self.doing = time.perf_counter(), ""
+        try:
+            with self.replays.stream():
+                done, loss = self.loop(done) if done < steps else (done, self.validate())
+        except NotFinite:
+            try:
+                self.say(self.saver.settle(final=False))
+            except SaveError as error:
+                self.run.say(f"WARNING: {error}")
+            raise
+        finally:
+            self.doing = "ending"
+            self.replays.drop()
+        self.recorder.close()
+        if self.saver.overhead.saves:
+            self.run.say(self.saver.overhead.said(time.perf_counter() - began))
+        unsaved = self.saver.unsaved(done)
+        if done < steps:
+            kept = unsaved or f", checkpoint {self.run.checkpoints / f'step-{done}'}"
+            self.run.say(f"stopped by SIGTERM at step {done}{kept}")
+        elif self.run.leader:
+            self.run.say(str(to_beat))
+            self.run.say(
+                f"done: steps {done}, validation loss {loss:.3f} {to_beat.unit}, "
+                f"{self.recorder.tokens_per_second:,.0f} tokens/s, run {self.run.path}{unsaved}"
+            )

@@ -1,0 +1,249 @@
+"""What a training step of this launcher sends: the plan's bytes, and those of its loss, norm and metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dlp import Plan
+from dlp.comm import observer
+from dlp.comm.mesh import DP_SHARD, GROUPS, TP, WORLD
+from dlp.parallel.model.plan import table
+from dlp.parallel.model.session import session_of
+from dlp.parallel.traffic.ledger import Ledger, activation_dtypes, plan_of
+from dlp.parallel.traffic.predict import (
+    Sent,
+    Traffic,
+    Unpredictable,
+    Workload,
+    cross_entropy,
+    fsdp_gradients,
+    in_bf16,
+    linear_weights,
+    step_traffic,
+)
+from launch.common.units import said_bytes, said_seconds
+from launch.config.run_config import Config, parallel_dims, validate_world
+from launch.models.modules import DTYPES
+from launch.optimizers.muon import MUON, is_matrix_of_block
+from launch.ranks.links import OWN, link_of, slow_tp
+from launch.training.build import Built
+from launch.training.gradient_accumulation import Accumulation, gradient_wire
+from launch.training.recomputation import recomputed
+
+WARM = 2  # steps before one is watched: by then weights are cast at the step boundary, and compiled code is compiled
+# fp32 numbers that ranks share in a step: valid tokens, the norm's square, loss, wish to stop and flags
+SHARED_NUMBERS = (1, 1, 3)
+
+
+def workload(config: Config, world: int, reductions: int) -> Workload:
+    """A step of this config on so many ranks, with so many reductions of FSDP's gradients. Raises ConfigError where they do
+    not fit."""
+    batch, mesh = validate_world(config, world), config.mesh
+    blocks = tuple(f"model.layers.{i}" for i in range(config.model.layers))
+    dtype, sharded = DTYPES[config.train.dtype], batch.dp_size > 1
+    again = tuple(blocks[i] for i in recomputed(config.train, len(blocks)))
+    wire = gradient_wire(config, batch.num_micro, reductions)
+    return Workload(
+        parallel_dims(config, world).sizes, batch.micro * config.train.sequence,
+        batch.num_micro, dtype, weight_dtype=dtype if sharded else torch.float32,
+        units=(*blocks, "") if sharded else (), gather=mesh.quantized_gather, weight_cache=config.train.weight_cache,
+        reductions=reductions, grad_wire=None if wire == "fp32" else wire,
+        recomputed=again if config.train.checkpointing == "full" else (), resharded=mesh.reshard_after_forward,
+        amax_group={"auto": None, TP: TP}.get(mesh.amax_group, WORLD),
+    )  # fmt: skip
+
+
+def planned(
+    plan: Plan, load: Workload, optimizer: str = "adamw", shared_numbers: Sequence[int] = SHARED_NUMBERS
+) -> dict[Sent, int]:
+    """All bytes that a rank sends in a step, that of `[train] optimizer` among them. shared_numbers: the sizes of the
+    reductions over all ranks that the loop itself makes. Raises Unpredictable."""
+    total = Counter(step_traffic(plan, load))
+    total.update(cross_entropy(load))
+    shared = sum(observer.reduced(numel, 4, load.ranks(WORLD)) for numel in shared_numbers)
+    total[Sent(load.named(WORLD), OWN["layer"], OWN["direction"], "float32")] += shared
+    if optimizer == MUON:
+        total.update(_gathers_of_muon(plan, load))
+    return {sent: nbytes for sent, nbytes in total.items() if nbytes}
+
+
+def _gathers_of_muon(plan: Plan, load: Workload) -> Counter[Sent]:
+    """Every matrix of a block in bf16, over dp_shard, then over tp."""
+    total, cut_by_tp = (
+        Counter[Sent](),
+        {name for name, (row, _) in linear_weights(plan).items() if row.row.shard_dim is not None},
+    )
+    for parameter in plan.weights:
+        if not is_matrix_of_block(parameter.name, parameter.shape):
+            continue
+        gathered = {DP_SHARD: prod(load.shard(parameter.shape, padded=True)) if load.units else 0}
+        gathered |= {TP: prod(parameter.shape)} if parameter.name in cut_by_tp else {}
+        for group, elements in gathered.items():
+            sent = Sent(load.named(group), OWN["layer"], OWN["direction"], "bfloat16")
+            total[sent] += observer.gathered(2 * elements, load.ranks(group))
+    return total
+
+
+def by_group(sent: Mapping[Any, int]) -> dict[str, int]:
+    """Bytes by group."""
+    sums = observer.totals(sent, "group")
+    return {group: sums[group] for group in GROUPS if sums.get(group)}
+
+
+COLUMNS = ("group", "pass", "bytes", "of bf16", "seconds", "over", "as")
+
+
+def describe(plan: Plan, load: Workload, optimizer: str = "adamw") -> list[str]:
+    """The plan's lines on the wire: what a rank sends in a step, by group and pass, beside the same plan in bf16, and how
+    long it takes at the speed of a named link, nothing else using it."""
+    try:
+        ours, bf16 = planned(plan, load, optimizer), planned(in_bf16(plan), load, optimizer)
+    except Unpredictable as why:
+        return [f"wire: {why}"]
+    if not ours:
+        return ["wire: one rank, nothing is sent"]
+    keys = dict.fromkeys((sent.group, sent.direction) for sent in (*ours, *bf16))
+    rows, seconds = [], 0.0
+    for group, direction in sorted(keys, key=lambda key: (key[0], observer.DIRECTIONS.index(key[1]))):
+        mine, other = ({s: n for s, n in t.items() if s[::2] == (group, direction)} for t in (ours, bf16))
+        nbytes, link = sum(mine.values()), link_of(group, load.dims, plan.device_type)
+        takes = nbytes / link.speed
+        seconds += takes
+        precisions = ", ".join(dict.fromkeys(sent.precision for sent in mine)) or "nothing"
+        rows.append(
+            (group, direction, said_bytes(nbytes), _share(mine, other), said_seconds(takes), str(link), precisions)
+        )  # fmt: skip
+    total = f"{said_bytes(sum(ours.values()))} a step, {_share(ours, bf16)} of bf16, {said_seconds(seconds)}"
+    lines = [f"wire: each rank sends {total} at the stated speed of the links, if nothing overlaps", ""]
+    return [*lines, *table(COLUMNS, rows), *slow_tp(load.dims, plan.device_type, by_group(ours).get(TP, 0))]
+
+
+def warn_of_tp(plan: Plan, load: Workload, optimizer: str, host: int) -> list[str]:
+    """That of `slow_tp`, for hosts of so many GPUs."""
+    try:
+        return slow_tp(load.dims, plan.device_type, by_group(planned(plan, load, optimizer)).get(TP, 0), host)
+    except Unpredictable as why:
+        return [f"wire: {why}"]
+
+
+def describe_gradients(plan: Plan, load: Workload, waits: Accumulation) -> list[str]:
+    """The plan's line on gradients that wait for other microbatches, if any do: what both ways keep and send."""
+    if not waits.whole:
+        return []
+    kept = {
+        1: f"whole, in fp32: {said_bytes(waits.whole)}",
+        waits.microbatches: f"as shards: {said_bytes(waits.shard)}",
+    }
+    try:
+        sends = {n: sum(fsdp_gradients(plan, replace(load, reductions=n)).values()) for n in kept}
+    except Unpredictable as why:
+        return [f"gradients: {why}"]
+    choices = {n: f"{kept[n]} a rank, {n} reduction{'s' * (n > 1)} a step, {said_bytes(sends[n])} sent" for n in kept}
+    (other,) = choices.keys() - {waits.reductions}
+    asked = "step" if other == 1 else "microbatch"
+    return [
+        f"gradients of {waits.microbatches} microbatches wait {choices[waits.reductions]} ({waits.why}); "
+        f"with reduce_gradients = {asked!r} {choices[other]}"
+    ]
+
+
+def _share(ours: Mapping[Sent, int], bf16: Mapping[Sent, int]) -> str:
+    other = sum(bf16.values())
+    return f"{sum(ours.values()) / other:.3f}" if other else "-"
+
+
+class WireWatch:
+    """The ledger of one run: what its steps send, and which of them are watched."""
+
+    def __init__(self, config: Config, built: Built) -> None:
+        world = dist.get_world_size()
+        self._mode, self._model = config.train.ledger if world > 1 else "off", built.model
+        self._optimizer = config.train.optimizer
+        self._load = replace(
+            workload(config, world, built.accumulation.reductions),
+            dp_shard_rank=built.dims.rank(DP_SHARD),
+        )
+        self._runtime, self._ledger = session_of(built.model), Ledger(built.mesh)
+        self._ran = self._swaps = 0
+        self.watches = False  # the step that runs or has just run
+        self._counts: observer.Observer | None = None  # of that step, where it is watched
+        self._captured: observer.Observer | None = None  # what the capture of a graph saw
+        self._told = False  # whether `_traffic` is that of the model as it is now
+        self._traffic: Traffic | None = None
+        self.unforeseen = ""  # why the bytes of a step cannot be told from the plan
+
+    @contextmanager
+    def step(self) -> Iterator[bool]:
+        """One step runs inside; yields whether it is watched: it is then counted and, at its end, compared with what is
+        planned, if that can be told. A swap begins the count of steps anew, and the step that ends with one is not watched:
+        half of it is of either recipe. Raises LedgerError on all ranks."""
+        if len(self._runtime.swaps) != self._swaps:
+            self._ran, self._swaps, self._told = 0, len(self._runtime.swaps), False
+        self._ran += 1
+        if self._ran == WARM + 1:
+            self._told = False  # by now it is known which dtypes layers see
+        asked = self._ran == WARM + 1 if self._mode == "first" else self._mode == "always"
+        self.watches = asked and self._ran > WARM and not self._runtime.swaps_next
+        with self._ledger.step(self.planned()) if self.watches else nullcontext() as self._counts:
+            yield self.watches
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """What is launched inside is captured in a CUDA graph: nothing is sent now, and the same by each replay."""
+        if self._mode != "always":  # else no step that is replayed is watched
+            yield
+            return
+        with _disable_current_modes(), self._ledger.counter() as self._captured:
+            yield
+
+    def replayed(self) -> None:
+        """The graph was replayed once in the step that runs: a replay itself is seen by nobody."""
+        if self._counts is not None:
+            assert self._captured is not None
+            self._counts.replayed(self._captured, 1)
+
+    def planned(self) -> Traffic | None:
+        """Of a step of the model as it is now; None where its plan does not tell, and `unforeseen` says why."""
+        if not self._told:
+            self._told = True
+            try:
+                self._traffic, self.unforeseen = planned(plan_of(self._model), self.load(), self._optimizer), ""
+            except Unpredictable as why:
+                self._traffic, self.unforeseen = None, str(why)
+        return self._traffic
+
+    def load(self) -> Workload:
+        return replace(self._load, dtypes=activation_dtypes(self._model))
+
+    def seen(self) -> observer.Observer:
+        """What was counted in the last step that was watched."""
+        assert self._ledger.last is not None, "no step was watched yet"
+        return self._ledger.last
+
+    def bytes(self) -> dict[str, int]:
+        """Planned for the step, by group; nothing where that is unforeseen."""
+        return by_group(self.planned() or {})
+
+    def account(self) -> list[dict[str, Any]]:
+        """What was counted in the watched step: a record for each group, pass, kind of collective and precision."""
+        fields = ("group", "direction", "kind", "precision")
+        sums = observer.totals(self.seen().sent, *fields)
+        return [{**dict(zip(fields, key, strict=True)), "bytes": n} for key, n in sorted(sums.items()) if n]
+
+    def said(self) -> str:
+        """One sentence on the watched step."""
+        ours = self.planned()
+        if ours is None:
+            return f"WARNING: bytes on the wire were counted, but compared with nothing: {self.unforeseen}"
+        bf16 = planned(in_bf16(plan_of(self._model)), self.load(), self._optimizer)
+        groups = ", ".join(f"{group} {said_bytes(nbytes)}" for group, nbytes in by_group(ours).items()) or "nothing"
+        return f"the wire carried what the plan says: from each rank {groups}; {_share(ours, bf16)} of bf16"

@@ -1,0 +1,1 @@
+"""Weights without optimizer states: checkpoints of weights and Hugging Face folders."""

@@ -1,0 +1,186 @@
+"""Hugging Face's config.json of a folder of weights, read as `[model]` and written from it.
+
+A model that is read must compute here what `transformers` computes. Every setting therefore comes from the file, or is the
+default of `transformers` (`launch.models.families`), never a default of this package. Two values for one setting, and
+a setting that the models here cannot compute with, are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from launch.models.families import FAMILIES, KEYS, UNSUPPORTED, Family
+from launch.models.rope import ORIGINAL, SCALINGS
+from launch.models.settings import Model
+
+CONFIG = "config.json"
+NEEDED = ("layers", "hidden", "ffn", "heads", "vocab")  # [model] keys that every config.json must have
+TABLES = ("rope_scaling", "rope_parameters")
+LONGEST = "max_position_embeddings"
+THETA = 10000.0  # rope_theta of `transformers` for a file without one
+
+
+def read_config(folder: Path) -> tuple[Model, dict[str, Any]]:
+    """Read `[model]` from the config.json of a folder.
+
+    Returns:
+        The model, and the content of config.json.
+
+    Raises:
+        ValueError: The file cannot be read, lacks a key, has two values for one setting, or describes a model that this
+            package does not have.
+    """
+    path = folder / CONFIG
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; expected a folder of Hugging Face's, with {CONFIG}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    kind = given.get("model_type") if isinstance(given, dict) else None
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ValueError(f"{path}: model_type is {kind!r}, expected one of {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    try:
+        _refuse(given, family)
+        settings = _settings(given, family)
+        theta, scaling = _positions(given, family)
+        return Model(family=kind, rope_theta=theta, rope_scaling=scaling, **settings), given
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _refuse(given: Mapping[str, Any], family: Family) -> None:
+    """Raise ValueError for a key whose value the models here do not compute with, and for keys that contradict each other."""
+    for key, expected in family.fixed:
+        if given.get(key, expected) != expected:
+            raise ValueError(f"{key} is {given[key]!r}, but models here have {expected!r}")
+    for key in UNSUPPORTED:
+        if given.get(key) is not None:
+            raise ValueError(f"{key} is {given[key]!r}, but models here have None")
+    classes = given.get("architectures")
+    if classes and family.architecture not in classes:
+        raise ValueError(
+            f"model_type {given['model_type']} is read as {family.architecture}, but architectures is {classes}; set the "
+            f"wrong one right, or give the folder of a language model"
+        )
+    if family.window and given.get("use_sliding_window") is False and given.get("sliding_window", 0) is not None:
+        raise ValueError(
+            "use_sliding_window is False, but transformers reads sliding_window alone for this model_type, which is not "
+            "null; set sliding_window to null, or leave use_sliding_window out"
+        )
+    _refuse_layer_types(given, family)
+
+
+def _refuse_layer_types(given: Mapping[str, Any], family: Family) -> None:
+    """Raise ValueError for layers of different kinds of attention; the models here have one kind."""
+    types = given.get("layer_types")
+    if types is None:
+        return
+    windowed = family.window and given.get("sliding_window", 0) is not None
+    expected = "sliding_attention" if windowed else "full_attention"
+    if not isinstance(types, list) or types != [expected] * given.get("num_hidden_layers", len(types)):
+        raise ValueError(
+            f"layer_types is {str(types)[:80]}, but models here have {expected!r} in every layer; choose a model without "
+            f"layer_types, or set the list right"
+        )
+
+
+def _settings(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Settings of `[model]` but for the family and the positions."""
+    if lacking := [KEYS[ours] for ours in NEEDED if given.get(KEYS[ours]) is None]:
+        raise ValueError(f"no {', '.join(lacking)} in it; fetch it again")
+    optional = dict(family.optional)
+    for key in optional:
+        if key in given and given[key] is None and key not in family.nullable:
+            raise ValueError(f"{key} is null, which transformers does not accept either; give a value, or leave it out")
+    theirs = {**optional, **{key: value for key, value in given.items() if family.window or key != "sliding_window"}}
+    if theirs["num_key_value_heads"] is None:
+        theirs["num_key_value_heads"] = theirs["num_attention_heads"]
+    if theirs["head_dim"] is None:
+        theirs["head_dim"] = _head_dim(theirs["hidden_size"], theirs["num_attention_heads"])
+    return {ours: theirs.get(key) for ours, key in KEYS.items()}
+
+
+def _head_dim(hidden: Any, heads: Any) -> Any:
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
+
+
+def _one(given: Mapping[str, Any], name: str, *aliases: str, beside: bool = True, default: Any = None) -> Any:
+    """Return the value of a setting of the positions, which several places of a file may state.
+
+    Args:
+        given: The content of config.json.
+        name: The key; `aliases` are other names of the same setting.
+        beside: Whether the key may stand beside the tables of positions as well as in them.
+        default: The value where no place states one.
+
+    Raises:
+        ValueError: The places state different values.
+    """
+    places = {f"{table}.{key}": (given.get(table) or {}).get(key) for table in TABLES for key in (name, *aliases)}
+    if beside:
+        places[name] = given.get(name)
+    stated = {place: value for place, value in places.items() if value is not None}
+    values = list(stated.values())
+    if any(value != values[0] for value in values):
+        raise ValueError(
+            f"{name} has different values: {', '.join(f'{place} = {value!r}' for place, value in stated.items())}; leave the "
+            f"wrong one out"
+        )
+    return values[0] if values else default
+
+
+def _positions(given: Mapping[str, Any], family: Family) -> tuple[float, dict[str, Any] | None]:
+    """rope_theta and rope_scaling. Version 5 of `transformers` writes both into the table rope_parameters; version 4 writes
+    rope_theta beside the table rope_scaling, whose rope_type was once called type."""
+    tables = [given.get(key) or {} for key in TABLES]
+    if not all(isinstance(table, dict) for table in tables):
+        raise ValueError(f"{' and '.join(TABLES)}: expected tables, got {tables}")
+    if any(table.get("rope_theta", THETA) is None for table in (given, *tables)):
+        raise ValueError("rope_theta is null, which transformers does not accept either; give a value, or leave it out")
+    turned = _one(given, "partial_rotary_factor", default=1.0)
+    if turned != 1.0:
+        raise ValueError(f"partial_rotary_factor is {turned}, but here heads turn whole")
+    theta = _one(given, "rope_theta", default=THETA)
+    kind = _one(given, "rope_type", "type", beside=False)
+    keys = sorted({*tables[0], *tables[1]} - {"rope_theta", "partial_rotary_factor", "rope_type", "type"})
+    numbers = {key: value for key in keys if (value := _one(given, key, beside=key == ORIGINAL)) is not None}
+    if kind in (None, "default"):
+        if numbers:
+            raise ValueError(
+                f"rope_type is {kind!r}, which scales no positions, but its table has {', '.join(numbers)}; set rope_type, or "
+                f"remove them"
+            )
+        return theta, None
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        raise ValueError(f"its positions are scaled by rope_type {kind!r}, expected one of {', '.join(SCALINGS)}")
+    if ORIGINAL in SCALINGS[kind][1]:
+        longest = given.get(LONGEST, dict(family.optional)[LONGEST])
+        numbers[ORIGINAL] = _one(given, ORIGINAL, default=longest)
+    if numbers.get("truncate") is True:  # the default of transformers, and the only way here
+        del numbers["truncate"]
+    return theta, {"rope_type": kind, **numbers}
+
+
+def config_json(model: Model, dtype: str, positions: int) -> dict[str, Any]:
+    """Return the config.json from which `transformers`, version 4 or 5, makes the same model. Tokens that begin and end a text
+    are null, because a checkpoint does not know them: those of `transformers` are tokens 1 and 2.
+
+    Args:
+        model: The model.
+        dtype: The dtype of the weights, as torch names it.
+        positions: The longest context that the file states.
+    """
+    family, settings = FAMILIES[model.family], asdict(model)
+    written = {theirs: settings[ours] for ours, theirs in KEYS.items() if ours != "sliding_window" or family.window}
+    return {
+        "architectures": [family.architecture], "model_type": model.family, "dtype": dtype, "torch_dtype": dtype,
+        **written, **dict(family.fixed), "rope_theta": model.rope_theta,
+        "rope_scaling": model.rope_scaling, LONGEST: positions, "use_cache": True,
+        "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip

@@ -1,0 +1,120 @@
+"""A folder of safetensors: which tensor lies in which file, read one at a time, and files of bounded size written.
+
+Nothing but safetensors is read: other files of weights are pickles, which run what they name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launch.common.optional_packages import need
+
+INDEX = "model.safetensors.index.json"
+ONE = "model.safetensors"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies and what it is."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def entries(folder: Path) -> dict[str, Entry]:
+    """All tensors of a folder by name; only headers are read. ValueError for a file that is missing or damaged, and for
+    weights that are no plain numbers."""
+    found: dict[str, Entry] = {}
+    for file, names in _files(folder).items():
+        with _opened(file) as tensors:
+            there = set(tensors.keys())
+            for name in sorted(there) if names is None else names:
+                if name not in there:
+                    raise ValueError(f"{file}: no tensor {name} in it, which {INDEX} promises; fetch the folder again")
+                part = tensors.get_slice(name)
+                dtype = part.get_dtype()
+                if dtype not in DTYPES:
+                    kinds = ", ".join(DTYPES)
+                    raise ValueError(f"{file}: {name} is stored as {dtype}, expected one of {kinds}; convert it first")
+                found[name] = Entry(file, tuple(part.get_shape()), DTYPES[dtype])
+    return found
+
+
+def _files(folder: Path) -> dict[Path, list[str] | None]:
+    """The files, each with the names that the index has for it; None: all there are."""
+    if (folder / ONE).is_file():
+        return {folder / ONE: None}
+    path = folder / INDEX
+    if not path.is_file():
+        others = ", ".join(sorted(each.name for each in folder.glob("*.bin"))) or "none of pickles either"
+        raise ValueError(
+            f"{folder}: neither {ONE} nor {INDEX} in it ({others}); weights are read from safetensors alone"
+        )
+    try:
+        places = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        files: dict[Path, list[str] | None] = {}
+        for name, file in places.items():
+            if Path(file).name != file:
+                raise ValueError(f"{file!r} is no file beside it")
+            files.setdefault(folder / file, []).append(name)  # type: ignore[union-attr]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not an index of safetensors ({type(error).__name__}: {error})") from None
+    return files
+
+
+def _opened(file: Path) -> Any:
+    package = need("safetensors", "safetensors", f"{file}: a file of safetensors")
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file, but {INDEX} names it; fetch the folder again")
+    try:
+        return package.safe_open(file, framework="pt")
+    except Exception as error:  # SafetensorError, which is not named where the package is missing
+        raise ValueError(f"{file}: damaged or no safetensors ({error}); fetch it again") from None
+
+
+def read(entry: Entry, name: str) -> Tensor:
+    """One tensor, in memory of its own."""
+    with _opened(entry.file) as tensors:
+        found: Tensor = tensors.get_tensor(name)
+        return found
+
+
+def write(
+    folder: Path, tensors: Mapping[str, Tensor], load: Callable[[Sequence[str]], dict[str, Tensor]], limit: int
+) -> None:
+    """Files of at most `limit` bytes, or one tensor, and their index. tensors: shapes and dtypes, without memory; load: those
+    of one file."""
+    torch_part = need("safetensors.torch", "safetensors", f"{folder}: a folder of safetensors")
+    parts = list(_split(tensors, limit))
+    places = {}
+    for number, names in enumerate(parts, start=1):
+        file = ONE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
+        (folder / file).touch()
+        mode = (folder / file).stat().st_mode  # as the user's umask has it: safetensors gives its files 0600
+        torch_part.save_file(load(names), folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(mode)
+        places.update(dict.fromkeys(names, file))
+    if len(parts) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1))
+
+
+def _split(tensors: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if names and size + tensor.nbytes > limit:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.nbytes
+    yield names
