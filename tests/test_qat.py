@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dlp
 from dlp.parallel.model.boundary import recipes_of
@@ -213,6 +214,59 @@ def test_every_format_is_exported(weight, activation, exact):
             assert relative_error(found, nn.functional.linear(x, w, b)) > 1.5 * SCALED_LAST[dtype], (
                 "codes lose something"
             )
+
+
+@pytest.mark.parametrize(
+    ("weight", "columns", "rows"),
+    [("int4 group 32", 48, N), ("int4 group 32", 33, 1), ("int4 channel", 33, N), ("mxfp8", 1, 40), ("nvfp4", 33, 40)],
+)
+@torch.no_grad()
+def test_padded_groups_that_were_trained_are_quantized(weight, columns, rows, tmp_path):
+    torch.manual_seed(0)
+    recipe = dlp.recipe("qat", weight=weight, activation=weight if weight in ("mxfp8", "nvfp4") else "int8 token")
+    plain, other = nn.Sequential(nn.Linear(columns, rows)), nn.Sequential(nn.Linear(columns, rows))
+    trained = nn.Sequential(dlp.Linear(columns, rows, True, recipe=recipe))
+    trained.load_state_dict(plain.state_dict())
+    x, exact = torch.randn(4, columns), trained[0].weight.clone()
+    y = trained(x)
+    dlp.quantize_(plain, recipe, mode="dynamic")
+    assert plain[0].weight.shape == (rows, columns)
+    torch.testing.assert_close(plain(x), y, rtol=2e-6, atol=2e-6)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert plain(x).shape == y.shape, "as torch.compile sees it"
+    values = plain[0].weight.dequantize()
+    assert values.shape == exact.shape and relative_error(values, exact) < 0.2
+    assert_bit_equal(plain[0].weight[:, 1:], values[:, 1:])
+    assert_bit_equal(copy.deepcopy(plain)(x), plain(x))
+    torch.save(dlp.quantized_state_dict(plain), tmp_path / "codes.pt")
+    state = torch.load(tmp_path / "codes.pt", weights_only=True)
+    dlp.quantize_(other, recipe, mode="dynamic")
+    dlp.load_quantized_state_dict(other, state)
+    assert_bit_equal(other(x), plain(x))
+    dlp.freeze(trained, "**", recipe, mode="dynamic")
+    dlp.load_quantized_state_dict(trained, state)  # a frozen layer has the same codes
+    torch.testing.assert_close(trained(x), y, rtol=2e-6, atol=2e-6)
+    with pytest.raises(ValueError, match=f"x .* has 7 features, and the quantized weight .* takes {columns}"):
+        plain(torch.randn(4, 7))
+
+
+@torch.no_grad()
+def test_padded_codes_are_not_those_of_a_weight_without_padding():
+    state = dlp.quantized_state_dict(dlp.quantize_(nn.Sequential(nn.Linear(48, N)), "qat"))
+    model = dlp.quantize_(nn.Sequential(nn.Linear(64, N)), "qat")
+    with pytest.raises(
+        ValueError, match=r"saved as codes of int4\[32\] of 48 x 48, and the model has codes of int4\[32\]"
+    ):
+        dlp.load_quantized_state_dict(model, state)
+    old = dlp.quantized_state_dict(model)
+    kept = old.pop("0.weight.format")
+    with pytest.raises(
+        ValueError, match=r"lack '0.weight.format', as files of older versions do: .* add state\["
+    ) as found:
+        dlp.load_quantized_state_dict(model, old)
+    exec(str(found.value).split("add ")[1].split(", for each")[0], {"torch": torch, "state": old})
+    assert_bit_equal(old["0.weight.format"], kept)
+    dlp.load_quantized_state_dict(model, old)
 
 
 @pytest.mark.parametrize("learns", ["x", "w"])

@@ -1,7 +1,8 @@
 """Codes as plain tensors: what a quantized model is saved as, and loaded from, on any mesh.
 
     NAME.weight.codes, NAME.weight.scale_inv, ...   the parts of a quantized weight, whole
-    NAME.weight.format                              uint8 [bytes]: the name of their format, "int4[32]" say
+    NAME.weight.format                              uint8 [bytes]: the name of their format, "int4[32]" say, and the shape
+                                                    of the weight where its codes are padded: "int4[32] of 64 x 48"
     NAME.x_scale                                    what x is multiplied by, where that is static
     NAME                                            every other parameter and buffer, whole
 
@@ -111,8 +112,15 @@ def quantized_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _bytes_of(held: Held) -> Tensor:
-    """uint8 [bytes]: the name of a weight's format."""
-    return torch.tensor(list(held.q.format.name.encode()), dtype=torch.uint8, device=held.parameter.device)
+    """uint8 [bytes]: `_format_of` a weight."""
+    return torch.tensor(list(_format_of(held).encode()), dtype=torch.uint8, device=held.parameter.device)
+
+
+def _format_of(held: Held) -> str:
+    """The name of a weight's format, with the shape of the whole weight where the codes are padded."""
+    rows, columns = held.parameter.shape
+    padded = tuple(local_values(held.parameter).shape) != held.q.shape
+    return held.q.format.name + (f" of {rows} x {columns}" if padded else "")
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -131,7 +139,8 @@ def _whole(held: Held, part: Part, tensor: Tensor) -> Tensor:
     sent = tensor.detach().contiguous()
     if tensor.dtype.itemsize == 1:
         sent = sent.view(torch.uint8)
-    rows, columns = held.parameter.shape
+    cut = {int(each.dim) for each in held.parameter.placements if not each.is_replicate()}  # type: ignore[attr-defined]
+    rows, columns = (held.parameter.shape[dim] if dim in cut else held.q.shape[dim] for dim in (0, 1))
     shapes = dict(zip(held.q.format.parts, held.q.format.part_shapes((rows, columns)), strict=True))
     meta = torch.empty(shapes[part], device="meta")
     whole = DTensor.from_local(
@@ -158,7 +167,13 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
         if name not in weights:
             spread = tensor if isinstance(tensor, DTensor) else None
             into[name] = local_values(tensor), spread, list(tensor.placements) if isinstance(tensor, DTensor) else []
-    formats = {f"{name}.{FORMAT}": held.q.format.name for name, held in weights.items()}
+    formats = {f"{name}.{FORMAT}": _format_of(held) for name, held in weights.items()}
+    if unstated := next((name for name in formats if name not in state and into.keys() <= state.keys()), None):
+        raise ValueError(
+            f"the saved codes lack {unstated!r}, as files of older versions do: codes of one width may be those of several "
+            f"formats. If they are {formats[unstated]}, add state[{unstated!r}] = "
+            f"torch.tensor(list(b{formats[unstated]!r}), dtype=torch.uint8), for each weight"
+        )
     if missing := sorted((into.keys() | formats.keys()) - state.keys()):
         raise ValueError(
             f"the saved codes lack {missing[0]!r} ({len(missing)} in all): quantize the model as it was saved"

@@ -53,7 +53,8 @@ class QuantizedParameter(Tensor):
         cls, q: QuantizedTensor, dtype: torch.dtype, use: Use | None = None, x_scale: Tensor | None = None,
         turned: bool = False, shape: tuple[int, ...] | None = None,
     ) -> QuantizedParameter:  # fmt: skip
-        size = shape or (q.shape[::-1] if turned else q.shape)
+        values = q.shape if use is None else use.values_shape(q.parts)
+        size = shape or (values[::-1] if turned else values)
         made: QuantizedParameter = torch.Tensor._make_wrapper_subclass(
             cls, size, dtype=dtype, device=q.payload.device, requires_grad=False
         )
@@ -76,10 +77,9 @@ class QuantizedParameter(Tensor):
         x_scale: Tensor | None = None, options: GemmOptions = PLAIN,
     ) -> QuantizedParameter:  # fmt: skip
         """w [N, K] -> quantized. `activation`: the quantizer of x, which is static if it takes `x_scale` (fp32 [], a
-        multiplier).
+        multiplier). A matrix of partial blocks is padded with zeros in its codes, as in training; the parameter has its shape.
 
-        ValueError where w is no matrix of floats, where the format cannot hold w, and where a static quantizer of x gets no
-        scale.
+        ValueError where w is no matrix of floats, and where a static quantizer of x gets no scale.
         """
         if caps_of(quantizer).slot is not None:
             raise ValueError(
@@ -95,9 +95,10 @@ class QuantizedParameter(Tensor):
                 f"{values.dtype}: quantize matrices one by one"
             )
         values = values.detach()
-        quantizer.format.check((values.shape[0], values.shape[1]))
-        q = quantizer.cast(values, quantizer.observe(values))
-        return cls(q, values.dtype, Use(quantizer.format, activation, options), x_scale)
+        padded = quantizer.format.padded(values)
+        q = quantizer.cast(padded, quantizer.observe(padded))
+        shape = None if padded.shape == values.shape else (values.shape[0], values.shape[1])
+        return cls(q, values.dtype, Use(quantizer.format, activation, options, shape), x_scale)
 
     @property
     def quantized(self) -> QuantizedTensor:
@@ -330,7 +331,7 @@ def _view(func: Any, w: QuantizedParameter, size: Sequence[int], stride: Any = N
         return NotImplemented
     if list(size) == [-1] or list(size) == [w.numel()]:
         return w.like(w.parts, shape=(w.numel(),))
-    return w.like(w.parts) if list(size) == list(w.quantized.shape) and not w.turned else NotImplemented
+    return w.like(w.parts) if list(size) == list(w.shape) and not w.turned else NotImplemented
 
 
 @_runs(aten.slice.Tensor)
@@ -344,7 +345,7 @@ def _slice(func: Any, w: QuantizedParameter, dim: int = 0, start: Any = None, en
     whole = first == 0 and last == size
     unit = lcm(fmt.block[cut] or 1, fmt.multiple[cut])  # no block, and no entry that holds several codes, is cut
     aligned = first % unit == 0 and (last % unit == 0 or last == size)
-    said = all(part.moves_along(cut) != UNSAID for part in fmt.parts)
+    said = w.use.shape is None and all(part.moves_along(cut) != UNSAID for part in fmt.parts)
     if step != 1 or last < first or not (whole or (aligned and said)):
         return NotImplemented
     before, behind = (fmt.part_shapes(_resized(w.quantized.shape, cut, end)) for end in (first, last))
@@ -381,7 +382,7 @@ def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
         return NotImplemented
     cut = (dim % 2) ^ first.turned
     fmt: Format = first.use.format
-    if not all(fmt.concatenates(cut, w.quantized.shape[cut]) for w in tensors):
+    if first.use.shape or not all(fmt.concatenates(cut, w.quantized.shape[cut]) for w in tensors):
         return NotImplemented
     parts = []
     for i, part in enumerate(fmt.parts):
@@ -413,6 +414,8 @@ def _joined(given: Sequence[Tensor], along: int | None) -> Tensor:
 def _gather(func: Any, w: QuantizedParameter, size: int, group: Any) -> Any:
     """Gathered along the first dimension as it reads. Shared parts must be equal on all ranks, by `amax_scope` or since the
     whole was cut."""
+    if w.use.shape:
+        return NotImplemented
     cut, fmt = int(w.turned), w.use.format
     parts = []
     for part, tensor in zip(fmt.parts, w.parts, strict=True):
@@ -495,6 +498,7 @@ def _empty(func: Any, w: QuantizedParameter, *size: Any, dtype: Any = None, devi
     shape: Any = tuple(size[0]) if size else tuple(w.shape)
     fmt, same = w.use.format, shape == tuple(w.shape)
     rows = w.dim() == len(shape) == 2 and shape[1] == w.shape[1] and fmt.concatenates(int(w.turned), shape[0])
+    rows = rows and w.use.shape is None
     if not (same or rows) or dtype not in (None, w.dtype):
         return NotImplemented
     of = w.quantized.shape if same else shape[::-1] if w.turned else shape

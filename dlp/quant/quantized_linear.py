@@ -8,10 +8,12 @@ An op takes tensors and numbers, so how a weight is read, a `Use`, goes by a num
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dlp.quant.gemm import Gemm, GemmOptions
@@ -23,11 +25,22 @@ _HP, PLAIN = HighPrecision(), GemmOptions()
 
 @dataclass(frozen=True)
 class Use:
-    """How a weight is read. `activation`: casts x first; None: x stays as it is. `options`: of the GEMM."""
+    """How a weight is read.
+
+    activation  the quantizer that casts x first; None: x stays as it is
+    options     of the GEMM
+    shape       [N, K] of the values where the codes are those of a matrix that was padded with zeros; None: no padding
+    """
 
     format: Format
     activation: Quantizer | None = None
     options: GemmOptions = PLAIN
+    shape: tuple[int, int] | None = None
+
+    def values_shape(self, parts: Sequence[Tensor]) -> tuple[int, int]:
+        """[N, K] of the values that the parts stand for."""
+        rows, columns = parts[0].shape
+        return self.shape or (rows, columns * self.format.elements_per_code)
 
 
 _NUMBERS: dict[Use, int] = {}  # what the opaque ops call a use
@@ -48,14 +61,27 @@ def quantized_linear(
     """x [..., K], the parts of w [N, K], b [N] -> y [..., N] in the dtype of x. `x_scale`: fp32 [], what a static cast
     multiplies x by."""
     how, rows = _USES[use], x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    w = how.format.wrap(parts)
+    w, features = how.format.wrap(parts), _out_features(x, parts, use)
+    if how.shape is not None:
+        rows = F.pad(rows, (0, w.shape[1] - rows.shape[1]))
+        bias = None if bias is None else F.pad(bias, (0, w.shape[0] - features))
     if how.activation is None:
         a = QuantizedTensor(_HP, (rows,))
     else:
         given: dict[str, Any] = {} if x_scale is None else {"slot": ScaleSlot(x_scale, torch.zeros_like(x_scale))}
         a = how.activation.cast(rows, how.activation.observe(rows), **given)
     y = Gemm("fprop", w, x.dtype, bias=bias, options=how.options)(a)
-    return y.reshape(*x.shape[:-1], w.shape[0])
+    return y[:, :features].reshape(*x.shape[:-1], features).contiguous()
+
+
+def _out_features(x: Tensor, parts: Sequence[Tensor], use: int) -> int:
+    """N of a weight [N, K]. ValueError for x of other features than K."""
+    rows, columns = _USES[use].values_shape(parts)
+    if x.shape[-1] != columns:
+        raise ValueError(
+            f"x {tuple(x.shape)} has {x.shape[-1]} features, and the quantized weight [{rows}, {columns}] takes {columns}"
+        )
+    return rows
 
 
 @quantized_linear.register_fake
@@ -66,19 +92,20 @@ def _(x: Tensor, parts: list[Tensor], x_scale: Any, bias: Any, use: int) -> Tens
             f"x lies on {x.device} and the codes of the weight {tuple(parts[0].shape)} on {parts[0].device}: move one of "
             f"them; give a model on the meta device memory by to_empty(device=...) and load its codes"
         )
-    return x.new_empty(*x.shape[:-1], parts[0].shape[0])
+    return x.new_empty(*x.shape[:-1], _out_features(x, parts, use))
 
 
 @torch.library.custom_op("dlp::decoded", mutates_args=())
 def decoded(parts: list[Tensor], dtype: torch.dtype, use: int) -> Tensor:
     """The values [N, K] that parts stand for."""
-    return _USES[use].format.wrap(parts).dequantize(dtype).clone()
+    rows, columns = _USES[use].values_shape(parts)
+    values = _USES[use].format.wrap(parts).dequantize(dtype)
+    return values[:rows, :columns].clone(memory_format=torch.contiguous_format)
 
 
 @decoded.register_fake
 def _(parts: list[Tensor], dtype: torch.dtype, use: int) -> Tensor:
-    rows, columns = parts[0].shape
-    return parts[0].new_empty(rows, columns * _USES[use].format.elements_per_code, dtype=dtype)
+    return parts[0].new_empty(*_USES[use].values_shape(parts), dtype=dtype)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -181,3 +181,29 @@ def compiled() -> None:
 @pytest.mark.ranks(2)
 def test_frozen_layers_compile(ranks):
     ranks(2).run(compiled)
+
+
+@torch.no_grad()
+def padded_codes() -> None:
+    """K = 48 in groups of 32: cut by tp along N, and whole on each rank; plain, decoded where FSDP cuts the weight."""
+
+    def up() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(48, 64)).to(worker.device())
+
+    model, alone, mesh = up(), dlp.quantize_(up(), "qat", mode="dynamic"), worker.mesh(tp=2)
+    x = torch.randn(4, 48, device=worker.device())
+    dlp.convert(model, [dlp.LayerGroup("up", "0", style="column", recipe="qat")], mesh)
+    dlp.freeze(model, "**", "qat")
+    y, state = alone(x), dlp.quantized_state_dict(model)
+    torch.testing.assert_close(model(x), y.chunk(2, 1)[mesh["tp"].get_local_rank()], rtol=1e-6, atol=1e-6)
+    for name, tensor in dlp.quantized_state_dict(alone).items():
+        assert_bit_equal(state[name], tensor, name)
+    dlp.load_quantized_state_dict(model, state)
+    fully_shard(alone, mesh=worker.mesh()["dp_shard"])
+    torch.testing.assert_close(alone(x), y, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.ranks(2)
+def test_padded_codes_of_a_column(ranks):
+    ranks(2).run(padded_codes)
