@@ -216,7 +216,9 @@ def test_a_run_resumed_between_swaps_continues_bit_for_bit(ranks):
                 assert_bit_equal(resumed[name], whole[name], f"{name}, resumed after {at}")
 
 
-def pending(first: Any, then: Any, recompute: bool, attached: bool, of_ops: bool) -> list[Tensor]:
+def pending(
+    first: Any, then: Any, recompute: bool, attached: bool, of_ops: bool, reentrant: bool = False
+) -> list[Tensor]:
     """y, dx and dw of a forward under the recipe `first`, whose backward runs after a change to `then`; None: there is none."""
     torch.manual_seed(0)
     make = (lambda: ops.Linear(32, 32, recipe=first)) if of_ops else (lambda: Linear(32, 32, recipe=first))
@@ -229,7 +231,7 @@ def pending(first: Any, then: Any, recompute: bool, attached: bool, of_ops: bool
         dlp.end_step(model)
     x.grad = None
     model.zero_grad()
-    y = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
+    y = checkpoint(model, x, use_reentrant=reentrant) if recompute else model(x)
     if then is not None:
         dlp.set_recipe(model, "**", then)
     y.square().sum().backward()
@@ -249,3 +251,12 @@ def test_a_backward_goes_on_with_the_recipe_of_its_forward(first, then, recomput
     changed = pending(first, then, recompute, attached, of_ops)
     for actual, expected in zip(changed, pending(first, None, recompute, attached, of_ops), strict=True):
         assert_bit_equal(actual, expected)
+
+
+@pytest.mark.parametrize("of_ops", [False, True], ids=["layers", "ops"])
+@pytest.mark.parametrize("attached", [False, True], ids=["alone", "attached"])
+@pytest.mark.parametrize(("first", "then"), [(SHORT, {**SHORT, "margin": 3}), ("fp8_current", "mxfp8")])
+def test_a_reentrant_checkpoint_across_a_recipe_change_is_refused(first, then, attached, of_ops):
+    with pytest.raises(ValueError, match=r"its recipe was changed between a forward and the backward that runs it again"):
+        pending(first, then, True, attached, of_ops, reentrant=True)
+    pending(first, None, True, attached, of_ops, reentrant=True)

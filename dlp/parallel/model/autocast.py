@@ -189,11 +189,14 @@ class Ran(NamedTuple):
 
 
 class LayerRuns:
-    """What the forwards of one layer in checkpoints ran under. `learned_in_region`: one ran in a region that was entered with
-    gradients enabled."""
+    """What the forwards of one layer in checkpoints ran under.
+
+    learned_in_region  one ran in a region that was entered with gradients enabled
+    recipe_changed     the recipe has changed since the last forward
+    """
 
     def __init__(self) -> None:
-        self.learned_in_region = False
+        self.learned_in_region = self.recipe_changed = False
         self._ran: WeakKeyDictionary[Any, list[Ran]] = WeakKeyDictionary()  # by checkpoint, in the order of its calls
         self._calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by recomputation: how many it has repeated
 
@@ -222,6 +225,8 @@ def active_spec(core: Layer) -> BoundSpec:
     region, own = _REGION.get(), core.bound
     session = own.session
     in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # or in other hooks
+    if core.ran_under.recipe_changed:
+        _check_no_recomputation(core)
     if region is None and not session.regions and (session.attached or not own.spec.slots) and not in_checkpoint:
         return own
     checkpoints = _checkpoints()
@@ -256,6 +261,18 @@ def _again(core: Layer, checkpoints: list[Checkpoint]) -> Ran:
             f"use_reentrant=False to torch.utils.checkpoint, or set recipes by layer groups"
         )
     return _first(core, None)
+
+
+def _check_no_recomputation(core: Layer) -> None:
+    """Called where a layer runs for the first time since its recipe changed. ValueError in a backward that repeats a forward
+    without saying which (`use_reentrant=True`): y would be that of one recipe, and gradients of another."""
+    if not in_backward():
+        core.ran_under.recipe_changed = False
+    elif not any(each.again for each in _checkpoints()):
+        raise ValueError(
+            f"{core.spec.name}: its recipe was changed between a forward and the backward that runs it again: pass "
+            f"use_reentrant=False to torch.utils.checkpoint, or change recipes after the backward"
+        )
 
 
 def check_compiled(bound: BoundSpec) -> None:

@@ -441,6 +441,7 @@ def _apply(model: nn.Module, swap: Swap, resolved: Any) -> Swap:
     specs, session = _new_specs(model, swap.layers, resolved), _session(model, swap.layers)
     session.check_not_graphed(core for core, _ in specs)
     for core, spec in specs:
+        core.ran_under.recipe_changed = True
         core.set_spec(spec)
     session.rebuild()
     session.swaps.append(swap)
