@@ -265,6 +265,12 @@ def test_entries_that_cannot_be_told_apart_are_refused(entry: KernelEntry, messa
         table.register(entry)
 
 
+def test_the_example_of_the_table_registers_a_kernel():
+    (example,) = (line.strip() for line in (table.__doc__ or "").splitlines() if line.startswith("    register("))
+    with table.registered(eval(example.removeprefix("register"), {"GemmEntry": GemmEntry, "int6_gemm": abs})):
+        assert table.entries(GEMM, "cpu")[0].name == "int6 mm"
+
+
 def test_a_pair_that_nothing_multiplies_says_how_to_help(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(table._ON[GEMM], "cpu", ())
     fmt = Int6OnKernels()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import dlp
+from dlp.parallel.model.convert import save_whole
 from tests import pool as worker
 from tests.metrics import assert_close
 from tests.test_survey import LoRA, ReadsList
@@ -326,6 +328,23 @@ def saved() -> tuple[bool, bool, bool]:
 @pytest.mark.ranks(2)
 def test_save_pretrained_writes_whole_tensors(ranks):
     assert ranks(2).run(saved) == [(True, True, True), (False, True, True)]
+
+
+def test_an_untied_head_is_not_saved_under_a_tied_configuration(monkeypatch):
+    """Whoever loads the folder would have the embedding in the place of the head."""
+    model = Pretrained()
+    model.config = SimpleNamespace(tie_word_embeddings=True)
+    model.get_input_embeddings, model.get_output_embeddings = lambda: model.table, lambda: model.head
+    save_whole(model)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    assert model.save_pretrained("folder")[0], "tied weights are equal"
+    model.head.weight = nn.Parameter(model.table.weight + 1)
+    with pytest.raises(
+        ValueError, match=r"save_pretrained: table.weight and head.weight differ, .* would be lost when"
+    ):
+        model.save_pretrained("folder")
+    model.config.tie_word_embeddings = False
+    assert torch.equal(model.save_pretrained("folder")[1]["head.weight"], model.head.weight)
 
 
 def wrong_features() -> list[str]:

@@ -257,6 +257,8 @@ def test_a_backward_goes_on_with_the_recipe_of_its_forward(first, then, recomput
 @pytest.mark.parametrize("attached", [False, True], ids=["alone", "attached"])
 @pytest.mark.parametrize(("first", "then"), [(SHORT, {**SHORT, "margin": 3}), ("fp8_current", "mxfp8")])
 def test_a_reentrant_checkpoint_across_a_recipe_change_is_refused(first, then, attached, of_ops):
-    with pytest.raises(ValueError, match=r"its recipe was changed between a forward and the backward that runs it again"):
+    with pytest.raises(
+        ValueError, match=r"its recipe was changed between a forward and the backward that runs it again"
+    ):
         pending(first, then, True, attached, of_ops, reentrant=True)
     pending(first, None, True, attached, of_ops, reentrant=True)
