@@ -61,6 +61,16 @@ def another_parameter(model: nn.Module) -> None:
     model(x_of())
 
 
+def swapped_away(model: nn.Module) -> None:
+    torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.zeros(128, 64)))
+    model(x_of())
+
+
+def other_memory(model: nn.Module) -> None:
+    torch._C.TensorBase.set_(model[0].weight.requires_grad_(False), torch.zeros(128, 64, dtype=torch.bfloat16))
+    model(x_of())
+
+
 WRITES: dict[str, Callable[[nn.Module], Any]] = {
     **{name: lambda m, name=name: getattr(nn.init, name)(m[0].weight) for name in (
         "zeros_", "ones_", "normal_", "uniform_", "xavier_uniform_", "kaiming_normal_", "trunc_normal_")},
@@ -82,6 +92,9 @@ WRITES: dict[str, Callable[[nn.Module], Any]] = {
     "matmul": lambda m: x_of() @ m[0].weight.T,
     "numpy": lambda m: m[0].weight.numpy(force=True),
     "out=": lambda m: torch.zeros(128, 64, out=m[0].weight.requires_grad_(False)),
+    "set_": lambda m: m[0].weight.requires_grad_(False).set_(torch.zeros(128, 64, dtype=torch.bfloat16)),
+    "nn.Parameter(p)": lambda m: nn.Parameter(m[0].weight),
+    "nn.Parameter(p.detach())": lambda m: nn.Parameter(m[0].weight.detach()),
     "weight_norm": lambda m: nn.utils.parametrizations.weight_norm(m[0]),
 }  # fmt: skip
 
@@ -94,7 +107,7 @@ def test_torch_calls_on_held_weights_are_refused():
             call(model)
             pytest.fail(name)
         assert_bit_equal(model(x_of()), before, name)
-    for call in (by_functional_call, another_parameter):
+    for call in (by_functional_call, another_parameter, swapped_away, other_memory):
         with pytest.raises(ValueError, match=PUT):
             call(held())
     with pytest.raises(
@@ -166,6 +179,12 @@ def test_copies_of_placeholders_have_no_memory():
         assert type(other[0].weight) is type(model[0].weight) and other[0].weight.untyped_storage().size() == 2
         with pytest.raises(ValueError, match=HELD):
             other[0].weight.data.sum()
+    for other in (copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))):
+        alone = other(model[0].weight)
+        with pytest.raises(
+            ValueError, match="a copied parameter: lerp_ needs values of a weight that was copied without"
+        ):
+            alone.requires_grad_(False).lerp_(torch.zeros(128, 64, dtype=torch.bfloat16), 0.5)
 
 
 GATHERED = r"0: \w+ needs values of a weight that FSDP has gathered as codes only: call reshard\(\) of the modules"

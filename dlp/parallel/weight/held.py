@@ -148,8 +148,8 @@ class HeldWeight(LocalWeight):
         )
 
     def check_in_place(self, parameter: Any) -> None:
-        placeholders = parameter is self.parameter or 0 in parameter.stride()  # the latter in a left-out module
-        if not placeholders:
+        """ValueError unless a parameter is a placeholder, or the plain view of a placeholder in a left-out module."""
+        if 0 not in (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).stride():
             raise ValueError(f"{self.bound.spec.name}: a tensor was put in the place of a weight that {self.no_values}")
 
     def serves(self, spec: LinearSpec) -> bool:

@@ -137,7 +137,7 @@ class _Placeholder:
     """A tensor whose values do not exist: it has shape, dtype and gradient of a weight, and no memory. ValueError for what
     reads or writes values. `dlp_weight`: the weight that it stands for."""
 
-    dlp_weight: Valueless | None = None
+    dlp_weight: Valueless | _Copy | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,6 +152,10 @@ class _Placeholder:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
+    def set_(self, *_: Any, **__: Any) -> None:
+        """ValueError; torch does not ask `__torch_function__` here."""
+        _check_values("set_", (self,))
+
     def __repr__(self, *_: Any, **__: Any) -> str:
         shape, dtype = tuple(self.shape), self.dtype  # type: ignore[attr-defined]
         return f"{type(self).__name__}({shape}, {dtype}, without values)"
@@ -159,6 +163,19 @@ class _Placeholder:
 
 class DetachedPlaceholder(_Placeholder, Tensor):  # type: ignore[misc]  # of __repr__, which torch types loosely
     """A placeholder without its gradient."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> None:  # type: ignore[override]
+        """ValueError: `nn.Parameter(p)` asks for it, and the new parameter would be no weight of the layer."""
+        _check_values("nn.Parameter", (self,))
+
+
+class _Copy:
+    """Stands in a copied placeholder for the weight, until the copied layer takes the placeholder for its own."""
+
+    no_values = "was copied without the layer that holds its codes: copy or save the model, or its state_dict()"
+
+
+_COPY = _Copy()
 
 
 def _check_values(asked: str, given: Sequence[Any]) -> None:
@@ -168,7 +185,8 @@ def _check_values(asked: str, given: Sequence[Any]) -> None:
     for each in flat:
         weight = each.dlp_weight if isinstance(each, _Placeholder) else None
         if weight is not None:
-            raise ValueError(f"{weight.bound.spec.name}: {asked} needs values of a weight that {weight.no_values}")
+            name = "a copied parameter" if isinstance(weight, _Copy) else weight.bound.spec.name
+            raise ValueError(f"{name}: {asked} needs values of a weight that {weight.no_values}")
 
 
 class PlaceholderParameter(_Placeholder, nn.Parameter):  # type: ignore[misc]  # of __repr__, which torch types loosely
@@ -190,7 +208,7 @@ class PlaceholderDTensor(_Placeholder, _SpreadParameter):  # type: ignore[misc]
         if id(self) not in memo:
             local = placeholder(self._local_tensor.shape, self.dtype, self._local_tensor.device)
             spread = DTensor(local, self._spec, requires_grad=False)
-            memo[id(self)] = take_class(nn.Parameter(spread, self.requires_grad), PlaceholderDTensor)
+            memo[id(self)] = _copied(nn.Parameter(spread, self.requires_grad), PlaceholderDTensor)
         return memo[id(self)]
 
 
@@ -201,7 +219,13 @@ def _described(parameter: Tensor) -> tuple[Any, ...]:
 def _placeholder_parameter(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool
 ) -> nn.Parameter:
-    return take_class(nn.Parameter(placeholder(shape, dtype, device), requires_grad), PlaceholderParameter)
+    return _copied(nn.Parameter(placeholder(shape, dtype, device), requires_grad), PlaceholderParameter)
+
+
+def _copied(parameter: nn.Parameter, cls: type) -> Any:
+    """Make a parameter the placeholder of a copy."""
+    take_class(parameter, cls).dlp_weight = _COPY
+    return parameter
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
