@@ -521,7 +521,7 @@ class Fault(NamedTuple):
     layer: str
     tensor: str
     kind: str
-    steps: int = 2
+    steps: int = 1
 
 
 def _zeroed(here: Here, tensor: Tensor, call: int) -> Tensor:
@@ -564,9 +564,9 @@ FAULTS = [
     Fault("gradient not averaged", "dp2", "fp32", gradient_factor(2.0), DOWN_1, "dw", "summed twice"),
     Fault("replicas summed", "hsdp2x2", "fp32", gradient_factor(2.0), DOWN_1, "dw", "summed twice"),
     Fault("weight cast not renewed", "tp2", "fp8", never_recast, DOWN_1, "codes of w", "stale weight", 3),
-    Fault("stale gather", "dp2", "fp32", stale_gather, DOWN_1, "y", "stale weight"),
+    Fault("stale gather", "dp2", "fp32", stale_gather, DOWN_1, "y", "stale weight", 2),
     Fault("amax not agreed", "tp2+sp", "fp8", agrees_nowhere, Q_0, "scales of fprop", "another scale"),
-    Fault("amax agreed over tp", "tp2xdp2", "delayed", agreed_over_tp, "", "scale", "amax"),
+    Fault("amax agreed over tp", "tp2xdp2", "delayed", agreed_over_tp, "", "scale", "amax", 2),
     Fault("scale of another rank", "tp2", "fp8", other_scale, UP_0, "y", "another scale"),
     Fault("scale stored twice as large", "tp2", "fp8", doubled_scale, DOWN_0, "y", "summed twice"),
     Fault("shard of another rank", "tp2", "fp32", other_shard, DOWN_0, "w", "another rank's part"),
@@ -582,8 +582,8 @@ FAULTS = [
     Fault("embedding not summed", "tp2", "fp32", embedding_unsummed, "embed_tokens", "y", "missing sum"),
     Fault("loss of one rank", "tp2", "fp32", loss_of_one_rank, "", "loss", "values"),
     Fault("norm of one rank", "tp2", "fp32", local_norm, "", "gradient norm", "missing sum"),
-    Fault("gradient not cleared", "tp2", "fp32", accumulated, "layers.1.self_attn.k_proj", "db", "not cleared"),
-    Fault("gradient of the step before", "tp2", "fp32", old_gradient, "layers.1.self_attn.v_proj", "dw", "stale value"),
+    Fault("gradient not cleared", "tp2", "fp32", accumulated, "layers.1.self_attn.k_proj", "db", "not cleared", 2),
+    Fault("gradient of the step before", "tp2", "fp32", old_gradient, "layers.1.self_attn.v_proj", "dw", "stale value", 2),
     Fault("last microbatch dropped", "accumulate4", "fp32", wgrad(DOWN_1, _not_last_micro), DOWN_1, "dw", "missing microbatch"),
     Fault("wgrad is zero", "dp2", "fp32", wgrad(O_0, _zeroed), O_0, "dw", "zero"),
     Fault("bf16 in an fp32 sum", "tp2", "fp32", other_pass(DOWN_1, _rounded), DOWN_1, "y", "coarser rounding"),

@@ -93,6 +93,7 @@ def program(output: Path, folder: Path, module: str, arguments: list[str], envir
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.argv = [module, *arguments]
+    torch.multiprocessing.start_processes = start_forks
     if module != "launch.plot":
         plots.write_plot = training._no_plot  # which takes as long as the steps
     try:
@@ -100,6 +101,11 @@ def program(output: Path, folder: Path, module: str, arguments: list[str], envir
     except Exception:
         traceback.print_exc()
         sys.exit(1)
+
+
+def start_forks(*given: Any, start: Any = torch.multiprocessing.start_processes, start_method: str = "") -> Any:
+    """`torch.multiprocessing.start_processes` by forks, in place of new interpreters, which import torch and dlp."""
+    return start(*given, start_method="fork")
 
 
 def started(folder: Path, module: str, arguments: Sequence[str], ranks: int = 0) -> str:

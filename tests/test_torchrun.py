@@ -3,8 +3,9 @@
 One run fails on two "hosts", is resumed on one and killed, resumed and stopped, and resumed by ranks without torchrun to its
 end; its losses must be those of a run that was left alone. Those ranks meet in one store, one run after the other, as ranks do
 that torchrun starts anew. Blocks are sequences of dlp.ops. The rest of what a run does
-is tested in the pool (tests/multigpu), where a run costs less than a second; under torchrun each costs ten seconds of the
-CPU, most of it spent by its ranks on importing torch and dlp, which ranks without torchrun have inherited.
+is tested in the pool (tests/multigpu), where a run costs less than a second. The import of torch, dlp and launch costs a new
+interpreter six seconds of the CPU. Therefore only the run on two "hosts" has ranks that are new interpreters; torchrun starts
+the other ranks as forks (`ForkedRank`).
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from launch.config.run_config import Config
 from tests import training
@@ -38,7 +42,7 @@ SETTINGS = [f"--train.steps={STEPS}", f"--checkpoint.every={EVERY}", "--train.ev
 LONG = 240.0  # seconds; ends a test that hangs
 
 
-def program(output: Path, module: str, arguments: list[str], environment: dict[str, str]) -> None:
+def program(output: Path, module: str, arguments: list[str], environment: dict[str, str], fork_ranks: bool) -> None:
     """Inside a new process: `python -m module arguments`, in its own session, which spares it the import of torch."""
     os.setsid()
     os.chdir(ROOT)
@@ -48,18 +52,79 @@ def program(output: Path, module: str, arguments: list[str], environment: dict[s
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    if fork_ranks:
+        subprocess_handler.Popen = ForkedRank
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+class ForkedRank:
+    """`subprocess.Popen` of a Python program in a new session, for torchrun: a fork of torchrun, which has imported torch, in
+    place of a new interpreter, which imports torch and dlp for six seconds."""
+
+    def __init__(
+        self, args: Sequence[str], env: dict[str, str], stdout: Any, stderr: Any, start_new_session: bool
+    ) -> None:
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os._exit(self._run(list(args[args.index("-u") + 1 :]), env, stdout, stderr))
+
+    def _run(self, command: list[str], env: dict[str, str], stdout: Any, stderr: Any) -> int:
+        """Inside the fork: run `-m module arguments` or `file arguments` as the interpreter does, and return the exit code."""
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(env)
+        for stream, file in ((1, stdout), (2, stderr)):
+            if file is not None:
+                os.dup2(file.fileno(), stream)
+        is_module = command[0] == "-m"
+        sys.argv = command[is_module:]
+        try:
+            if is_module:
+                runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(command[0], run_name="__main__")
+            code = 0
+        except SystemExit as left:
+            code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            code = 1
+        threading._shutdown()  # waits for threads
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return code
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (LONG if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or LONG)
+            time.sleep(0.02)
+        return code
 
 
 class Run:
     """torchrun with CPU ranks, or a rank: what a user starts as `python -m module arguments`, in its own session."""
 
     def __init__(
-        self, folder: Path, module: str, *arguments: str, output: str = "output.txt", **environment: str
-    ) -> None:
+        self, folder: Path, module: str, *arguments: str, output: str = "output.txt", fork_ranks: bool = True,
+        **environment: str,
+    ) -> None:  # fmt: skip
         self.output_file = folder / output
-        self.process = forking().Process(target=program, args=(self.output_file, module, list(arguments), environment))
+        given = (self.output_file, module, list(arguments), environment, fork_ranks)
+        self.process = forking().Process(target=program, args=given)
         self.process.start()
 
     @property
@@ -67,15 +132,9 @@ class Run:
         return self.output_file.read_text() if self.output_file.exists() else ""
 
     def ranks(self) -> list[int]:
-        """The processes of the ranks, in order."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        found = {}
-        for pid in map(int, children):
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            rank = next((entry[5:] for entry in environment if entry.startswith(b"RANK=")), None)
-            if rank is not None:
-                found[int(rank)] = pid
-        return [found[rank] for rank in sorted(found)]
+        """The processes of the ranks, in order: torchrun starts no other ones, and rank 0 first."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LONG
@@ -135,7 +194,7 @@ def hosts(folder: Path, *arguments: str) -> list[Run]:
     store = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     meeting = ["--rdzv-backend=c10d", store, "--rdzv-id=hosts", "--local-addr=127.0.0.1"]
     command = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", *meeting, *arguments]
-    return [Run(folder, "torch.distributed.run", *command, output=f"host{i}.txt") for i in range(2)]
+    return [Run(folder, "torch.distributed.run", *command, output=f"host{i}.txt", fork_ranks=False) for i in range(2)]
 
 
 def local(folder: Path) -> Run:
