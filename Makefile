@@ -22,7 +22,7 @@ NEEDS   = @$(PYTHON) tools/check_env.py
 ORDER  ?= forward
 
 # exec: a signal to the shell of a verb reaches the program, which would else run on without it.
-.PHONY: help pretrain plan ledger fidelity test test-fast multigpu lint kernels-compile gpu-test emulate sanitize bench bench-quantize bench-gemm bench-linear bench-comm
+.PHONY: help pretrain plan ledger fidelity test test-fast multigpu lint docs kernels-compile gpu-test emulate sanitize bench bench-quantize bench-gemm bench-linear bench-comm
 
 help: ## this list
 	@echo "make VERB [PYTHON=python3] [ARGS=\"...\"]"
@@ -68,6 +68,10 @@ lint: $(READY) ## ruff, mypy, and the number of parameters
 	@$(PYTHON) -m mypy dlp launch bench
 	@$(PYTHON) tools/parameters.py dlp launch bench
 
+docs: $(READY) $(if $(READY),$(VENV)/.installed-docs) ## build the documentation site into build/site; a broken link or reference is an error
+	$(NEEDS) mkdocs material mkdocstrings
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict $(ARGS)
+
 kernels-compile: $(READY) ## compile the CUDA kernels for ARCHS="sm_90a sm_100a", GPU or not (exit 2: no nvcc)
 	$(NEEDS) ninja pybind11
 	@$(PYTHON) -m dlp.kernels.build --compile-only $(ARCHS)
@@ -112,4 +116,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		>$(VENV)/constraints.txt 2>/dev/null || cp constraints.txt $(VENV)/constraints.txt
 	@$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev]" $(PIP_ARGS) || \
 		{ echo "install failed; to use an interpreter as it is, without network: make VERB PYTHON=python3" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[docs]" $(PIP_ARGS)
 	@touch $@

@@ -11,6 +11,7 @@ order of the page, in one namespace. Blocks are compiled under their page's name
 from __future__ import annotations
 
 import contextlib
+import posixpath
 import re
 import textwrap
 import traceback
@@ -23,6 +24,7 @@ import pytest
 
 from dlp.quant.__main__ import reference
 from tests.kept import fusions_kept, table_kept
+from tools import site
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -107,6 +109,34 @@ def test_the_readme_leads_to_every_page():
         at += [link for link in links - found if link.exists()]
         found |= links
     assert not set(PAGES) - found, "no page that the README leads to names them"
+
+
+def test_the_navigation_of_the_site_has_every_page_once():
+    listed = re.findall(r"^ +- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(["index.md", *(page.name for page in PAGES if page.name != "README.md")])
+
+
+def test_links_of_the_site_lead_to_pages_of_the_site():
+    """The same as `mkdocs build --strict` checks, for a machine without mkdocs."""
+    folder = ROOT / "docs"
+    pages = {page.name: site.relink(page.read_text(), f"docs/{page.name}") for page in folder.glob("*.md")}
+    pages |= dict(site.generated())
+    places = {*pages, *(file.name for file in folder.glob("*.png"))}
+    found = [
+        (name, link)
+        for name, text in pages.items()
+        for link in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text)
+        if "://" not in link and posixpath.normpath(posixpath.join(posixpath.dirname(name), link)) not in places
+    ]
+    assert not found, found
+
+
+def test_a_link_to_a_file_that_is_no_page_becomes_text():
+    text = (
+        "[a](../README.md#x), [`b`](../bench/results/gemm.md), ![c](e2e-8b.png), [d](../Makefile), [e](https://e.org)"
+    )
+    expected = "[a](index.md#x), [`b`](results/gemm.md), ![c](e2e-8b.png), d, [e](https://e.org)"
+    assert site.relink(text, "docs/page.md") == expected
 
 
 def test_the_recipes_page_has_what_dlp_quant_prints():
