@@ -23,14 +23,11 @@ def test_what_is_no_tensor_is_refused_by_name():
     layer = dlp.Linear(64, 64, recipe="fp8_current")
     quantizer = dlp.recipe("fp8_current").x.rowwise
     quantized = quantizer.cast(values(32, 64), quantizer.observe(values(32, 64)))
-    with pytest.raises(TypeError, match=r"Linear: x is a QuantizedTensor \(fp8_tensor.*its dequantize\(dtype\)"):
+    with pytest.raises(TypeError, match=r"Linear: x is a QuantizedTensor \(fp8_tensor.*x\.dequantize\(dtype\)"):
         layer(quantized)
     assert layer(quantized.dequantize()).shape == (32, 64)
     with pytest.raises(TypeError, match="Linear: x must be a tensor; got list"):
         layer([1.0])
-    normed = dlp.Linear(64, 64, prologue="rms_norm")
-    with pytest.raises(TypeError, match="Linear: weight must be a tensor; got NoneType"):
-        normed(values(32, 64), None)
 
 
 def trained(layer: nn.Module, x: Tensor, by_hand: bool = False, inside: bool = False) -> list[Tensor]:

@@ -85,7 +85,6 @@ def test_both_choices_compiled():
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"prologue": "swiglu", "save_original_input": True}, "prologue swiglu makes x in its cast"),
         (
             {"recipe": replace(load("fp8_current"), y=load("fp8_current").x), "return_bias": True},
             "quantizes y, and return_bias",

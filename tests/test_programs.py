@@ -22,9 +22,8 @@ import dlp
 from dlp.kernels import captured, cuda
 from dlp.kernels.captured import CapturedLaunches, NotPlain
 from dlp.parallel.linear import autograd
-from dlp.parallel.linear.capture import DIRECTIONS, FORWARD, describe
+from dlp.parallel.linear.capture import DIRECTIONS, describe
 from dlp.parallel.linear.modules import LinearCore
-from dlp.parallel.linear.prologue import PROLOGUES
 from dlp.parallel.linear.spec import OFF, LayerOptions
 from dlp.parallel.model.boundary import end_step
 from dlp.quant.fp8 import CurrentScaling
@@ -36,7 +35,6 @@ from tests.twins import (
     K,
     M,
     N,
-    Produced,
     Results,
     Twins,
     check_used,
@@ -82,26 +80,6 @@ def test_so_it_does_for_every_kind_of_layer(recipe: str, case: dict[str, Any]):
     check_used(twins.model, *DIRECTIONS)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("sizes", [N, (N, K)], ids=["alone", "siblings"])
-@pytest.mark.parametrize("shape", [(M,), (2, M // 2)], ids=["tokens", "sequences"])
-@pytest.mark.parametrize("prologue", ["rms_norm", "swiglu"])
-def test_so_it_does_for_every_prologue(recipe: str, prologue: str, sizes: Any, shape: tuple[int, ...]):
-    check_prologue(recipe, prologue, sizes, shape)
-
-
-@pytest.mark.parametrize("prologue", ["layer_norm", "geglu"])
-def test_so_it_does_for_what_no_cast_makes(prologue: str):
-    check_prologue("fp8_current", prologue, (N, K), (2, M // 2))
-
-
-def check_prologue(recipe: str, prologue: str, sizes: Any, shape: tuple[int, ...]) -> None:
-    twins = Twins(lambda: Produced(prologue, sizes, recipe=recipe))
-    for seed in range(4):
-        twins.step(lambda model, seed: forward_backward(model, seed, shape), seed)
-    check_used(twins.model, *DIRECTIONS)
-
-
 @pytest.mark.parametrize(
     ("recipe", "case"),
     [
@@ -121,31 +99,6 @@ def test_so_it_does_in_compiled_code(recipe: str, case: dict[str, Any]):
     for seed in range(5):
         twins.step(lambda model, seed: forward_backward(model, seed, **case), seed)
     check_used(twins.model, *DIRECTIONS)
-
-
-@pytest.mark.parametrize("prologue", ["rms_norm", "layer_norm", "swiglu"])
-@pytest.mark.slow
-def test_so_it_does_in_compiled_code_with_a_prologue(prologue: str):
-    twins = Twins(lambda: Produced(prologue, (N, K), recipe="fp8_current"))
-    compiles(twins.model)
-    for seed in range(5):
-        twins.step(forward_backward, seed)
-    check_used(twins.model, *DIRECTIONS)
-
-
-@pytest.mark.parametrize("prologue", PROLOGUES)
-def test_another_weight_of_a_norm_is_read(prologue: str):
-    """What a prologue reads beside the first tensor is an address of each call, too."""
-    linear = dlp.Linear(K, N, recipe="fp8_current", prologue=prologue, dtype=torch.bfloat16)
-    x, ys = values(0, M, K), []
-    for seed in range(5):
-        vectors = [values(seed + i, K).float() for i in range(len(PROLOGUES[prologue].reads) - 1)]
-        beside = vectors if "norm" in prologue else [values(seed, M, K)]
-        with torch.no_grad():
-            ys.append(linear(x, *beside))
-        with without_programs(), torch.no_grad():
-            assert_bit_equal(ys[-1], linear(x, *beside))
-    check_used(linear, FORWARD)
 
 
 def test_nothing_is_kept_of_tensors_that_are_gone():

@@ -10,17 +10,15 @@ import torch
 
 import dlp
 from dlp.parallel.linear import state
-from dlp.parallel.linear.prologue import load as load_prologue
 from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps
-from dlp.parallel.linear.state import bound_of, spec_of, trace_with
+from dlp.parallel.linear.state import bound_of, spec_of
 from dlp.parallel.style import COLUMN_SP
 from dlp.quant.recipe import load
 from tests.cases import RECIPES
 
 
 def spec(recipe: str = "fp8_current") -> LinearSpec:
-    prologue = load_prologue({"name": "rms_norm", "eps": 1e-6})
-    return LinearSpec("layer", COLUMN_SP, load(recipe), Overlaps.named("serial"), prologue=prologue)
+    return LinearSpec("layer", COLUMN_SP, load(recipe), Overlaps.named("serial"))
 
 
 def test_specs_are_compared_by_value():
@@ -48,9 +46,7 @@ def test_equal_specs_share_a_trace_and_no_state():
     one, two = (dlp.Linear(64, 64, recipe="fp8_current").core.bound for _ in range(2))
     assert one.spec == two.spec and one.trace_id == two.trace_id
     stands = spec_of(one.trace_id)  # of another layer, perhaps
-    assert all(
-        getattr(stands, each) == getattr(one.spec, each) for each in ("style", "recipe", "tp", "options", "prologue")
-    )
+    assert all(getattr(stands, each) == getattr(one.spec, each) for each in ("style", "recipe", "tp", "options"))
     assert int(one.spec_id) != int(two.spec_id) and bound_of(two.spec_id) is two and one.session is not two.session
 
 
@@ -63,8 +59,3 @@ def test_a_trace_is_named_by_what_it_stands_for(monkeypatch):
 
     first, again = names(RECIPES), names(RECIPES[::-1])
     assert first == again and len(set(first.values())) == len(RECIPES)
-    normed = trace_with(first["fp8_block"], "rms_norm", ("eps", 1e-6))
-    assert normed == trace_with(again["fp8_block"], "rms_norm", ("eps", 1e-6)) not in first.values()
-    assert (
-        normed == dlp.Linear(64, 64, recipe="fp8_block", prologue={"name": "rms_norm", "eps": 1e-6}).core.bound.trace_id
-    )

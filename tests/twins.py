@@ -36,23 +36,6 @@ def of_any_size() -> Iterator[None]:
         yield
 
 
-class Produced(nn.Module):
-    """A linear with a prologue, of one x and a weight of its own, and a bias."""
-
-    def __init__(self, prologue: str, sizes: int | tuple[int, ...] = N, bias: bool = True, **options: Any) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, K))
-        self.linear = dlp.Linear(K, sizes, bias, prologue=prologue, **options)
-        self.prologue = prologue
-        if prologue == "layer_norm":
-            self.shift = nn.Parameter(torch.linspace(-0.5, 0.5, K))
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        if self.prologue in ("swiglu", "geglu"):
-            return self.linear(x, x * self.scale)
-        return self.linear(x, self.scale, *([self.shift] if self.prologue == "layer_norm" else []))
-
-
 class Twins:
     """Two equal models, each with an optimizer; the second one never has programs."""
 

@@ -38,7 +38,7 @@ FOUND = 99  # the sanitizer's exit code for a finding; a program's own is passed
 # many minutes for them) and graphs cannot be captured under a tool; and what is too large for one.
 MULTIPLY = tuple(
     f"tests/gpu/test_{name}.py"
-    for name in ("flagged_steps", "gemm_sm90", "gemms", "golden", "graph", "programs", "prologue", "quantizers")
+    for name in ("flagged_steps", "gemm_sm90", "gemms", "golden", "graph", "programs", "quantizers")
 )
 TOO_LARGE = "2_to_the_31"
 

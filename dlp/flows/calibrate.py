@@ -129,7 +129,7 @@ def _records(slot: ScaleSlot, amax: Callable[[Tensor], Tensor], runs: Callable[[
     @torch.no_grad()
     def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         runs()
-        x = _x_of(module, (*inputs, *named.values()))
+        x = _x_of((*inputs, *named.values()))
         core = module.core if isinstance(module, ParallelLinear) else None
         if core is not None and core.stats is not None:
             core.stats.record(f"{core.spec.members[0]}.x", x, QuantizedTensor(HighPrecision(), (x,)), always=True)
@@ -139,13 +139,10 @@ def _records(slot: ScaleSlot, amax: Callable[[Tensor], Tensor], runs: Callable[[
     return hook
 
 
-def _x_of(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
-    """The x [M, K] of a call; where a prologue makes x, of its inputs."""
-    x = inputs[0].detach()
-    spec = module.core.spec if isinstance(module, ParallelLinear) else None
-    if spec is None or spec.prologue is None:
-        return x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    return ops.stored(spec.prologue.make(spec.name, *[given.detach() for given in inputs]).matrix)
+def _x_of(inputs: tuple[Any, ...]) -> Tensor:
+    """The x [M, K] of a call."""
+    x: Tensor = inputs[0].detach()
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@
 The kernel transforms along the columns of the matrix that it reads, as a columnwise operand is, with the signs of RHT_SIGNS.
 Tiles have kernels where they are rounded to nearest and not transformed, as weights are.
 
-Activations that a prologue makes are stored first: bound by instructions, these kernels were slower with a producer inside.
+Lazy activations are stored first: bound by instructions, these kernels were slower with a producer inside.
 """
 
 from __future__ import annotations

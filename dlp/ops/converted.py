@@ -15,8 +15,8 @@ class Converted(Linear):
     """One converted linear, or all siblings in their order, which return a tuple. In all else as `Linear`: a row-parallel one
     is summed over tp, and then its bias is added. It must be made after conversion. Linears with hooks are called as modules.
 
-    Raises ValueError for modules that are not converted linears, for some only of several siblings, and for linears with a
-    prologue or `return_bias`, which take or return more than x and y.
+    Raises ValueError for modules that are not converted linears, for some only of several siblings, and for linears with
+    `return_bias`, which return more than y.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -28,10 +28,9 @@ class Converted(Linear):
         core, names = linears[0].core, ", ".join(linear.name for linear in linears)
         if [member.module for member in core.members] != linears:
             raise ValueError(f"ops.Converted: {names} do not run as one: pass siblings, all of them, in their order")
-        if core.spec.prologue is not None or core.bias_apart:
-            what = "return_bias" if core.bias_apart else "a prologue"
+        if core.bias_apart:
             raise ValueError(
-                f"ops.Converted: {names} with {what} is not called with x alone: leave that to ops around it"
+                f"ops.Converted: {names} with return_bias returns more than y: leave the bias to an ops.Bias"
             )
         biased = [linear.bias is not None for linear in linears]
         if any(biased) != all(biased):

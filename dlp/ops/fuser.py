@@ -83,8 +83,8 @@ class OperationFuser:
                 raise TypeError(f"{self.names[0]}: x and extra inputs must be tensors; got {type(tensor).__name__}")
         if basic_op_kwargs is not None:
             self.members.check_keywords(basic_op_kwargs)
-        if autocasts(inputs):
-            cast = tuple(in_autocast_dtype(inputs))
+        if inputs and autocasts(inputs[0]):
+            cast = tuple(map(in_autocast_dtype, inputs))
             if not torch.compiler.is_dynamo_compiling() and cast[0].dtype != inputs[0].dtype:
                 self.autocast = f"x is cast from {inputs[0].dtype} to {cast[0].dtype} first, as torch.autocast says"
             with no_autocast(inputs):

@@ -198,7 +198,7 @@ class BasicLinear(BasicOperation, modules.Linear):
                 check_bias(bias, (*x.shape[:-1], weight.shape[0]))
         save = ctx.requires_grad and keeps_x(bound.spec.recipe, ctx.needs_dx, any(ctx.needs_dw))
         ys, saved_x = run_forward(bound, x, weights, biases or [None] * len(weights), parts, save, ctx.record, finish)
-        ctx.save_for_backward(*weights, *to_save([x], saved_x, save))
+        ctx.save_for_backward(*weights, *to_save(x, saved_x, save))
         ctx.x_shape, ctx.x_dtype = tuple(x.shape), x.dtype
         return tuple(ys)
 
@@ -287,11 +287,7 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """y of the whole `Linear`, with its sum over ranks and its bias."""
-        return self.with_prologue((), (x,))
-
-    def with_prologue(self, prologue: tuple[Any, ...], inputs: Sequence[Tensor]) -> Any:
-        """The same of x that a prologue computes from `inputs`; (): x is the only input."""
-        ys = self.core.by_ops(tuple(inputs), prologue)
+        ys = self.core.by_ops(x)
         return ys if len(ys) > 1 else ys[0]
 
 

@@ -140,11 +140,6 @@ class BasicOperation(FusibleOperation):
         it and the extra outputs. By default an autograd function of this op alone."""
         return one_op(self, type(self).__name__, x, extra_inputs, kwargs)
 
-    def as_prologue(self, x: Any, behind: Any) -> Any:
-        """If the linear `behind` can compute this op as its prologue, in its cast: the prologue, (name, *options), and its
-        inputs. Else None."""
-        return None
-
     # The fuser asks these when it makes a plan. Linears and ops with quantizers override them.
 
     def planned(self, ctx: Any) -> None:

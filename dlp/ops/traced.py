@@ -1,7 +1,7 @@
 """Ops one by one, under torch.compile, dispatch modes and fake tensors.
 
-Each op runs `plain`, which autograd differentiates, and a linear its two opaque ops. A norm or a gate right before a linear
-runs as its prologue, inside the linear's cast. No fuser is traced, so that `fullgraph=True` works.
+Each op runs `plain`, which autograd differentiates and torch.compile fuses, and a linear its two opaque ops. No fuser is
+traced, so that `fullgraph=True` works.
 """
 
 from __future__ import annotations
@@ -50,33 +50,25 @@ def _spread(op: Any) -> bool:
 
 
 def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]]) -> Any:
-    members, ops, at, place = fuser.members, fuser.basic_ops, 0, 0
+    members, at = fuser.members, 0
     outputs: list[Tensor] = []
-    while place < len(ops):
-        op = ops[place]
+    for place, op in enumerate(fuser.basic_ops):
         extra = extra_inputs[at : at + op.num_extra_inputs]
         at += op.num_extra_inputs
         if op.traced_by is not None:  # done by `plain` of that linear
-            place += 1
             continue
         check_many(members, place, op.takes, x)
-        behind = ops[place + 1] if place + 1 < len(ops) else None
-        prologue = None if behind is None else op.as_prologue(x, behind)
-        places = [place] if prologue is None else [place, place + 1]
         try:
-            if prologue is not None:
-                x = behind.with_prologue(*prologue)  # type: ignore[union-attr]
-            elif op.overrides("plain"):
+            if op.overrides("plain"):
                 x = op.plain(x, *extra, **kwargs[place])
             else:
                 x = one_op(op, members.names[place], x, extra, kwargs[place])
         except Exception as error:
-            raise members.named_error(places, error) from None
+            raise members.named_error([place], error) from None
         if op.num_extra_outputs:
             members.check_count(place, "outputs", x, 1 + op.num_extra_outputs)
             x, *more = x
             outputs += more
-        place += len(places)
     return (x, *outputs) if outputs else x
 
 

@@ -220,12 +220,12 @@ class TransferPlan:
         shape = x.shape[:-1] if self.style.gathers is None else (self.y_tokens,)
         return Result((*shape, out_features), self.result_dtype("fprop", x.dtype))
 
-    def saved(self, x: Tensor, made: bool) -> list[Tensor]:
-        """Uninitialised tensors with the shapes, dtypes and strides of what `run_forward` returns of x [..., K] for wgrad: the
-        parts of an operand; x itself only where a prologue `made` it."""
+    def saved(self, x: Tensor) -> list[Tensor]:
+        """Uninitialised tensors with the shapes, dtypes and strides of the parts of x [..., K] that `run_forward` returns for
+        wgrad; empty where x itself is saved."""
         values = self.tokens, x.shape[-1]
         if self.kept == "values":
-            return [x.new_empty(values)] if made else []
+            return []
         shape, fmt = operand_shape(self.recipe, "x", values, self.kept == "columnwise"), self.recipe.x.columnwise.format
         if self._saved_is_compact():
             return list(compact(fmt, shape, x.dtype, x.device).parts)

@@ -98,7 +98,6 @@ def kinds_of_blocks(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
                 row.shape,
                 row.row,
                 row.recipe,
-                row.prologue,
                 row.options,
                 len(row.siblings),
             )

@@ -100,26 +100,21 @@ class _Linear(nn.Module):
         row, tokens = self.row, x.numel() // x.shape[-1]
         return transfer_plan(row.recipe, row.row, self.tp, tokens, kept=row.options.keeps)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        def make(*given: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-            x = given[0]
+    def forward(self, inputs: Tensor) -> Tensor:
+        def make(x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
             plan, like = self.plan(x), Result(tuple(x.shape), x.dtype)
             y = plan.y(like, self.sizes[0])
-            if self.shared.get("x") is not inputs[0]:
-                self.shared |= {"x": inputs[0], "kept": self.kept(plan, given)}
+            if self.shared.get("x") is not inputs:
+                self.shared |= {"x": inputs, "kept": self.kept(plan, x)}
             made = torch.empty(y.shape, dtype=y.dtype, device="meta")
-            self.count.point(made, *[kept for kept in self.shared["kept"] if all(kept is not each for each in given)])
+            self.count.point(made, *[kept for kept in self.shared["kept"] if kept is not x])
             return made, self.shared["kept"]
 
-        y: Tensor = _Keep.apply(self.count, make, *inputs)
+        y: Tensor = _Keep.apply(self.count, make, inputs)
         return y
 
-    def kept(self, plan: TransferPlan, given: Sequence[Tensor]) -> list[Tensor]:
-        prologue = self.row.prologue
-        if prologue is None:
-            return plan.saved(given[0], False) or [given[0]]
-        factors = [torch.empty(plan.tokens, dtype=torch.float32, device="meta") for _ in range(prologue.keeps)]
-        return [*plan.saved(given[0], True), *factors, *given]
+    def kept(self, plan: TransferPlan, x: Tensor) -> list[Tensor]:
+        return plan.saved(x) or [x]
 
 
 class _Embedding(nn.Module):

@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import dlp
 from dlp.kernels import cuda_producers, ops, reference
 from dlp.quant.quantizer import caps_of, one_read
+from tests.cases import BY_SCALES
 from tests.gpu.inputs import DATA, DTYPES, SHAPES, STRIDES, place, values
 from tests.gpu.test_quantizers import PAIRS, at, slot
 from tests.metrics import assert_bit_equal, assert_close
@@ -308,3 +310,14 @@ def test_activations_and_gates_are_the_reference(device, poisoned, dtype, name):
         expected = reference.gated_backward(dy, x, up, name)
         check(dx, expected[0], dy.double() * up.double(), "gate backward, dgate")
         check(dup, expected[1], dy, "gate backward, dup")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bias_gradients_are_the_reference_s(device, dtype):
+    for recipe in BY_SCALES:
+        layer = dlp.Linear(128, 256, True, recipe=recipe, device=device, dtype=dtype)
+        for step in range(3):
+            dy = torch.randn(320, 256, generator=torch.Generator().manual_seed(step)).to(dtype)
+            layer.bias.grad = None
+            layer(torch.randn(320, 128, device=device, dtype=dtype)).backward(dy.to(device))
+            assert_bit_equal(layer.bias.grad.cpu(), ops.column_sums(dy).to(dtype), f"{recipe} step {step}")

@@ -47,20 +47,6 @@ class Mlp(nn.Module):
         return x + self.down(torch.sigmoid(a) * b)
 
 
-class FusedMlp(nn.Module):
-    """The same with prologues."""
-
-    def __init__(self, recipe: str, sequence_parallel: bool, features: int = 64) -> None:
-        super().__init__()
-        options = options_of(recipe, sequence_parallel)
-        self.norm = nn.Parameter(torch.ones(HIDDEN, device=worker.device()))
-        self.up = ColumnParallelLinear(HIDDEN, (features, features), True, prologue="rms_norm", **options)
-        self.down = RowParallelLinear(features, HIDDEN, True, prologue="swiglu", **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(*self.up(x, self.norm))
-
-
 def results(module: nn.Module, model: nn.Module, x: Tensor) -> list[Tensor]:
     x = x.detach().requires_grad_()
     model.zero_grad()
@@ -103,7 +89,7 @@ def compiled_equals_eager(
 @pytest.mark.parametrize(
     ("recipe", "features", "sequence_parallel", "kind"),
     [
-        ("bf16", 64, False, FusedMlp), ("fp8_current", 64, True, FusedMlp), ("fp8_current", 64, False, Mlp),
+        ("bf16", 64, False, Mlp), ("fp8_current", 64, True, Mlp), ("fp8_current", 64, False, Mlp),
         ("mxfp8", 40, True, Mlp), ("qat", 64, True, Mlp), ("qat", 64, False, Mlp),
     ],
 )  # fmt: skip
@@ -320,23 +306,21 @@ def test_a_block_that_torch_would_no_longer_compile_ends_the_run(ranks, tmp_path
     assert "recompile_limit" in refused and compiled == ""
 
 
-def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, features: int, prologue: str | None) -> None:
+def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, features: int) -> None:
     """torch.library.opcheck on both ops: schema, aliasing, and the shapes of the fake versions."""
     tp = worker.mesh(tp=dist.get_world_size())["tp"]
     layer = style(
         HIDDEN, features, True, tp=tp, sequence_parallel=sequence_parallel, recipe=recipe, device=worker.device(),
-        dtype=torch.bfloat16, prologue=prologue,
+        dtype=torch.bfloat16,
     )  # fmt: skip
     bound = layer.core.bound
     weights = [w.detach() for w in layer.core.weight_tensors()]
     biases = [b.detach() for b in layer.core.biases() if b is not None]
     x = torch.randn(24, weights[0].shape[1], device=worker.device(), dtype=torch.bfloat16)
-    beside = {None: [], "rms_norm": [torch.ones_like(x[0])], "swiglu": [torch.randn_like(x)]}
-    inputs = [x, *beside[prologue]]
-    forward = (inputs, weights, biases, [], bound.spec_id, bound.trace_id, True, True)
+    forward = (x, weights, biases, [], bound.spec_id, bound.trace_id, True, True)
     (y,), kept = torch.ops.dlp.linear_fwd(*forward)
     backward = (
-        [torch.randn_like(y)], to_save(inputs, kept, True), weights, [], bound.spec_id, bound.trace_id, x.dtype, [1, 7],
+        [torch.randn_like(y)], to_save(x, kept, True), weights, [], bound.spec_id, bound.trace_id, x.dtype, [1, 7],
     )  # fmt: skip
     torch.library.opcheck(torch.ops.dlp.linear_fwd.default, forward)
     readable = all(part.itemsize > 1 for part in backward[1])  # the check of aliases cannot compare fp8 inputs
@@ -356,19 +340,7 @@ OPS = [  # each style in two recipes, one of which has parts that a check of ali
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("style", "sequence_parallel", "recipe", "features"), OPS)
 def test_the_ops_pass_opcheck(ranks, recipe, features, style, sequence_parallel):
-    ranks(2).run(check_ops, recipe, style, sequence_parallel, features, None)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("prologue", "style", "recipe"),
-    [
-        ("rms_norm", COLUMN, "bf16"), ("rms_norm", COLUMN, "mxfp8"), ("swiglu", ROW, "bf16"),
-        ("swiglu", ROW, "fp8_current"), ("swiglu", Linear, "mxfp8"),
-    ],
-)  # fmt: skip
-def test_the_ops_pass_opcheck_with_a_prologue(ranks, prologue, style, recipe):
-    ranks(2).run(check_ops, recipe, style, True, 64, prologue)
+    ranks(2).run(check_ops, recipe, style, sequence_parallel, features)
 
 
 def kept_and_promised(recipe: str) -> tuple[list[Any], list[Any]]:
@@ -377,7 +349,7 @@ def kept_and_promised(recipe: str) -> tuple[list[Any], list[Any]]:
         layer = ColumnParallelLinear(160, 64, **options_of(recipe, True))
         x = torch.randn(128, 160).bfloat16()
         _, kept = run_forward(layer.core.bound, x, [layer.weight.detach().to_local()], [None], (), True, True)
-        promised = layer.core.bound.transfers(len(x)).saved(x, False)
+        promised = layer.core.bound.transfers(len(x)).saved(x)
         return tuple([(each.shape, each.dtype, each.stride()) for each in given] for given in (kept, promised))
 
 

@@ -19,7 +19,6 @@ from dlp.kernels.launches import by_torch
 from dlp.kernels.reference import ACTIVATIONS
 from dlp.ops.op import BasicOperation
 from dlp.ops.values import LAZY, MANY, Value, each, rows_of, tensor_of
-from dlp.parallel.linear.prologue import gate_gradients, gated
 
 
 class _Activation(BasicOperation):
@@ -70,7 +69,6 @@ def _joined(*halves: Tensor, out: Tensor) -> None:
 
 class _Gate(BasicOperation):
     act: str
-    prologue: str | None = None  # the prologue of a linear that computes this gate, if there is one
     takes = frozenset({LAZY, MANY})
     launches = True
 
@@ -99,20 +97,21 @@ class _Gate(BasicOperation):
         gate, up = self.halves(input_)
         ctx.many = isinstance(input_, tuple)
         ctx.save_for_backward(*((gate, up) if ctx.many else (tensor_of(input_),)))
-        return gated(gate, up, self.act)
+        pair = rows_of(gate), rows_of(up)
+        lazy = ops.Gated(*pair) if self.act == "silu" else ops.GatedBy(*pair, self.act)
+        return ops.Produced(lazy, gate.shape)
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
         saved = ctx.saved_tensors
         gate, up = self.halves(saved if ctx.many else saved[0])
-        grads = gate_gradients(rows_of(grad_output), gate, up, self.act)
+        both = ops.GatedGrads(
+            rows_of(grad_output), rows_of(gate), rows_of(up), self.act
+        )  # computed when one is first read
+        grads = ops.Produced(ops.GatedGrad(both, 0), gate.shape), ops.Produced(ops.GatedGrad(both, 1), up.shape)
         if ctx.many:
             return grads, ()
         dx = torch.empty_like(rows_of(saved[0]), memory_format=torch.contiguous_format)
         return by_torch(_joined, dx, *[rows_of(grad.tensor()) for grad in grads]).view(saved[0].shape), ()
-
-    def as_prologue(self, x: Any, behind: Any) -> Any:
-        fits = self.prologue is not None and isinstance(x, tuple) and len(x) == 2
-        return ((self.prologue,), x) if fits and hasattr(behind, "with_prologue") else None
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         gate, up = self.halves(x)
@@ -122,13 +121,13 @@ class _Gate(BasicOperation):
 class SwiGLU(_Gate):
     """silu(gate) * up."""
 
-    act, prologue = "silu", "swiglu"
+    act = "silu"
 
 
 class GEGLU(_Gate):
     """gelu(gate) * up."""
 
-    act, prologue = "gelu", "geglu"
+    act = "gelu"
 
 
 class ReGLU(_Gate):

@@ -17,7 +17,6 @@ from dlp.kernels import ops
 from dlp.kernels.launches import by_torch
 from dlp.ops.op import BasicOperation
 from dlp.ops.values import LAZY, Value, rows_of, tensor_of
-from dlp.parallel.linear.prologue import layer_norm_gradients, norm_gradients
 
 
 def _plus_one(x: Tensor, *, out: Tensor) -> None:
@@ -34,7 +33,6 @@ class _Norm(BasicOperation):
     settings = "_eps", "zero_centered_gamma"
     takes = frozenset({LAZY})
     biased = False
-    prologue: str  # the prologue of a linear that computes this norm
 
     def __init__(
         self, normalized_shape: int | Sequence[int], *, eps: float = 1e-5, zero_centered_gamma: bool = False,
@@ -64,8 +62,7 @@ class _Norm(BasicOperation):
 
     @eps.setter
     def eps(self, value: float) -> None:
-        """Stored as text: `torch.compile(dynamic=True)` makes a variable of a float, and options of a prologue are
-        constants."""
+        """Store eps as text, since `torch.compile(dynamic=True)` makes a variable of a float."""
         self._eps = repr(float(value))
 
     def extra_repr(self) -> str:
@@ -79,11 +76,6 @@ class _Norm(BasicOperation):
         """The same inside a fuser: an operation of torch that can be captured, and that autograd does not see."""
         weight = self.weight
         return by_torch(_plus_one, torch.empty_like(weight), weight) if self.zero_centered_gamma else weight
-
-    def as_prologue(self, x: Any, behind: Any) -> Any:
-        if not (hasattr(behind, "with_prologue") and isinstance(x, Tensor)):
-            return None
-        return (self.prologue, ("eps", self.eps)), (x, self.scale(), *([self.bias] if self.biased else []))
 
     def rows(self, input_: Value) -> Tensor:
         """x [M, C]. ValueError for another C."""
@@ -101,8 +93,6 @@ class _Norm(BasicOperation):
 class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) * weight."""
 
-    prologue = "rms_norm"
-
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
         return self.normed(ctx, ops.RmsNormed(self.rows(input_), self.scale_by_launch(), self.eps), input_.shape)
 
@@ -118,8 +108,8 @@ class RMSNorm(_Norm):
         """residual [..., C]: added to dx in the same kernel."""
         x, weight, rstd = ctx.saved_tensors
         add = None if residual is None else rows_of(residual)
-        dx, dweight = norm_gradients(rows_of(grad_output), x, weight, rstd, add)
-        return dx.view(ctx.shape), [dweight]
+        dx, dweight = ops.rms_norm_backward(ops.stored(rows_of(grad_output)), x, weight, rstd, add)
+        return dx.view(ctx.shape), [ops.rounded(dweight, weight.dtype)]
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         self.check(x)
@@ -130,7 +120,6 @@ class LayerNorm(_Norm):
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias."""
 
     biased = True
-    prologue = "layer_norm"
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
         x, weight = self.rows(input_), self.scale_by_launch()
@@ -141,8 +130,8 @@ class LayerNorm(_Norm):
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
         x, weight, mean, rstd = ctx.saved_tensors
-        dx, dweight, dbias = layer_norm_gradients(rows_of(grad_output), x, weight, mean, rstd)
-        return dx.view(ctx.shape), [dweight, dbias]
+        dx, dweight, dbias = ops.layer_norm_backward(ops.stored(rows_of(grad_output)), x, weight, mean, rstd)
+        return dx.view(ctx.shape), [ops.rounded(grad, weight.dtype) for grad in (dweight, dbias)]
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         self.check(x)

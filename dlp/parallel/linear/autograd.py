@@ -1,7 +1,7 @@
 """The linear as autograd sees it: one autograd function, or, where something traces or watches, two opaque ops.
 
-    inputs -> y_i                forward     saves for backward: this rank's w_i, and what `to_save` lists
-    dy_i   -> dx, dw_i, db_i     backward    dx: the gradients of all inputs, where a prologue makes x
+    x    -> y_i                forward     saves for backward: the weights w_i of this rank, and the tensors of `to_save`
+    dy_i -> dx, dw_i, db_i     backward
 
     eager     `DirectLinearFn`   a `BoundCall` holds what is the same from call to call; each direction may run as captured
                                  launches (`dlp.parallel.linear.capture`)
@@ -9,7 +9,7 @@
                                  see. They take tensors and two identifiers (`dlp.parallel.linear.state`); the `TransferPlan`
                                  gives the shapes of their results; streams, groups and collectives stay inside
 
-Both run `layer_forward` and `layer_backward`. An eager call does not go through the ops, since dispatching them costs the host
+Both run `run_forward` and `run_backward`. An eager call does not go through the ops, since dispatching them costs the host
 more than a tiny linear does.
 """
 
@@ -35,15 +35,15 @@ from dlp.parallel.linear.capture import BACKWARD, FORWARD, LIMIT, CapturedDirect
 from dlp.parallel.linear.core import (
     GradsWanted,
     keeps_x,
-    layer_backward,
-    layer_forward,
     leave_wgrads,
     reads_w,
+    run_backward,
+    run_forward,
     to_save,
     waits,
 )
-from dlp.parallel.linear.spec import LinearSpec, num_inputs
-from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of, transfers, under_trace
+from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of, transfers
 from dlp.parallel.model.autocast import check_compiled
 from dlp.parallel.transfer import Result, x_tokens_of
 from dlp.parallel.weight.base import Target, WeightParts
@@ -51,7 +51,6 @@ from dlp.parallel.weight.local import check_whole, held, num_axes
 from dlp.quant.quantizer import caps_of
 
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
-X = 2  # the index of the first input among the arguments of `DirectLinearFn`
 
 
 def check_features(spec: LinearSpec, x: Tensor, weight: Tensor) -> None:
@@ -105,7 +104,6 @@ class BoundCall:
     """What stays the same between calls of a layer with tensors of equal shapes, strides, dtypes and `requires_grad`. It holds
     no tensors.
 
-    first            the index of the first weight among the arguments of `DirectLinearFn`
     differentiable   there will be a backward
     save             there will be a backward that reads x
     layouts          the DTensorSpec of each parameter that is a DTensor, else None
@@ -113,39 +111,38 @@ class BoundCall:
     wanted           results of `wants`
     """
 
-    def __init__(self, bound: BoundSpec, record: bool, inputs: Sequence[Tensor], parameters: Sequence[Any]) -> None:
-        x, self.first = inputs[0], X + len(inputs)
+    def __init__(self, bound: BoundSpec, record: bool, x: Tensor, parameters: Sequence[Any]) -> None:
         self.bound, self.record, self.count = bound, record, len(bound.spec.members)
         self.everyone = range(self.count)
         self.x_shape, self.x_dtype = x.shape, x.dtype
         trained = [p is not None and p.requires_grad for p in parameters]
-        needs_dx = any(tensor.requires_grad for tensor in inputs)
-        self.differentiable = record and (needs_dx or any(trained))
-        self.save = self.differentiable and keeps_x(bound.spec.recipe, needs_dx, any(trained[: self.count]))
+        self.differentiable = record and (x.requires_grad or any(trained))
+        self.save = self.differentiable and keeps_x(bound.spec.recipe, x.requires_grad, any(trained[: self.count]))
         self.layouts = [p._spec if isinstance(p, DTensor) else None for p in parameters]
         self.distributed = any(layout is not None for layout in self.layouts)
         self.captured = of_layer(bound, x)
         self.wanted: dict[Key, tuple[GradsWanted, list[int]]] = {}
 
-    def wants(self, needs: tuple[bool, ...], has_dy: tuple[bool, ...]) -> tuple[GradsWanted, list[int]]:
-        """Which gradients a backward computes, and the index of each among those that `DirectLinearFn.backward` returns, in the
-        order dx, dw_i, db_i. `needs`: `ctx.needs_input_grad`; `has_dy`: which y_i have a gradient."""
-        found = self.wanted.get((needs, has_dy))
+    def wants(self, needs_dx: bool, needs: tuple[bool, ...], has_dy: tuple[bool, ...]) -> tuple[GradsWanted, list[int]]:
+        """Which gradients a backward computes, and the index of each among the gradients of [x, *weights, *biases], in the
+        order dx, dw_i, db_i. needs: whether each weight and each bias needs one; has_dy: which y_i have a gradient."""
+        key = needs_dx, needs, has_dy
+        found = self.wanted.get(key)
         if found is None:
+            count = self.count
             used = tuple([i for i, dy in enumerate(has_dy) if dy])
-            weights, biases, dx = self.first, self.first + self.count, any(needs[X : self.first])
-            dw, db = (tuple([needs[first + i] for i in used]) for first in (weights, biases))
-            now = () if waits(self.bound.spec.options.delay_wgrad, dx) else dw
-            places = [*range(X, self.first)] if dx else []
-            places += [weights + i for i, need in zip(used, now, strict=False) if need]
-            places += [biases + i for i, need in zip(used, db, strict=True) if need]
+            dw, db = tuple([needs[i] for i in used]), tuple([needs[count + i] for i in used])
+            now = () if waits(self.bound.spec.options.delay_wgrad, needs_dx) else dw
+            places = [0] * needs_dx
+            places += [1 + i for i, need in zip(used, now, strict=False) if need]
+            places += [1 + count + i for i, need in zip(used, db, strict=True) if need]
             shape = self.x_shape if len(self.x_shape) != 2 else None
-            found = self.wanted[needs, has_dy] = GradsWanted(used, dx, dw, db, self.x_dtype, shape), places
+            found = self.wanted[key] = GradsWanted(used, needs_dx, dw, db, self.x_dtype, shape), places
         return found
 
 
 def check_given(bound: BoundSpec, given: Sequence[Any]) -> None:
-    """`given`: x, further inputs, parameters. ValueError for x in a dtype that layers do not take, and for a tensor on another
+    """`given`: x and parameters. ValueError for x in a dtype that layers do not take, and for a tensor on another
     device than x."""
     spec, x = bound.spec, given[0]
     if x.dtype not in ACTIVATIONS:
@@ -164,11 +161,11 @@ def check_given(bound: BoundSpec, given: Sequence[Any]) -> None:
 def call_of(
     bound: BoundSpec,
     record: bool,
-    inputs: Sequence[Tensor],
+    x: Tensor,
     parameters: Sequence[Any],
     cast_weights: WeightParts | None,
 ) -> BoundCall:
-    """The `BoundCall` for these inputs: the one of an earlier call with equal keys, else a new one, for which all is checked.
+    """The `BoundCall` for such an x: the one of an earlier call with equal keys, else a new one, for which all is checked.
 
     Where weights were cast at the step boundary, captured launches hold the addresses of these operands, so the call is kept in
     `WeightParts.calls` and forgotten with them; else it is kept with the spec."""
@@ -177,19 +174,16 @@ def call_of(
     else:
         calls = cast_weights.calls
         parameter_keys = [None if p is None else (num_axes(p), p.dtype, p.requires_grad) for p in parameters]
-    x = inputs[0]
     key = (bound, record, x.requires_grad, *shape_key(x), *parameter_keys, multiplies_tf32(x))
-    for other in inputs[1:]:
-        key += (other.requires_grad, *shape_key(other))
     found: BoundCall | None = calls.get(key)
     if found is None:
         spec = bound.spec
-        check_given(bound, (*inputs, *(parameters if cast_weights is None else ())))
+        check_given(bound, (x, *(parameters if cast_weights is None else ())))
         for parameter in parameters:
             if parameter is not None:
                 check_whole(parameter, spec.num_axes, spec.name)
         check_features(spec, x, held(parameters[0]))
-        found = BoundCall(bound, record, inputs, parameters)
+        found = BoundCall(bound, record, x, parameters)
         if len(calls) < LIMIT:
             calls[key] = found
     return found
@@ -201,10 +195,9 @@ def _parameter_key(parameter: Any) -> Key:
 
 
 def forward(
-    call: BoundCall, cast_weights: WeightParts | None, inputs: Sequence[Tensor], parameters: Sequence[Any]
-) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:  # fmt: skip
-    """Inputs (x [..., K], or the tensors that the prologue reads) -> y_i [..., N_i], what is kept for backward (see
-    `layer_forward`), and this rank's weights."""
+    call: BoundCall, cast_weights: WeightParts | None, x: Tensor, parameters: Sequence[Any]
+) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:
+    """x [..., K] -> y_i [..., N_i], the tensors of x for backward (see `run_forward`), and the weights of this rank."""
     bound, count, record = call.bound, call.count, call.record
     bound.session.begin_forward(bound, record)
     tensors = parameters
@@ -217,15 +210,15 @@ def forward(
     else:
         parts = bound.weights.read(bound, call.everyone, weights, call.x_dtype, columnwise=False, record=record)
     if not call.captured.possible[FORWARD]:
-        return *layer_forward(bound, inputs, weights, biases, parts, call.save, record), weights
+        return *run_forward(bound, x, weights, biases, parts, call.save, record), weights
     key: Key = () if cast_weights is not None else tuple(map(shape_key, parts))
-    run = partial(layer_forward, bound, inputs, weights, biases, parts, call.save, record)
-    return *call.captured.forward(key, run, forward_reads(inputs, weights, biases, parts), count), weights
+    run = partial(run_forward, bound, x, weights, biases, parts, call.save, record)
+    return *call.captured.forward(key, run, forward_reads(x, weights, biases, parts), count), weights
 
 
-def forward_reads(inputs: Any, weights: Any, biases: Any, parts: Any) -> list[Tensor]:
+def forward_reads(x: Tensor, weights: Any, biases: Any, parts: Any) -> list[Tensor]:
     """The tensors that a forward reads."""
-    return [*inputs, *(parts or weights), *[bias for bias in biases if bias is not None]]
+    return [x, *(parts or weights), *[bias for bias in biases if bias is not None]]
 
 
 def past_functorch(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -275,22 +268,22 @@ def only_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class DirectLinearFn(torch.autograd.Function):
-    """`apply(call, cast_weights, *inputs, *weights, *biases)` -> a tuple of y_i.
+    """`apply(call, cast_weights, x, *weights, *biases)` -> a tuple of y_i.
 
     cast_weights      operands that the step boundary cast; None: there are none now
-    inputs            x, or the tensors that the prologue reads
     weights, biases   parameters as modules hold them. DTensors are unwrapped in here, and their gradients wrapped: an autograd
                       function that did that for each parameter would cost as much host time as the layer
     """
 
     @staticmethod
-    def forward(ctx: Any, call: BoundCall, cast_weights: WeightParts | None, *tensors: Any) -> tuple[Tensor, ...]:
-        inputs, parameters = tensors[: call.first - X], tensors[call.first - X :]
-        ys, kept, weights = forward(call, cast_weights, inputs, parameters)
+    def forward(
+        ctx: Any, call: BoundCall, cast_weights: WeightParts | None, x: Tensor, *parameters: Any
+    ) -> tuple[Tensor, ...]:
+        ys, kept, weights = forward(call, cast_weights, x, parameters)
         ctx.call, ctx.cast_weights, ctx.scales = call, cast_weights, call.bound.session.scales
-        ctx.save_for_backward(*weights, *to_save(inputs, kept, call.save))
+        ctx.save_for_backward(*weights, *to_save(x, kept, call.save))
         ctx.set_materialize_grads(False)
-        return tuple(owned(ys, inputs))
+        return tuple(owned(ys, (x,)))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
@@ -302,27 +295,28 @@ class DirectLinearFn(torch.autograd.Function):
 
 
 def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
-    """dy_i -> a gradient for each argument of `DirectLinearFn.forward`: at `places` those that are wanted, else None."""
-    call, needs, saved = ctx.call, ctx.needs_input_grad, ctx.saved_tensors
-    wanted, places = call.wants(needs, tuple([dy is not None for dy in dys]))
+    """dy_i -> a gradient for each argument of `DirectLinearFn.forward`, None for arguments that need none."""
+    call, saved = ctx.call, ctx.saved_tensors
+    _, _, needs_dx, *needs = ctx.needs_input_grad
+    wanted, places = call.wants(needs_dx, tuple(needs), tuple([dy is not None for dy in dys]))
     weights, saved = saved[: call.count], saved[call.count :]
     if len(wanted.used) != call.count:  # members whose y is not used have no dy
         dys, weights = tuple([dys[i] for i in wanted.used]), [weights[i] for i in wanted.used]
-    grads: list[Any] = [None] * len(needs)
+    grads: list[Any] = [None] * (1 + len(needs))  # of x, weights, biases
     into = _targets(call, wanted, weights) if call.bound.weights.main_grads else []
     if into:  # `_gradients` does not return these dw_i
         main_grads = call.bound.weights.main_grads
-        written = {call.first + i: main_grads[i] for i, target in zip(wanted.used, into, strict=True) if target}
+        written = {1 + i: main_grads[i] for i, target in zip(wanted.used, into, strict=True) if target}
         places = [place for place in places if place not in written]
     for place, grad in zip(places, _gradients(call, wanted, dys, weights, saved, ctx, into), strict=True):
         grads[place] = grad
     if into:
         for place, main_grad in written.items():
             grads[place] = main_grad.written()
-    for place, layout in enumerate(call.layouts, call.first) if call.distributed else ():
+    for place, layout in enumerate(call.layouts, 1) if call.distributed else ():
         if layout is not None and grads[place] is not None:
             grads[place] = DTensor(grads[place], layout, requires_grad=False)
-    return tuple(grads)
+    return None, None, *grads
 
 
 _backward_once = only_once(_backward)
@@ -372,10 +366,10 @@ def _gradients(
             if into:
                 key += tuple([None if t is None else (*shape_key(t.tensor), t.overwrite) for t in into])
                 reads += [t.tensor for t in into if t is not None]
-            run = partial(layer_backward, bound, dys, saved, weights, parts, wanted, into=into)
+            run = partial(run_backward, bound, dys, saved, weights, parts, wanted, into=into)
             grads = call.captured.backward(key, run, reads)
         else:
-            grads = layer_backward(bound, dys, saved, weights, parts, wanted, into=into)
+            grads = run_backward(bound, dys, saved, weights, parts, wanted, into=into)
         bound.session.scales = None
         if bound.spec.options.delay_wgrad:
             grads = leave_wgrads(bound, wanted, weights, grads)
@@ -417,35 +411,34 @@ def _parts(
 
 
 def linear_fwd(
-    inputs: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
     trace_id: int, save: bool, record: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """`layer_forward` as an op."""
+    """`run_forward` as an op."""
     bound = bound_of(spec_id)
     check_compiled(bound)
-    bound = under_trace(bound, trace_id)
-    check_features(bound.spec, inputs[0], weights[0])
+    check_features(bound.spec, x, weights[0])
     bound.session.begin_forward(bound, record)
-    parts = _parts(bound, range(len(weights)), weights, cached, inputs[0].dtype, columnwise=False, record=record)
+    parts = _parts(bound, range(len(weights)), weights, cached, x.dtype, columnwise=False, record=record)
     keys = [None if bias is None else shape_key(bias) for bias in biases]
-    key = (save, record, *keys, *map(shape_key, (*inputs, *weights, *parts)))
-    run = partial(layer_forward, bound, inputs, weights, biases, parts, save, record)
-    reads = forward_reads(inputs, weights, biases, parts)
-    return _captured_of(bound, inputs[0]).forward(key, run, reads, len(weights))
+    key = (save, record, *keys, *map(shape_key, (x, *weights, *parts)))
+    run = partial(run_forward, bound, x, weights, biases, parts, save, record)
+    reads = forward_reads(x, weights, biases, parts)
+    return _captured_of(bound, x).forward(key, run, reads, len(weights))
 
 
 def linear_bwd(
     dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], spec_id: Tensor, trace_id: int,
     dtype: torch.dtype, flags: list[int],
 ) -> list[Tensor]:  # fmt: skip
-    """`layer_backward` as an op; flags: see `flags_of`."""
-    bound, wanted = under_trace(bound_of(spec_id), trace_id), _wanted(flags, dtype)
+    """`run_backward` as an op; flags: see `flags_of`."""
+    bound, wanted = bound_of(spec_id), _wanted(flags, dtype)
     bound.session.in_layer_backward(bound)
     used = wanted.used
     reads_weights = reads_w(bound.spec.recipe, wanted.dx, any(wanted.dw))
     parts = _parts(bound, used, weights, cached, dtype, columnwise=True, record=True) if reads_weights else ()
     key = (*wanted, *map(shape_key, (*dys, *saved, *weights, *parts)))
-    run = partial(layer_backward, bound, dys, saved, weights, parts, wanted)
+    run = partial(run_backward, bound, dys, saved, weights, parts, wanted)
     reads = [*dys, *saved, *((parts or weights) if reads_weights else ())]
     grads = _captured_of(bound, dys[0]).backward(key, run, reads)
     bound.session.scales = None
@@ -462,17 +455,15 @@ def _captured_of(bound: BoundSpec, x: Tensor) -> CapturedDirections:
 
 
 def _linear_fwd_fake(
-    inputs: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
     trace_id: int, save: bool, record: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """Empty tensors with the shapes, dtypes and strides of the results, by the plan; inductor relies on the strides."""
-    spec, x = spec_of(trace_id), inputs[0]
+    spec = spec_of(trace_id)
     check_features(spec, x, weights[0])
     tokens = x.numel() // x.shape[-1]
     plan = transfers(spec, tokens)
-    kept = plan.saved(x, spec.prologue is not None) if save else []
-    if spec.prologue is not None and record:
-        kept += [x.new_empty(tokens, dtype=torch.float32) for _ in range(spec.prologue.keeps)]
+    kept = plan.saved(x) if save else []
     return _empty(x, [plan.y(Result(x.shape, x.dtype), w.shape[0]) for w in weights]), kept
 
 
@@ -483,9 +474,7 @@ def _linear_bwd_fake(
     """Empty tensors with the shapes and dtypes of the results, by the plan."""
     spec, dy, wanted = spec_of(trace_id), dys[0], _wanted(flags, dtype)
     grads: list[Result] = []
-    if wanted.dx and spec.prologue is not None:
-        grads = [Result(each.shape, each.dtype) for each in saved[-num_inputs(spec) :]]
-    elif wanted.dx:
+    if wanted.dx:
         tokens = x_tokens_of(spec.style, spec.tp, dy.numel() // dy.shape[-1])
         grads = [transfers(spec, tokens).dx(weights[0].shape[1], dtype)]
     now = not waits(spec.options.delay_wgrad, wanted.dx)
@@ -499,13 +488,13 @@ def _empty(like: Tensor, results: Sequence[Result]) -> list[Tensor]:
 
 
 def _forward_flops(
-    inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[int]], biases: Any, cached: Any, spec_id: Any,
+    x: Sequence[int], weights: Sequence[Sequence[int]], biases: Any, cached: Any, spec_id: Any,
     trace_id: int, *args: Any, out_shape: Any = None,
 ) -> int:  # fmt: skip
     """FLOPs of fprop on this rank, for torch's FlopCounterMode, which passes shapes in place of tensors: 2 M K N, with M after
     the gather."""
     spec = spec_of(trace_id)
-    tokens = prod(inputs[0][:-1]) * (spec.tp if spec.style.gathers == "x" else 1)
+    tokens = prod(x[:-1]) * (spec.tp if spec.style.gathers == "x" else 1)
     return sum(2 * tokens * prod(weight) for weight in weights)
 
 
@@ -532,7 +521,7 @@ def _labelled(op: Callable[..., Any], gemm: str) -> Callable[..., Any]:
 
 _LIBRARY = torch.library.Library("dlp", "DEF")
 _LIBRARY.define(
-    "linear_fwd(Tensor[] inputs, Tensor[] weights, Tensor?[] biases, Tensor[] cached, Tensor spec_id, int trace_id, bool save,"
+    "linear_fwd(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] cached, Tensor spec_id, int trace_id, bool save,"
     " bool record) -> (Tensor[], Tensor[])"
 )
 _LIBRARY.define(
@@ -565,13 +554,10 @@ def opaque() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-FIRST = 7  # the index of x among the arguments of `OpaqueLinearFn`
-
-
 class OpaqueLinearFn(torch.autograd.Function):
-    """`apply(spec_id, trace_id, reads, count, save, record, delay, *inputs, *weights, *biases, *cached)` -> a tuple of y_i.
+    """`apply(x, spec_id, trace_id, count, save, record, delay, *weights, *biases, *cached)` -> a tuple of y_i.
 
-    reads, count   how many inputs, and how many weights and biases, follow
+    count          of weights, and of biases
     save, record   as in `run_forward`
     delay          the spec's `delay_wgrad`
     cached         flat parts of the operands that the step boundary cast, in both orientations; empty: there are none now
@@ -579,18 +565,15 @@ class OpaqueLinearFn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, spec_id: Tensor, trace_id: int, reads: int, count: int, save: bool, record: bool, delay: bool, *tensors: Any
+        ctx: Any, x: Tensor, spec_id: Tensor, trace_id: int, count: int, save: bool, record: bool, delay: bool, *tensors: Any
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        inputs, tensors = list(tensors[:reads]), tensors[reads:]
         weights, biases, cached = list(tensors[:count]), list(tensors[count : 2 * count]), list(tensors[2 * count :])
-        ys, kept = torch.ops.dlp.linear_fwd(inputs, weights, biases, cached, spec_id, trace_id, save, record)
-        saved = to_save(inputs, kept, save)
-        ctx.trace_id, ctx.reads, ctx.count, ctx.delay, ctx.num_saved = trace_id, reads, count, delay, len(saved)
-        ctx.x_shape, ctx.x_dtype = inputs[0].shape, inputs[0].dtype
-        compiling = (
-            torch.compiler.is_dynamo_compiling()
-        )  # scales of an autocast region do not apply inside a compiled graph
-        ctx.scales = None if compiling else bound_of(spec_id).session.scales
+        ys, kept = torch.ops.dlp.linear_fwd(x, weights, biases, cached, spec_id, trace_id, save, record)
+        saved = to_save(x, kept, save)
+        ctx.trace_id, ctx.count, ctx.delay, ctx.num_saved = trace_id, count, delay, len(saved)
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        # scales of an autocast region do not apply inside a compiled graph
+        ctx.scales = None if torch.compiler.is_dynamo_compiling() else bound_of(spec_id).session.scales
         ctx.save_for_backward(spec_id, *saved, *weights, *cached)
         ctx.set_materialize_grads(False)
         return tuple(ys)
@@ -604,11 +587,13 @@ class OpaqueLinearFn(torch.autograd.Function):
 
 def _backward_by_op(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """dy_i -> a gradient for each argument of `OpaqueLinearFn.forward`, None where none is wanted."""
-    reads, count, (spec_id, *tensors) = ctx.reads, ctx.count, ctx.saved_tensors
+    count, (spec_id, *tensors) = ctx.count, ctx.saved_tensors
     saved, weights = list(tensors[: ctx.num_saved]), list(tensors[ctx.num_saved : ctx.num_saved + count])
     cached = list(tensors[ctx.num_saved + count :])
     used = [i for i, dy in enumerate(dys) if dy is not None]  # a sibling whose y is not used has no gradient
-    needs_dx, needs = any(ctx.needs_input_grad[FIRST : FIRST + reads]), ctx.needs_input_grad[FIRST + reads :]
+    needs_dx, *others = ctx.needs_input_grad
+    num_settings = len(others) - 2 * count - len(cached)
+    needs = others[num_settings:]
     flags = [int(needs_dx)] + [(1 + 2 * needs[i] + 4 * needs[count + i]) if i in used else 0 for i in range(count)]
     size = len(cached) // count
     if ctx.scales is not None:
@@ -618,8 +603,7 @@ def _backward_by_op(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Any, ...]:
         [part for i in used for part in cached[i * size : (i + 1) * size]], spec_id, ctx.trace_id, ctx.x_dtype, flags,
     ))  # fmt: skip
     dx = next(grads).view(ctx.x_shape) if needs_dx else None
-    more = [next(grads) if needs_dx else None for _ in range(1, reads)]
     now = not waits(ctx.delay, needs_dx)
     dws = [next(grads) if i in used and needs[i] and now else None for i in range(count)]
     dbs = [next(grads) if i in used and needs[count + i] else None for i in range(count)]
-    return *[None] * FIRST, dx, *more, *dws, *dbs, *(None for _ in cached)
+    return dx, *(None for _ in range(num_settings)), *dws, *dbs, *(None for _ in cached)

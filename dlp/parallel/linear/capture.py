@@ -3,7 +3,7 @@
 For inputs of equal shapes, strides and alignment a direction launches the same kernels; only addresses differ. If it does
 nothing but launch, it is captured (`dlp.kernels.captured`):
 
-    first call      runs `layer_forward` or `layer_backward`, which build GEMM plans, workspaces and tables
+    first call      runs `run_forward` or `run_backward`, which build GEMM plans, workspaces and tables
     second call     records the launches of the same functions, and runs them
     further calls   allocate the results and run the recorded launches in one native call; collectives of NCCL and gloo split
                     that into several, and are called between them
@@ -65,7 +65,7 @@ class CapturedDirections:
     def forward(
         self, key: Key, run: RunForward, reads: Sequence[Tensor], count: int
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Call `run`, a `layer_forward` with `count` y_i, or its captured launches. `key`: all that they depend on, but
+        """Call `run`, a `run_forward` with `count` y_i, or its captured launches. `key`: all that they depend on, but
         for addresses and what is the same for all calls of this object; `reads`: the tensors that they read."""
 
         def flat() -> list[Tensor]:
@@ -76,7 +76,7 @@ class CapturedDirections:
         return results[:count], results[count:]
 
     def backward(self, key: Key, run: Run, reads: Sequence[Tensor]) -> list[Tensor]:
-        """Call `run`, a `layer_backward`, or its captured launches; `key` and `reads` as in `forward`."""
+        """Call `run`, a `run_backward`, or its captured launches; `key` and `reads` as in `forward`."""
         return self.run((BACKWARD, *key), reads, run)
 
     def run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:

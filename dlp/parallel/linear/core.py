@@ -20,8 +20,8 @@
 Several weights that read the same x (siblings) share one quantization, one amax agreement, one gather and one saved operand of
 x, and their dgrads accumulate into one fp32 buffer that is reduced once.
 
-x and dy may be lazy (`ops.Produced`): matrices that the cast computes as it reads what they are made of. An op of `dlp.ops`
-passes one, and so does a layer with a prologue (`layer_forward`, `dlp.parallel.linear.prologue`).
+x and dy may be lazy (`ops.Produced`), as ops of `dlp.ops` pass them: the cast computes such a matrix from the tensors it is
+made of.
 
 The `TransferPlan` of a number of tokens decides what is cast, agreed on, sent and saved; `BoundRoute` executes it.
 """
@@ -142,20 +142,6 @@ def run_forward(
     return ys, kept
 
 
-def layer_forward(
-    bound: BoundSpec, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
-    parts: Sequence[Tensor], save: bool, record: bool,
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """`run_forward` of a layer that is called with `inputs`: x, or the tensors that its prologue makes x of. What the prologue
-    needs in backward is then returned as well, after what is kept of x."""
-    prologue = bound.spec.prologue
-    if prologue is None:
-        return run_forward(bound, inputs[0], weights, biases, parts, save, record)
-    x = prologue.make(bound.spec.name, *inputs)
-    ys, kept = run_forward(bound, x, weights, biases, parts, save, record)
-    return ys, [*kept, *(prologue.kept(x) if record else ())]
-
-
 def keeps_x(recipe: Recipe, dx: bool, dw: bool) -> bool:
     """Whether a backward that computes these gradients reads x: for dw, and for dx where x was clipped."""
     return dw or (dx and recipe.x.clips)
@@ -166,15 +152,10 @@ def reads_w(recipe: Recipe, dx: bool, dw: bool) -> bool:
     return dx or (dw and recipe.w.clips)
 
 
-def to_save(inputs: Sequence[Tensor], kept: Sequence[Tensor], save: bool) -> list[Tensor]:
-    """What autograd saves of a forward that was called with `inputs` and returned `kept`.
-
-    x alone           the parts of x, or x itself; nothing where backward does not read x
-    with a prologue   what forward kept of x, what the prologue kept, and the inputs
-    """
-    if len(inputs) > 1:
-        return [*kept, *inputs]
-    return list(kept or inputs) if save else []
+def to_save(x: Tensor, kept: Sequence[Tensor], save: bool) -> list[Tensor]:
+    """Tensors of x that autograd saves after a forward that returned `kept`: the parts of x, or x itself; none where backward
+    does not read x."""
+    return list(kept or [x]) if save else []
 
 
 # Backward
@@ -292,22 +273,6 @@ def _finish_dx(bound: BoundSpec, dx: Tensor, saved: Sequence[Tensor], wanted: Gr
         dx = _through_format(bound, "dx", bound.spec.members[0], dx)
     dx = dx if dx.dtype == wanted.dtype else rounded(dx, wanted.dtype)
     return dx if wanted.shape is None else dx.view(wanted.shape)
-
-
-def layer_backward(
-    bound: BoundSpec, dys: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
-    wanted: GradsWanted, into: Sequence[Target | None] = (),
-) -> list[Tensor]:  # fmt: skip
-    """`run_backward` of a layer; with a prologue, the gradients of the prologue's inputs take the place of dx."""
-    prologue = bound.spec.prologue
-    if prologue is None:
-        return run_backward(bound, dys, saved, weights, parts, wanted, into=into)
-    inputs_at = len(saved) - len(prologue.reads)  # saved: parts of x, what the prologue kept, its inputs (`to_save`)
-    kept_at = inputs_at - prologue.keeps
-    grads = run_backward(bound, dys, saved[:kept_at], weights, parts, wanted, into=into)
-    if wanted.dx:
-        grads[:1] = prologue.gradients(grads[0], saved[kept_at:inputs_at], *saved[inputs_at:])
-    return grads
 
 
 def num_left(bound: BoundSpec, wanted: GradsWanted) -> int:

@@ -5,7 +5,7 @@ are layers that read the same x, share one core and run as one layer. A forward 
 
     modules.py    `LinearCore.__call__`             checks the inputs, finds the spec that applies and the operands of weights
     autograd.py   `call_of`, `DirectLinearFn`       what is the same for each call; what autograd saves
-    core.py       `layer_forward`, `run_forward`    cast, gather, GEMM, reduce
+    core.py       `run_forward`                     cast, gather, GEMM, reduce
     casts.py      `cast`                            observe, agree, cast
     overlap/      the strategy                      when gathers and reductions are issued
 """
@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from dlp.comm.mesh import TP
 from dlp.parallel import auto
-from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.linear.autograd import (
     ACTIVATIONS,
     OpaqueLinearFn,
@@ -36,8 +35,8 @@ from dlp.parallel.linear.autograd import (
     refuse_transforms,
 )
 from dlp.parallel.linear.core import keeps_x
-from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps, num_inputs
-from dlp.parallel.linear.state import LayerState, accepted, trace_with
+from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps
+from dlp.parallel.linear.state import LayerState, accepted
 from dlp.parallel.model.autocast import LayerRuns, active_region, active_spec
 from dlp.parallel.model.session import Session
 from dlp.parallel.style import shard_sizes, style
@@ -50,46 +49,37 @@ from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import QuantizedTensor
 
 
-def check_inputs(spec: LinearSpec, inputs: Sequence[Any]) -> None:
-    """ValueError for a wrong number of inputs, TypeError for one that is no plain tensor."""
-    prologue = spec.prologue
-    reads = ("x",) if prologue is None else prologue.reads
-    if len(inputs) != num_inputs(spec):
-        expected = "x" if prologue is None else f"{', '.join(reads)} (prologue {prologue.name})"
-        raise ValueError(f"{spec.name}: it is called with {expected}; got {len(inputs)} tensors")
-    for name, tensor in zip(reads, inputs, strict=True):
-        if isinstance(tensor, QuantizedTensor):
-            raise TypeError(
-                f"{spec.name}: {name} is a QuantizedTensor ({tensor.format.name}), but a layer quantizes {name} itself, as "
-                f"its recipe says; pass the tensor it was made of, or its dequantize(dtype)"
-            )
-        if isinstance(tensor, DTensor):
-            raise TypeError(
-                f"{spec.name}: {name} is a DTensor, but layers read this rank's plain tensor; pass to_local() of it"
-            )
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{spec.name}: {name} must be a tensor; got {type(tensor).__name__}")
+def check_input(spec: LinearSpec, x: Any) -> None:
+    """TypeError for an x that is no plain tensor."""
+    if isinstance(x, QuantizedTensor):
+        raise TypeError(
+            f"{spec.name}: x is a QuantizedTensor ({x.format.name}), but a layer quantizes x itself, as its recipe says; pass "
+            f"the tensor that x was quantized from, or x.dequantize(dtype)"
+        )
+    if isinstance(x, DTensor):
+        raise TypeError(f"{spec.name}: x is a DTensor, but layers read this rank's plain tensor; pass to_local() of it")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{spec.name}: x must be a tensor; got {type(x).__name__}")
 
 
-def autocasts(inputs: Sequence[Tensor]) -> bool:
-    """Whether torch.autocast is on for the device of these tensors."""
-    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(inputs[0].device.type)
+def autocasts(x: Tensor) -> bool:
+    """Whether torch.autocast is on for the device of x."""
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
 
 
-def in_autocast_dtype(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs in the dtype of torch.autocast, which y then has, too: what nn.Linear does."""
-    dtype = torch.get_autocast_dtype(inputs[0].device.type)
-    return [x.to(dtype) if x.dtype in ACTIVATIONS else x for x in inputs]
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """x in the dtype of torch.autocast, which y then has, too, as for nn.Linear."""
+    return x.to(torch.get_autocast_dtype(x.device.type)) if x.dtype in ACTIVATIONS else x
 
 
-def calling_state(inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """All that y depends on besides the identity of its inputs: grad mode, autocast regions, and the inputs' version counters,
-    which torch has for neither tensors of inference mode nor while it compiles."""
+def calling_state(x: Tensor) -> tuple[Any, ...]:
+    """All that y depends on besides the identity of x: grad mode, autocast regions, and the version counter of x, which torch
+    has for neither tensors of inference mode nor while it compiles."""
     modes = torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
     if torch.compiler.is_dynamo_compiling():
         return modes
     try:
-        return *modes, active_region(), *[x._version for x in inputs]
+        return *modes, active_region(), x._version
     except RuntimeError:  # tensors of inference mode have no version
         return *modes, active_region()
 
@@ -110,8 +100,8 @@ class SharedCall:
         found = self._of_thread.get(_thread())
         return found if found is not None and index in found.ys and state == found.state else None
 
-    def keep(self, inputs: tuple[Tensor, ...], state: tuple[Any, ...], ys: dict[int, Tensor]) -> None:
-        self._of_thread[_thread()] = SiblingOutputs(inputs, state, ys)
+    def keep(self, x: Tensor, state: tuple[Any, ...], ys: dict[int, Tensor]) -> None:
+        self._of_thread[_thread()] = SiblingOutputs(x, state, ys)
 
     def take(self, index: int) -> Tensor:
         """The y of a member, which waits in the outputs of this thread."""
@@ -129,19 +119,15 @@ def _thread() -> int:
 
 
 class SiblingOutputs(NamedTuple):
-    """The y_i that were computed of `inputs` in one `calling_state` and that no member has taken yet."""
+    """The y_i that were computed of x in one `calling_state` and that no member has taken yet."""
 
-    inputs: tuple[Tensor, ...]
+    x: Tensor
     state: tuple[Any, ...]
     ys: dict[int, Tensor]
 
-    def reads(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether the y_i were computed of these very tensors."""
-        return all(x is first for x, first in zip(inputs, self.inputs, strict=True))
-
-    def reads_alias(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether these are other tensors over the same memory, as a full backward hook passes to its module."""
-        return all(_memory(x) == _memory(first) for x, first in zip(inputs, self.inputs, strict=True))
+    def reads_alias(self, x: Tensor) -> bool:
+        """Whether x is another tensor over the same memory, as a full backward hook passes to its module."""
+        return _memory(x) == _memory(self.x)
 
 
 def _memory(x: Tensor) -> tuple[Any, ...]:
@@ -194,82 +180,68 @@ class LinearCore(LayerState):
     def _local(self, parameter: Tensor) -> Tensor:
         return local(parameter, self.spec.name, self.spec.num_axes)
 
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """x [..., K], or the tensors that the prologue reads -> y_i [..., N_i]; token shards in or out, as the style says.
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x [..., K] -> y_i [..., N_i]; token shards in or out, as the style says.
 
         Under torch.autocast x is cast to its dtype first, as `nn.Linear` does, and y has that dtype."""
-        count = len(inputs)
-        if (  # not one or two plain tensors, the usual case: check what they are
-            count != self.bound.num_inputs
-            or count > 2
-            or type(inputs[0]) is not Tensor
-            or type(inputs[-1]) is not Tensor
-        ):
-            check_inputs(self.spec, inputs)
-            inputs = self._accepted(inputs)
-        if autocasts(inputs):
-            with no_autocast(inputs):
-                return self(*in_autocast_dtype(inputs))
+        if type(x) is not Tensor:
+            check_input(self.spec, x)
+            if hasattr(x, "operands"):  # decoded where this layer would quantize it otherwise
+                x = accepted(self.bound if opaque() else active_spec(self), x, "x")
+        if autocasts(x):
+            with no_autocast((x,)):
+                return self(in_autocast_dtype(x))
         if opaque():
-            return self.by_ops(inputs)
+            return self.by_ops(x)
         refuse_transforms(self.spec.name)  # `apply_directly` does not look for them
         bound, record = active_spec(self), torch.is_grad_enabled()
-        cast_weights = self.weights.operands_for(bound, inputs[0].dtype)
+        cast_weights = self.weights.operands_for(bound, x.dtype)
         parameters = self.parameters()
         if self.weights.held:
             self.weights.check_in_place(parameters)
-        call = call_of(bound, record, inputs, parameters, cast_weights)
+        call = call_of(bound, record, x, parameters, cast_weights)
         if call.differentiable:
-            results: tuple[Tensor, ...] = apply_directly(call, cast_weights, *inputs, *parameters)
+            results: tuple[Tensor, ...] = apply_directly(call, cast_weights, x, *parameters)
             return results
-        return tuple(forward(call, cast_weights, inputs, parameters)[0])
+        return tuple(forward(call, cast_weights, x, parameters)[0])
 
-    def _accepted(self, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """The inputs; one that arrives quantized is decoded where this layer would quantize it otherwise (`accepted`)."""
-        bound = self.bound if opaque() else active_spec(self)
-        return tuple([accepted(bound, x, "x") if hasattr(x, "operands") else x for x in inputs])
-
-    def by_ops(self, inputs: tuple[Tensor, ...], prologue: tuple[Any, ...] = ()) -> tuple[Tensor, ...]:
-        """`__call__` by the opaque ops, where something traces or watches. `prologue`: one that replaces the layer's own, as
-        arguments of `trace_with`."""
+    def by_ops(self, x: Tensor) -> tuple[Tensor, ...]:
+        """`__call__` by the opaque ops, where something traces or watches."""
         bound = self.bound if torch.compiler.is_dynamo_compiling() else active_spec(self)
-        trace = trace_with(bound.trace_id, *prologue) if prologue else bound.trace_id
-        cast_weights = self.weights.operands_for(bound, inputs[0].dtype)
+        cast_weights = self.weights.operands_for(bound, x.dtype)
         weights, biases = self.weight_tensors(), self.biases()
         if self.weights.held and not torch.compiler.is_dynamo_compiling():
             self.weights.check_in_place(self.parameters())
         cached = [] if cast_weights is None else cast_weights.parts
         record = torch.is_grad_enabled()
-        if not (record and any(t is not None and t.requires_grad for t in (*inputs, *weights, *biases))):
+        if not (record and any(t is not None and t.requires_grad for t in (x, *weights, *biases))):
             # no autograd function where there is nothing to differentiate: torch 2.11 compiles one wrongly there
-            listed = list(inputs)
-            ys, _ = torch.ops.dlp.linear_fwd(listed, weights, biases, cached, bound.spec_id, trace, False, record)
+            ys, _ = torch.ops.dlp.linear_fwd(x, weights, biases, cached, bound.spec_id, bound.trace_id, False, record)
             return tuple(ys)
-        needs_dx, needs_dw = (any(t.requires_grad for t in tensors) for tensors in (inputs, weights))
-        save = keeps_x(bound.spec.recipe, needs_dx, needs_dw)
+        save = keeps_x(bound.spec.recipe, x.requires_grad, any(w.requires_grad for w in weights))
         results: tuple[Tensor, ...] = OpaqueLinearFn.apply(
-            bound.spec_id, trace, len(inputs), len(weights), save, record, bound.spec.options.delay_wgrad, *inputs,
-            *weights, *biases, *cached,
+            x, bound.spec_id, bound.trace_id, len(weights), save, record, bound.spec.options.delay_wgrad, *weights,
+            *biases, *cached,
         )  # fmt: skip
         return results
 
-    def sibling(self, index: int, *inputs: Tensor) -> Tensor:
+    def sibling(self, index: int, x: Tensor) -> Tensor:
         """y of one member. The first sibling called with an x computes all y_i; the others, which must be called with the same
         x, take theirs. If x was changed in place since, or the grad mode was, all are computed anew."""
         if len(self.members) == 1:
-            return self(*inputs)[0]
-        state = calling_state(inputs)
+            return self(x)[0]
+        state = calling_state(x)
         waiting = self.shared.find(index, state)
         if waiting is None:
-            self.shared.keep(inputs, state, dict(enumerate(self(*inputs))))
-        elif waiting.reads(inputs):
+            self.shared.keep(x, state, dict(enumerate(self(x))))
+        elif waiting.x is x:
             pass
-        elif waiting.reads_alias(inputs):
+        elif waiting.reads_alias(x):
             self.session.note(
                 f"siblings of {self.spec.name} are called with different tensors over the same memory, as where one has a full "
                 f"backward hook: all are computed for each tensor"
             )
-            self.shared.keep(inputs, state, {i: y for i, y in enumerate(self(*inputs)) if i in waiting.ys})
+            self.shared.keep(x, state, {i: y for i, y in enumerate(self(x)) if i in waiting.ys})
         else:
             names = ", ".join(repr(m.module.name) for m in self.members)
             raise ValueError(
@@ -349,8 +321,8 @@ class ConvertedLinear(ParallelLinear, nn.Linear):
     name: str
     index: int
 
-    def forward(self, x: Tensor, *more: Tensor) -> Any:
-        y = self.core.sibling(self.index, x, *more)
+    def forward(self, x: Tensor) -> Any:
+        y = self.core.sibling(self.index, x)
         return (y, self.core.bias_for(self.index, y)) if self.core.bias_apart else y
 
     def reset_parameters(self) -> None:
@@ -372,13 +344,10 @@ class Linear(ParallelLinear):
     recipe                a name, or a Recipe
     overlap               "auto", "serial" or "chunked", or names by GEMM. "auto" is chosen when the layer is constructed, by
                           the times that dlp ships, for 8192 tokens of all ranks; `convert` chooses again for its `batch`
-    prologue              what x is made of, in the same read as its cast: "rms_norm", of layer(x, weight); "layer_norm", of
-                          layer(x, weight, bias); "swiglu" or "geglu", of layer(gate, up); with options {"name": "rms_norm",
-                          "eps": ...}. Gradients go to the tensors that the layer is called with
     return_bias           forward returns (y, bias), for a caller that adds the bias later; of siblings a tuple of each
     save_original_input   x itself is saved for wgrad, and quantized again in backward
 
-    ValueError for an unknown recipe, strategy or prologue, and for options that exclude each other (`LinearSpec`).
+    ValueError for an unknown recipe or strategy, and for options that exclude each other (`LinearSpec`).
     """
 
     _style = "local"
@@ -386,9 +355,8 @@ class Linear(ParallelLinear):
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], bias: bool = False, *,
         tp: DeviceMesh | ProcessGroup | None = None, sequence_parallel: bool = False, recipe: str | Recipe = "bf16",
-        overlap: str | Mapping[str, str] = "auto", prologue: str | Mapping[str, Any] | None = None,
-        return_bias: bool = False, save_original_input: bool = False, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        overlap: str | Mapping[str, str] = "auto", return_bias: bool = False, save_original_input: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip  # many parameters: those of nn.Linear, and of the layers of other tensor-parallel libraries
         super().__init__()
         mesh = _as_mesh(tp, device)
@@ -406,8 +374,7 @@ class Linear(ParallelLinear):
         chosen = auto.at_construction(self.overlap, problem, group, device_type)
         spec = LinearSpec(
             type(self).__name__, row, made, Overlaps.named(chosen), group, members=members,
-            options=LayerOptions(save_original_input=save_original_input or None), prologue=prologues.load(prologue),
-            return_bias=return_bias,
+            options=LayerOptions(save_original_input=save_original_input or None), return_bias=return_bias,
         )  # fmt: skip
         self.in_features, self.out_features = in_features, out_features
         suffixes = [""] if isinstance(out_features, int) else [f"_{i}" for i in range(len(sizes))]
@@ -434,9 +401,9 @@ class Linear(ParallelLinear):
                     fill(bias, drawn.bias)
         self.core.weights.drop()
 
-    def forward(self, x: Tensor, *more: Tensor) -> Any:
-        """x, and `more`: further inputs of a prologue -> y, or a tuple of y_i; with `return_bias` (y, bias)."""
-        ys, one = self.core(x, *more), isinstance(self.out_features, int)
+    def forward(self, x: Tensor) -> Any:
+        """x -> y, or a tuple of y_i; with `return_bias` (y, bias)."""
+        ys, one = self.core(x), isinstance(self.out_features, int)
         if not self.core.bias_apart:
             return ys[0] if one else ys
         biases = tuple([self.core.bias_for(i, y) for i, y in enumerate(ys)])

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dlp.parallel import overlap as overlaps
-from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.overlap import Overlap
 from dlp.parallel.style import ParallelStyle
 from dlp.quant.fake import is_fake
@@ -104,7 +103,6 @@ class LinearSpec:
     amax_group    the group over which every amax is agreed; None: only those that `dlp.parallel.casts.agrees` asks for
     tokens        B*S of a microbatch, which sequence-parallel layers check x against; None: not known
     variant       appended to the names of delayed scales, for a recipe that overrides the layer's own in an autocast region
-    prologue      what makes x of the tensors that the layer is called with; None: it is called with x
     return_bias   forward returns (y without bias, bias)
 
     ValueError for a recipe, options or groups that the style cannot have.
@@ -120,14 +118,11 @@ class LinearSpec:
     members: tuple[str, ...] = ("linear",)
     variant: str = ""
     options: LayerOptions = OFF
-    prologue: Prologue | None = None
     return_bias: bool = False
 
     def __post_init__(self) -> None:
         check_recipe(self.name, self.style.gathers, self.recipe)
-        check_extras(self.name, self.recipe, self.options, self.prologue, self.return_bias)
-        if self.prologue is not None:
-            self.prologue.check(self.name, self.style, self.tp)
+        check_extras(self.name, self.recipe, self.options, self.return_bias)
         self.check_group(self.amax_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearSpec:
@@ -204,9 +199,7 @@ def check_recipe(layer: str, gathers: str | None, recipe: Recipe) -> None:
         )
 
 
-def check_extras(
-    layer: str, recipe: Recipe, options: LayerOptions, prologue: Prologue | None, return_bias: bool
-) -> None:
+def check_extras(layer: str, recipe: Recipe, options: LayerOptions, return_bias: bool) -> None:
     """ValueError for two choices that exclude each other."""
     if return_bias and recipe.y is not None:
         raise ValueError(
@@ -222,11 +215,6 @@ def check_extras(
         raise ValueError(
             f"{layer}: {recipe} passes no gradient where a code of w was clipped, which a wgrad that waits would read of a "
             f"weight that may have changed; leave delay_wgrad out"
-        )
-    if options.save_original_input and prologue is not None:
-        raise ValueError(
-            f"{layer}: prologue {prologue.name} makes x in its cast and stores it nowhere, so save_original_input = true has "
-            f"nothing to keep; leave one of them out"
         )
 
 
@@ -244,11 +232,6 @@ def check_blocks(layer: str, recipe: Recipe, style: ParallelStyle, shape: Sequen
                 f"{features[cut]} of {tensor} to each of {tp} ranks, no multiple of the {fmt.block[cut]} in a block of "
                 f"{fmt.name}; choose smaller blocks, a smaller tp, or another style for this layer"
             )
-
-
-def num_inputs(spec: LinearSpec) -> int:
-    """How many tensors the layer is called with: 1, x, or those that its prologue reads."""
-    return 1 if spec.prologue is None else len(spec.prologue.reads)
 
 
 def owners(members: tuple[str, ...], tensor: str) -> tuple[str, ...]:

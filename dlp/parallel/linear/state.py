@@ -5,7 +5,7 @@
     quantize     casts x, w, dy, y or dx of a layer, with the scales, flags and random origins of its session
 
 The opaque ops take tensors and two identifiers. `spec_id`, an int64 tensor [], identifies the `BoundSpec` that a call runs.
-`trace_id`, an integer, is equal for all specs of equal style, recipe, tp, options and prologue, on which number and shapes of
+`trace_id`, an integer, is equal for all specs of equal style, recipe, tp and options, on which number and shapes of
 results depend, and nothing else. torch.compile sees trace_id as a constant and spec_id as an input, so that equal blocks share
 one compiled graph.
 """
@@ -38,9 +38,7 @@ from dlp.parallel.casts import (
     cast,
     cast_plan,
 )
-from dlp.parallel.linear.prologue import Prologue
-from dlp.parallel.linear.prologue import load as load_prologue
-from dlp.parallel.linear.spec import LinearSpec, num_inputs
+from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.model.session import Session, cannot_pickle
 from dlp.parallel.transfer import TransferPlan, transfer_plan, x_tokens_of
 from dlp.quant.quantizer import Origin, Wanted
@@ -83,7 +81,6 @@ class BoundSpec:
 
     session      what the layers of the model share, and the step boundary changes
     weights      `LayerWeights` of the layer
-    num_inputs   how many tensors the layer is called with
     clips        operands of x say where codes were clipped (`Operand.clips`)
     spec_id      int64 [], identifies it to the opaque ops; trace_id: see the module
     cache        results of functions that are `remembered`
@@ -104,7 +101,6 @@ class BoundSpec:
         _BOUND[number] = self
         self.spec_id = torch.tensor(number, device="cpu")  # whatever the default device is
         self.trace_id = _trace_of(spec)
-        self.num_inputs = num_inputs(spec)
         self.clips = spec.recipe.x.clips  # looked up here, since torch.compile cannot trace a cached_property
         self.cache: dict[Any, Any] = {}
         self.calls: dict[Any, Any] = {}
@@ -170,7 +166,7 @@ def _trace_of(spec: LinearSpec) -> int:
     """The trace_id of a spec. It is a hash and not a count, since inductor finds compiled graphs on disk by such constants: a
     process with other recipes, or with another version of this package, must not find one that was compiled for other
     shapes."""
-    key = spec.style, spec.recipe, spec.tp, spec.options, spec.prologue
+    key = spec.style, spec.recipe, spec.tp, spec.options
     if key not in _TRACES:
         digest = sha256(repr(key).encode() + _sources())
         _TRACES[key] = int.from_bytes(digest.digest()[:7], "little")
@@ -183,23 +179,6 @@ def _sources() -> bytes:
     """A hash of the Python sources of this package."""
     files = sorted(Path(__file__).parents[2].rglob("*.py"))
     return sha256(b"".join(file.read_bytes() for file in files)).digest()
-
-
-@torch.compiler.assume_constant_result
-def trace_with(trace_id: int, prologue: str, *options: tuple[str, Any]) -> int:
-    """The trace_id of the specs of another trace_id, but with this prologue. torch.compile evaluates it while it traces, so
-    that equal blocks share a graph."""
-    return _trace_of(replace(spec_of(trace_id), prologue=load_prologue({"name": prologue, **dict(options)})))
-
-
-def under_trace(bound: BoundSpec, trace_id: int) -> BoundSpec:
-    """The bound spec, or, for a trace_id of `trace_with`, the same with that prologue."""
-    return bound if bound.trace_id == trace_id else _with_prologue(bound, spec_of(trace_id).prologue)
-
-
-@remembered
-def _with_prologue(bound: BoundSpec, prologue: Prologue | None) -> BoundSpec:
-    return BoundSpec(replace(bound.spec, prologue=prologue), bound.session, bound.weights)
 
 
 class LayerState:
@@ -295,7 +274,7 @@ def accepted(bound: BoundSpec, value: Any, tensor: str) -> Any:
     spec, record = bound.spec, value.cast_record
     theirs, options = record.quantizers, spec.options
     quantized = not (theirs.rowwise.format.keeps_source or theirs.columnwise.format.keeps_source)
-    same = theirs == spec.recipe.of(tensor) and not options.save_original_input and spec.prologue is None and quantized
+    same = theirs == spec.recipe.of(tensor) and not options.save_original_input and quantized
     shared = spec.tp == 1 or (spec.amax_group is None and spec.recipe.amax_scope == "table")
     if same and shared and spec.style.gathers == tensor and spec.tp > 1:
         rows = value.numel() // value.shape[-1]

@@ -185,7 +185,7 @@ def _spec_of(target: _Target, rows: Sequence[LayerPlan]) -> LinearSpec:
         module.core.weights.check(first.recipe)
     return LinearSpec(
         name, first.row, first.recipe, Overlaps.named(first.overlap), target.tp.get_group(), target.amax_group, target.tokens,
-        tuple(row.name for row in rows), options=first.options, prologue=first.prologue, return_bias=first.return_bias,
+        tuple(row.name for row in rows), options=first.options, return_bias=first.return_bias,
     )  # fmt: skip
 
 

@@ -27,8 +27,6 @@ class LayerFields(LayerOptions):
     sequence_parallel  whether the layer's tokens are cut over tp
     siblings           whether layers that read the same x become one layer
     overlap            a strategy's name, or a table by GEMM {"fprop": ..., "dgrad": ..., "wgrad": ...}
-    prologue           a norm or activation that makes x, fused with its cast: "rms_norm" or {"name": "rms_norm", "eps": ...},
-                       "layer_norm", "swiglu", "geglu"; the layer is then called with the tensors that this reads
     return_bias        forward returns (y without bias, bias)
     convert            False: matching modules are left out, with all modules in them: they run their own code, whole on
                        every tp rank. True: a subclass of nn.Linear is converted, without its own forward
@@ -40,7 +38,6 @@ class LayerFields(LayerOptions):
     sequence_parallel: bool | None = None
     siblings: bool | None = None
     overlap: str | Mapping[str, str] | None = None
-    prologue: str | Mapping[str, Any] | None = None
     return_bias: bool | None = None
     convert: bool | None = None
 

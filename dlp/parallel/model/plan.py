@@ -199,7 +199,7 @@ def _check_siblings(rows: Sequence[LayerPlan]) -> None:
         for what, value, other in (
             ("in_features", row.shape[1], first.shape[1]), ("style", row.row.name, first.row.name),
             ("recipe", row.recipe, first.recipe), ("overlap", row.overlap, first.overlap),
-            ("prologue", row.prologue, first.prologue), ("return_bias", row.return_bias, first.return_bias),
+            ("return_bias", row.return_bias, first.return_bias),
             *((each.name, getattr(row.options, each.name), getattr(first.options, each.name)) for each in OPTIONS),
         ):  # fmt: skip
             if value != other:

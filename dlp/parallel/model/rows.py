@@ -1,13 +1,13 @@
 """The rows of a plan: what conversion will do to each layer, from its module and what its groups say.
 
-    LayerPlan       a linear of the model, or a layer of dlp that was made by hand, which keeps its style and prologue, and its
+    LayerPlan       a linear of the model, or a layer of dlp that was made by hand, which keeps its style and its
                     recipe and overlap where no group sets them
     OtherPlan       any other module with parameters
     ParameterPlan   a parameter: its shape on a tp rank, and whether its gradient is partial there
 
 The notes of a layer say where it does something else than the name of its recipe promises: an operand is gathered in high
 precision, a GEMM decodes an operand since the other one is not quantized, results are rounded, codes depend on tp although
-`amax_scope="all"`; and how the device runs the recipe, and where its prologue runs.
+`amax_scope="all"`; and how the device runs the recipe.
 """
 
 from __future__ import annotations
@@ -20,13 +20,9 @@ import torch
 from torch import nn
 
 from dlp.comm.mesh import NCCL
-from dlp.kernels.ops import ACTIVATION_CODES
-from dlp.kernels.table import cast_kernel, device_kind, entries
+from dlp.kernels.table import cast_kernel, device_kind
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.auto import AUTO, NO_TABLE, NO_TOKENS, NOTHING, SERIAL, Asked, Choice, Problem, Times, choose
-from dlp.parallel.casts import BOTH, cast_plan
-from dlp.parallel.linear import prologue as prologues
-from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.linear.spec import LayerOptions, check_blocks, check_extras, check_recipe
 from dlp.parallel.model.groups import Resolved
 from dlp.parallel.style import STYLES, ParallelStyle, shard_sizes, style
@@ -64,7 +60,6 @@ class LayerPlan:
     recipe: Recipe
     overlap: Asked
     options: LayerOptions
-    prologue: Prologue | None
     kernels: tuple[str, str, str]
     parameters: int
     group: str
@@ -151,7 +146,7 @@ def plan_made(name: str, module: nn.Module, chosen: Resolved, place: Place) -> I
     style_name, sequence_parallel = next(key for key, row in STYLES.items() if row is spec.style)
     for what, asked, its in (
         ("style", chosen.style, style_name), ("sequence_parallel", chosen.sequence_parallel, sequence_parallel),
-        ("prologue", prologues.load(chosen.prologue), spec.prologue), ("return_bias", chosen.return_bias, spec.return_bias),
+        ("return_bias", chosen.return_bias, spec.return_bias),
     ):  # fmt: skip
         if asked is not None and asked != its:
             raise ValueError(
@@ -166,8 +161,7 @@ def plan_made(name: str, module: nn.Module, chosen: Resolved, place: Place) -> I
     constructed = own if len(set(own.values())) > 1 else own[GEMMS[0]]
     chosen = replace(
         chosen, style=style_name, sequence_parallel=sequence_parallel, recipe=chosen.recipe or spec.recipe,
-        overlap=chosen.overlap or (AUTO if module.overlap == AUTO else constructed), prologue=spec.prologue,
-        return_bias=spec.return_bias,
+        overlap=chosen.overlap or (AUTO if module.overlap == AUTO else constructed), return_bias=spec.return_bias,
         **{name: value for name, value in vars(spec.options).items() if getattr(chosen, name) is None},
     )  # fmt: skip
     names = [name if len(members) == 1 else f"{name}.{member.weight}" for member in members]
@@ -194,12 +188,9 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
     recipe = recipes.as_recipe(chosen.recipe or "bf16").for_layer(name)
     check_recipe(name, row.gathers, recipe)
     check_blocks(name, recipe, row, shape, tp)
-    prologue = prologues.load(chosen.prologue)
-    if prologue is not None:
-        prologue.check(name, row, tp)
 
     options, return_bias = chosen.settled(row), bool(chosen.return_bias)
-    check_extras(name, recipe, options, prologue, return_bias)
+    check_extras(name, recipe, options, return_bias)
 
     # who chose it: "edges (recipe), qkv (style)"; what nobody set stays at its default
     fields_of = {group: [f for f, winner in chosen.won.items() if winner == group] for group in chosen.won.values()}
@@ -212,12 +203,11 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
         *_kept_note(recipe, row, options, tokens),
         *(["returns (y, bias): whoever is called next adds the bias"] if return_bias else ()),
         *(scope_notes(recipe, row, local, tokens) if tp > 1 else ()),
-        *prologue_note(prologue, recipe, place.device_type),
         *capture_note(recipe, place.device_type),
     )
     return LayerPlan(
         name=name, shape=shape, style=style_name, sequence_parallel=sequence_parallel, siblings=(), recipe=recipe,
-        overlap=_overlap(chosen.overlap, name), options=options, prologue=prologue, return_bias=return_bias,
+        overlap=_overlap(chosen.overlap, name), options=options, return_bias=return_bias,
         kernels=_kernels(recipe, place.device_type, name), parameters=local[0] * local[1] + has_bias * local[0],
         group=", ".join(winners), overrode="; ".join(overrode), weight=weight, notes=notes,
     )  # fmt: skip
@@ -441,29 +431,6 @@ def capture_note(recipe: Recipe, device_type: str) -> tuple[str, ...]:
     if device_type == "cpu" or not recipe.beyond_launches:
         return ()
     return (f"forward and backward are launched step by step: {recipe.beyond_launches}",)
-
-
-def prologue_note(prologue: Prologue | None, recipe: Recipe, device_type: str) -> tuple[str, ...]:
-    """Where x is made of what the layer is called with: in the cast of x where a kernel does both, else before it."""
-    if prologue is None:
-        return ()
-    x = recipe.x
-    device = device_kind(device_type)
-    by_kernel = all(
-        any(entry.lazy for entry in entries(caps_of(quantizer).op, device)[:1])
-        for quantizer in (x.rowwise, x.columnwise)
-    )
-    one_cast = cast_plan(STYLES["local", False], recipe, "x", BOTH, recipe.units[0]).lazy
-    along = all(
-        each.format.block[0] <= 1 and each.format.parts[0].dtype in ACTIVATION_CODES
-        for each in (x.rowwise, x.columnwise)
-    )
-    where = (
-        "in the cast of x, from bf16 activations"
-        if prologue.in_cast and by_kernel and one_cast and along
-        else "apart, before x is cast"
-    )
-    return (f"prologue {prologue.name}({', '.join(prologue.reads)}) runs {where}",)
 
 
 def _casts(recipe: Recipe, device_type: str) -> tuple[str, ...]:
