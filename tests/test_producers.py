@@ -71,7 +71,7 @@ def test_swiglu_and_its_gradients_are_those_of_float64(shape, dtype):
 
 WIDE: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "silu": F.silu, "srelu": lambda x: F.relu(x) ** 2,
-    "sigmoid": torch.sigmoid,
+    "sigmoid": torch.sigmoid, "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
 }  # fmt: skip
 
 

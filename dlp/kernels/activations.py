@@ -25,7 +25,7 @@ def _like(x: Tensor) -> Tensor:
 
 @operation
 def activation(x: Tensor, name: str) -> Tensor:
-    """x [rows, C] -> act(x) in its dtype; `name`: silu, gelu, relu, srelu or sigmoid."""
+    """x [rows, C] -> act(x) in its dtype; `name`: silu, gelu, relu, srelu, sigmoid or qgelu."""
     return reference.activation(x, name)
 
 

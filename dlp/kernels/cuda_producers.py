@@ -13,7 +13,7 @@ from dlp.kernels.cuda import INPUTS, Words, _matrix, _output, _scalar, _tiles
 from dlp.kernels.launches import launch
 
 RMS_NORM, SWIGLU, COLUMN_SUMS, ACTIVATION, BESIDE = 1, 2, 3, 4, 5  # of kernels.h
-ACTS = {"silu": 0, "gelu": 1, "relu": 2, "srelu": 3, "sigmoid": 4}  # of kernels.h
+ACTS = {"silu": 0, "gelu": 1, "relu": 2, "srelu": 3, "sigmoid": 4, "qgelu": 5}  # of kernels.h
 MAX_NORM_COLS = 57344  # whose sums in backward fit into shared memory
 
 
@@ -120,8 +120,9 @@ def activation(
 ) -> None:
     """x [rows, cols] -> out [rows, cols]: act(x), or with dy: dy * act'(x); or max |out| -> amax fp32 [].
 
-    The reference's on the same device, bit for bit, but for silu and sigmoid, which divide approximately and take a subnormal
-    s(x) as 0: act(x) and act'(x) lie within (2^-20 s(x) + 2^-126) (1 + |x|) of it before they are rounded to x's dtype."""
+    The reference's on the same device, bit for bit, but for silu, sigmoid and qgelu, which divide approximately and take a
+    subnormal s(x) as 0: act(x) and act'(x) lie within (2^-20 s(x) + 2^-126) (1 + |x|) of the reference before they are rounded
+    to the dtype of x (qgelu: with 1.702 |x|)."""
     more = (0, 0) if dy is None else _beside(dy, x, "dy")
     words = *_matrix(x), 0, *more, _output(out, x.shape, [x.dtype], "out"), _scalar(amax, "amax")
     launch("activation", x, words, ACTS[act], x.dtype == torch.float32)

@@ -26,6 +26,9 @@ __device__ ValueAndSlope act(float g) {
     } else if constexpr (kAct == Act::kSrelu) {
         const float kept = g < 0.0f ? 0.0f : g;
         return {__fmul_rn(kept, kept), __fmul_rn(kept, 2.0f)};
+    } else if constexpr (kAct == Act::kQgelu) {
+        const float scaled = __fmul_rn(g, 1.702f), s = sigmoid(scaled), rest = __fsub_rn(1.0f, s);
+        return {__fmul_rn(g, s), __fmul_rn(s, __fadd_rn(__fmul_rn(scaled, rest), 1.0f))};
     } else {
         const float s = sigmoid(g), rest = __fsub_rn(1.0f, s);
         if (kAct == Act::kSigmoid) return {s, __fmul_rn(s, rest)};
@@ -45,6 +48,7 @@ __host__ __device__ void with_act(Act act, Use use) {
         case Act::kRelu: return use(ActConstant<Act::kRelu>{});
         case Act::kSrelu: return use(ActConstant<Act::kSrelu>{});
         case Act::kSigmoid: return use(ActConstant<Act::kSigmoid>{});
+        case Act::kQgelu: return use(ActConstant<Act::kQgelu>{});
     }
 }
 

@@ -176,8 +176,8 @@ struct WireSum {              // the sum of what `ranks` ranks packed
 // How a cast makes its elements from those of its matrix (producer.cuh). Numbered as in dlp/kernels/cuda_producers.py.
 enum class Producer : int64_t { kMatrix, kRmsNorm, kSwiglu, kColumnSums, kActivation, kGate };
 
-// act(g): g * s(g), GELU by tanh, max(g, 0), max(g, 0)^2, s(g), with s(g) = 1 / (1 + exp(-g)) (reference/activations.py).
-enum class Act : int64_t { kSilu, kGelu, kRelu, kSrelu, kSigmoid };
+// act(g): g * s(g), GELU by tanh, max(g, 0), max(g, 0)^2, s(g), g * s(1.702 g), with s(g) = 1 / (1 + exp(-g)) (reference/activations.py).
+enum class Act : int64_t { kSilu, kGelu, kRelu, kSrelu, kSigmoid, kQgelu };
 
 struct Source {               // what a producer reads beside the matrix of the job
     Producer producer;

@@ -2,6 +2,7 @@
 
     silu      g * s(g), s(g) = 1 / (1 + exp(-g))
     gelu      g * t(g), t(g) = (1 + tanh(a (g + b g^3))) / 2, a = sqrt(2 / pi), b = 0.044715     arXiv 1606.08415
+    qgelu     g * s(1.702 g)                                        arXiv 1606.08415, section 2
     relu      max(g, 0)            srelu   max(g, 0)^2            sigmoid   s(g)
     gated     act(gate) * up                                        Shazeer, arXiv 2002.05202
     layer_norm   y = (x - mean) * rstd * weight + bias of a row          Ba, Kiros and Hinton, arXiv 1607.06450
@@ -20,6 +21,7 @@ from dlp.kernels.reference.producers import NORM_PARTS, _groups, _row_means, _sq
 from dlp.kernels.reference.scales import widen
 
 GELU_A, GELU_B = 0.7978845608028654, 0.044715
+QGELU = 1.702
 Slope = tuple[Tensor, Tensor]  # act(g), act'(g)
 
 
@@ -39,6 +41,12 @@ def _gelu(g: Tensor) -> Slope:
     return 0.5 * g * (1 + t), 0.5 * (1 + t) + 0.5 * g * ((1 - t * t) * inner)
 
 
+def _qgelu(g: Tensor) -> Slope:
+    scaled = QGELU * g
+    s = _sigmoid(scaled)
+    return g * s, s * (1 + scaled * (1 - s))
+
+
 def _relu(g: Tensor) -> Slope:
     return g.relu(), (g > 0).float()
 
@@ -55,6 +63,7 @@ def _sigmoid_slope(g: Tensor) -> Slope:
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Slope]] = {
     "silu": _silu, "gelu": _gelu, "relu": _relu, "srelu": _srelu, "sigmoid": _sigmoid_slope,
+    "qgelu": _qgelu,
 }  # fmt: skip
 
 
