@@ -4,7 +4,21 @@ The names are those of `transformer_engine.pytorch.ops`. All names of `__all__` 
 """
 
 from dlp.kernels.ops import Produced
-from dlp.ops.basic.activations import GEGLU, GELU, GLU, ReGLU, ReLU, SiLU, SReLU, SwiGLU
+from dlp.ops.attention import DotProductAttention
+from dlp.ops.basic.activations import (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
+    ClampedSwiGLU,
+    ReGLU,
+    ReLU,
+    SiLU,
+    SReGLU,
+    SReLU,
+    SwiGLU,
+)
 from dlp.ops.basic.arithmetic import AddExtraInput, ConstantScale, Dropout, Identity, MakeExtraOutput, Reshape
 from dlp.ops.basic.bias import Bias
 from dlp.ops.basic.communication import AllGather, AllReduce, ReduceScatter
@@ -21,17 +35,19 @@ from dlp.ops.fusions import (
 )
 from dlp.ops.handed import Handed
 from dlp.ops.linear import BasicLinear, Linear
-from dlp.ops.modules import LayerNormLinear, LayerNormMLP, TransformerLayer
+from dlp.ops.modules import LayerNormLinear, LayerNormMLP
 from dlp.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from dlp.ops.sequential import Sequential
 from dlp.ops.te_names import from_te, to_te
+from dlp.ops.transformer import TransformerLayer
 
 __all__ = [
-    "AddExtraInput", "AllGather", "AllReduce", "BasicLinear", "BasicOperation", "Bias", "ConstantScale",
-    "Converted", "Dropout",
+    "AddExtraInput", "AllGather", "AllReduce", "BasicLinear", "BasicOperation", "Bias", "ClampedSwiGLU",
+    "ConstantScale", "Converted", "DotProductAttention", "Dropout",
     "FusedOperation", "FusibleOperation", "GEGLU", "GELU", "GLU", "Handed", "Identity", "L2Normalization", "LayerNorm",
     "LayerNormLinear", "LayerNormMLP", "Linear", "MakeExtraOutput", "OperationContext", "OperationFuser", "Produced",
-    "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Reshape", "SReLU", "Sequential", "SiLU", "SwiGLU",
+    "QGEGLU", "QGELU", "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Reshape", "SReGLU", "SReLU", "Sequential",
+    "SiLU", "SwiGLU",
     "TransformerLayer", "from_te", "register_backward_fusion", "register_forward_backward_fusion", "register_forward_fusion",
     "to_te",
 ]  # fmt: skip

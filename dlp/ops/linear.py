@@ -61,6 +61,7 @@ class BasicLinear(BasicOperation, modules.Linear):
     sequence_parallel       x of "column", y of "row" are token shards over the group
     return_bias             see `Linear`
     save_original_input     save x and quantize it again for wgrad, in place of its codes: for an x that another op saves anyway
+    options                 delay_wgrad, init_method, name, device, dtype of `dlp.Linear`
 
     Raises ValueError for another mode, one without a group where there are several ranks, row-parallel siblings, sizes that tp
     does not divide, and x of other features.
@@ -68,12 +69,13 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     takes = frozenset({LAZY, MANY, HANDED})
     launches = none_grads = True
+    _te_family = "op"
 
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], *, bias: bool = False,
         tensor_parallel_mode: str | None = None, tensor_parallel_group: DeviceMesh | ProcessGroup | None = None,
         sequence_parallel: bool = False, recipe: str | Recipe = "bf16", overlap: str = "auto", return_bias: bool = False,
-        save_original_input: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        save_original_input: bool = False, **options: Any,
     ) -> None:  # fmt: skip  # many parameters: those of `transformer_engine.pytorch.ops.Linear`
         if tensor_parallel_mode not in MODES:
             raise ValueError(f"tensor_parallel_mode must be one of {MODES}; got {tensor_parallel_mode!r}")
@@ -89,7 +91,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         self._style = tensor_parallel_mode or "local"
         super().__init__(
             in_features, out_features, bias, tp=tensor_parallel_group, sequence_parallel=sequence_parallel, recipe=recipe,
-            overlap=overlap, return_bias=return_bias, save_original_input=save_original_input, device=device, dtype=dtype,
+            overlap=overlap, return_bias=return_bias, save_original_input=save_original_input, **options,
         )  # fmt: skip
 
     @property

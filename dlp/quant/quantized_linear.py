@@ -79,7 +79,8 @@ def _out_features(x: Tensor, parts: Sequence[Tensor], use: int) -> int:
     rows, columns = _USES[use].values_shape(parts)
     if x.shape[-1] != columns:
         raise ValueError(
-            f"x {tuple(x.shape)} has {x.shape[-1]} features, and the quantized weight [{rows}, {columns}] takes {columns}"
+            f"x {tuple(x.shape)} has {x.shape[-1]} features, and the quantized weight [{rows}, {columns}] takes {columns}; "
+            f"check the layer that makes x"
         )
     return rows
 

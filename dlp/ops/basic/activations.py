@@ -1,7 +1,8 @@
 """Activations act(x), and gates act(gate) * up of siblings (gate, up) or of the halves of one tensor [gate, up].
 
-    GELU (tanh), ReLU, SiLU, SReLU       act(x)
-    SwiGLU, GEGLU, ReGLU, GLU            act(gate) * up with SiLU, GELU, ReLU, sigmoid
+    GELU (tanh), QGELU, ReLU, SiLU, SReLU          act(x)
+    SwiGLU, GEGLU, QGEGLU, ReGLU, SReGLU, GLU      act(gate) * up with SiLU, GELU, QGELU, ReLU, SReLU, sigmoid
+    ClampedSwiGLU                                  SwiGLU of clamped gate and up
 
 Forward and backward return lazy matrices (`dlp.kernels.lazy_activations`), which a cast behind them may compute.
 """
@@ -43,6 +44,12 @@ class GELU(_Activation):
     """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
 
     act = "gelu"
+
+
+class QGELU(_Activation):
+    """x / (1 + exp(-1.702 x)), the sigmoid approximation of GELU."""
+
+    act = "qgelu"
 
 
 class ReLU(_Activation):
@@ -130,13 +137,70 @@ class GEGLU(_Gate):
     act = "gelu"
 
 
+class QGEGLU(_Gate):
+    """qgelu(gate) * up."""
+
+    act = "qgelu"
+
+
 class ReGLU(_Gate):
     """relu(gate) * up."""
 
     act = "relu"
 
 
+class SReGLU(_Gate):
+    """srelu(gate) * up."""
+
+    act = "srelu"
+
+
 class GLU(_Gate):
     """sigmoid(gate) * up."""
 
     act = "sigmoid"
+
+
+class ClampedSwiGLU(_Gate):
+    """g * sigmoid(alpha * g) * (u + glu_linear_offset), with g = min(gate, limit) and u = up clamped to [-limit, limit].
+
+    Args:
+        limit: Bound of gate from above, and of up from both sides.
+        alpha: Factor inside the sigmoid.
+        glu_linear_offset: Constant added to u.
+
+    Shape: (gate, up), each [..., F], or one tensor [..., 2 F] -> [..., F].
+
+    Raises:
+        ValueError: If limit is not positive.
+    """
+
+    launches = False  # plain torch operations, which a recording of launches does not repeat
+    settings = "limit", "alpha", "glu_linear_offset"
+
+    def __init__(self, *, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0) -> None:
+        super().__init__()
+        if limit <= 0:
+            raise ValueError(f"ClampedSwiGLU: limit must be positive; got {limit}")
+        self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
+
+    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+        gate, up = self.halves(input_)
+        ctx.many, ctx.how = isinstance(input_, tuple), (self.limit, self.alpha, self.glu_linear_offset)
+        ctx.save_for_backward(*((gate, up) if ctx.many else (tensor_of(input_),)))
+        return self.plain((gate, up))
+
+    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+        saved, (limit, alpha, offset) = ctx.saved_tensors, ctx.how
+        gate, up = self.halves(saved if ctx.many else saved[0])
+        dh, g, u = tensor_of(grad_output).float(), gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
+        s = torch.sigmoid(alpha * g)
+        slope = s * (1 + alpha * g * (1 - s))
+        dgate = torch.where(gate.float() <= limit, dh * (u + offset) * slope, 0).to(gate.dtype)
+        dup = torch.where(up.float().abs() <= limit, dh * g * s, 0).to(gate.dtype)
+        return ((dgate, dup) if ctx.many else torch.cat((dgate, dup), dim=-1)), ()
+
+    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        gate, up = self.halves(x)
+        g, u = gate.float().clamp(max=self.limit), up.float().clamp(-self.limit, self.limit)
+        return (g * torch.sigmoid(self.alpha * g) * (u + self.glu_linear_offset)).to(gate.dtype)

@@ -47,6 +47,8 @@ from dlp.parallel.weight.parameters import SpreadModule
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import QuantizedTensor
+from dlp.te_arguments import ARGUMENTS as TE_ARGUMENTS
+from dlp.te_arguments import keywords_of, refuse
 
 
 def check_input(spec: LinearSpec, x: Any) -> None:
@@ -346,19 +348,29 @@ class Linear(ParallelLinear):
                           the times that dlp ships, for 8192 tokens of all ranks; `convert` chooses again for its `batch`
     return_bias           forward returns (y, bias), for a caller that adds the bias later; of siblings a tuple of each
     save_original_input   x itself is saved for wgrad, and quantized again in backward
+    delay_wgrad           weight gradients wait until `dlp.backward_dw(layer)`, or `backward_dw` of a model with the layer
+    init_method           called with each full weight, which it fills in place; as nn.Linear draws weights by default
+    name                  name of the layer in plans and messages; the class by default
+    options               arguments of Transformer Engine are refused, with a sentence (`dlp.te_arguments`)
 
-    ValueError for an unknown recipe or strategy, and for options that exclude each other (`LinearSpec`).
+    ValueError for an unknown recipe or strategy, and for options that exclude each other (`LinearSpec`). TypeError for an unknown
+    option.
     """
 
     _style = "local"
+    _te_family = "layer"  # of `dlp.te_arguments.ARGUMENTS`
 
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], bias: bool = False, *,
         tp: DeviceMesh | ProcessGroup | None = None, sequence_parallel: bool = False, recipe: str | Recipe = "bf16",
         overlap: str | Mapping[str, str] = "auto", return_bias: bool = False, save_original_input: bool = False,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        delay_wgrad: bool = False, init_method: Callable[[Tensor], Any] | None = None, name: str | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, **options: Any,
     ) -> None:  # fmt: skip  # many parameters: those of nn.Linear, and of the layers of other tensor-parallel libraries
         super().__init__()
+        if options:
+            refuse(type(self).__name__, TE_ARGUMENTS[self._te_family], options, keywords_of(Linear.__init__))
+        self._init_method = init_method
         mesh = _as_mesh(tp, device)
         session = Session(lone=True, amax_group=None if mesh is None else mesh.get_group())
         members = (
@@ -373,14 +385,14 @@ class Linear(ParallelLinear):
         problem = auto.Problem(row, auto.NOMINAL, in_features, sizes, made)
         chosen = auto.at_construction(self.overlap, problem, group, device_type)
         spec = LinearSpec(
-            type(self).__name__, row, made, Overlaps.named(chosen), group, members=members,
-            options=LayerOptions(save_original_input=save_original_input or None), return_bias=return_bias,
+            name or type(self).__name__, row, made, Overlaps.named(chosen), group, members=members,
+            options=LayerOptions(save_original_input=save_original_input or None, delay_wgrad=delay_wgrad or None),
+            return_bias=return_bias,
         )  # fmt: skip
         self.in_features, self.out_features = in_features, out_features
-        suffixes = [""] if isinstance(out_features, int) else [f"_{i}" for i in range(len(sizes))]
-        owners = [Member(self, f"weight{suffix}", f"bias{suffix}") for suffix in suffixes]
+        owners = [Member(self, *names) for names in self._parameter_names(len(sizes))]
         for member, size in zip(owners, sizes, strict=True):
-            full = nn.Linear(in_features, size, bias, device=device, dtype=dtype)
+            full = self._drawn(size, bias, device, dtype)
             bias_dim = 0 if spec.style.shard_dim == 0 else None
             self.register_parameter(member.weight, place(full.weight, mesh, spec.style.shard_dim))
             self.register_parameter(member.bias, place(full.bias, mesh, bias_dim) if bias else None)
@@ -389,13 +401,26 @@ class Linear(ParallelLinear):
         session.cores.append(self.core)
         self.tp_partial = partial_names(spec, owners)
 
+    def _parameter_names(self, count: int) -> list[tuple[str, str]]:
+        """The names of the weight and the bias of each sibling."""
+        suffixes = [""] if isinstance(self.out_features, int) else [f"_{i}" for i in range(count)]
+        return [(f"weight{suffix}", f"bias{suffix}") for suffix in suffixes]
+
+    def _drawn(self, size: int, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Linear:
+        """A full nn.Linear with initial values."""
+        full = nn.Linear(self.in_features, size, bias, device=device, dtype=dtype)
+        if self._init_method is not None:
+            with torch.no_grad():
+                self._init_method(full.weight)
+        return full
+
     def reset_parameters(self) -> None:
-        """As an nn.Linear's: rank 0 draws, each rank keeps its part. Needs memory for the whole weight for a moment."""
+        """Draw initial values: rank 0 draws, each rank keeps its part. Needs memory for the full weight for a moment."""
         sizes = (self.out_features,) if isinstance(self.out_features, int) else self.out_features
         with self.core.weights.shown(written=True):
             for member, size in zip(self.core.members, sizes, strict=True):
                 weight, bias = getattr(self, member.weight), getattr(self, member.bias)
-                drawn = nn.Linear(self.in_features, size, bias is not None, device=weight.device, dtype=weight.dtype)
+                drawn = self._drawn(size, bias is not None, weight.device, weight.dtype)
                 fill(weight, drawn.weight)
                 if bias is not None:
                     fill(bias, drawn.bias)

@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_leaves
 
 from dlp.comm import collectives, observer
 from dlp.parallel.linear.autograd import no_autocast
-from dlp.parallel.model.session import Session, cannot_pickle, in_backward, session_of
+from dlp.parallel.model.session import Session, cannot_pickle, converted_root, in_backward, session_of
 from dlp.parallel.weight.base import MainGrad, Weight
 from dlp.parallel.weight.fsdp2 import Managed, managed
 from dlp.parallel.weight.local import LocalWeight, held
@@ -260,12 +260,24 @@ def backward_dw(model: nn.Module) -> int:
     were. Hooks on a parameter's gradient are not called.
 
     Call it after backward, of one microbatch or of several, and before gradients are clipped or read. ValueError for a model
-    that was not converted.
+    that was not converted and has no layer of dlp.
     """
-    session = session_of(model)
+    return sum(_run_delayed(session) for session in _sessions_of(model))
+
+
+def _sessions_of(model: nn.Module) -> Sequence[Session]:
+    """The session of a converted or attached model, else those of its layers, which were constructed explicitly."""
+    if converted_root(model) is None:
+        cores = {id(core): core for module in model.modules() if (core := getattr(module, "core", None)) is not None}
+        sessions = {id(core.session): core.session for core in cores.values()}
+        if sessions:
+            return list(sessions.values())
+    return [session_of(model)]
+
+
+def _run_delayed(session: Session) -> int:
+    """Run the delayed wgrads of one session. Returns the number of wgrads."""
     count = len(session.waiting)
-    if count == 0:
-        return 0
     while session.waiting:
         weight, wgrad = session.waiting.popleft()
         parameter = getattr(weight.member.module, weight.member.weight)

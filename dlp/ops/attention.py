@@ -1,0 +1,192 @@
+"""DotProductAttention: `torch.nn.functional.scaled_dot_product_attention` under the names of Transformer Engine (TE).
+
+    mask type            keys that query i sees, off = Sk - Sq of "bottom_right" types, else 0
+    no_mask              all
+    causal               j <= i + off
+    padding              all that `attention_mask` [B, 1, 1, Sk] does not mark with True
+    arbitrary            all that `attention_mask` [B or 1, H or 1, Sq, Sk] does not mark with True
+    padding_causal       both
+    window_size (l, r)   in addition i + off - l <= j <= i + off + r; -1: no bound
+
+A causal mask without window, bias and padding is not built: torch's kernels have this mask.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dlp.te_arguments import ARGUMENTS, FORWARD, keywords_of, refuse
+
+MASKS = (
+    "no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right", "arbitrary",
+)  # fmt: skip
+FORMATS = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3)}  # permutation to [B, H, S, D]
+BACK = {"bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}  # permutation from [B, H, S, D]
+BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias")
+UNBOUNDED = -1
+
+
+class DotProductAttention(nn.Module):
+    """softmax(scale * q k^T + bias, masked) v, by torch's kernels.
+
+    Args:
+        num_attention_heads: Heads of q on this rank.
+        kv_channels: Features of a head; (of q and k, of v) where the two differ.
+        num_gqa_groups: Heads of k and v on this rank; as many as of q by default.
+        attention_dropout: Probability with which a weight is dropped in training.
+        qkv_format: "bshd" or "sbhd".
+        attn_mask_type: One of the mask types above.
+        window_size: Keys to the left and to the right that a query sees; None: no window.
+        bottom_right_diagonal: Whether the diagonal ends at the last key; None: as the mask type says.
+        softmax_scale: Factor of the scores; 1 / sqrt(kv_channels) by default.
+        options: Further arguments of TE are refused, with a sentence.
+
+    Raises:
+        ValueError: For an unknown format or mask type, and for groups that do not divide the heads.
+        TypeError: For an argument of TE that has no counterpart.
+
+    Example:
+        >>> attention = DotProductAttention(4, 16)
+        >>> attention(*torch.randn(3, 2, 8, 4, 16)).shape
+        torch.Size([2, 8, 64])
+    """
+
+    def __init__(
+        self, num_attention_heads: int, kv_channels: int | tuple[int, int], num_gqa_groups: int | None = None, *,
+        attention_dropout: float = 0.0, qkv_format: str = "bshd", attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
+        softmax_scale: float | None = None, **options: Any,
+    ) -> None:  # fmt: skip  # many parameters: those of Transformer Engine's module
+        super().__init__()
+        refuse(type(self).__name__, ARGUMENTS["attention"], options, keywords_of(DotProductAttention.__init__))
+        if qkv_format not in FORMATS:
+            raise ValueError(
+                f"DotProductAttention: qkv_format must be one of {', '.join(FORMATS)}; got {qkv_format!r}: pad packed sequences"
+            )
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        if groups < 1 or num_attention_heads % groups:
+            raise ValueError(
+                f"DotProductAttention: {groups} groups of k and v do not divide {num_attention_heads} heads: choose "
+                f"num_gqa_groups that does"
+            )
+        self.heads, self.groups, self.qkv_format = num_attention_heads, groups, qkv_format
+        self.channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
+        self.attn_mask_type, self.window_size = _checked_mask(attn_mask_type), window_size
+        self.bottom_right_diagonal = bottom_right_diagonal
+
+    def extra_repr(self) -> str:
+        return f"{self.heads}, {self.channels[0]}, groups={self.groups}, {self.qkv_format}, {self.attn_mask_type}"
+
+    def forward(
+        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None = None, *,
+        attn_mask_type: str | None = None, window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None, checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias", core_attention_bias: Tensor | None = None, **options: Any,
+    ) -> Tensor:  # fmt: skip  # many parameters: those of Transformer Engine's method
+        """Attend.
+
+        Args:
+            query_layer, key_layer, value_layer: The heads, in `qkv_format`.
+            attention_mask: Boolean, True where a key is not seen.
+            attn_mask_type, window_size, bottom_right_diagonal: In place of the constructor's.
+            checkpoint_core_attention: Compute attention again in backward.
+            core_attention_bias_type: "no_bias", "post_scale_bias" or "pre_scale_bias".
+            core_attention_bias: [B or 1, H or 1, Sq, Sk], added to the scores behind or before the scale.
+
+        Shape: [B, S, H, D] or [S, B, H, D] -> [B, S, H * D] or [S, B, H * D].
+
+        Raises:
+            ValueError: For inputs of other heads, and for a mask or a bias that the types do not take.
+        """
+        refuse("DotProductAttention.forward", FORWARD, options, keywords_of(DotProductAttention.forward))
+        for name, given, heads, size in (
+            ("query_layer", query_layer, self.heads, self.channels[0]),
+            ("key_layer", key_layer, self.groups, self.channels[0]),
+            ("value_layer", value_layer, self.groups, self.channels[1]),
+        ):
+            if given.dim() != 4 or tuple(given.shape[2:]) != (heads, size):
+                raise ValueError(
+                    f"DotProductAttention: {name} must be [., ., {heads}, {size}] in {self.qkv_format}; got "
+                    f"{tuple(given.shape)}"
+                )
+        q, k, v = (each.permute(FORMATS[self.qkv_format]) for each in (query_layer, key_layer, value_layer))
+        scale = self.channels[0] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        bias = _bias(core_attention_bias_type, core_attention_bias, scale)
+        kind = _checked_mask(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
+        window = self.window_size if window_size is None else window_size
+        corner = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        mask, is_causal = seen_keys(kind, window, corner, (q, k), attention_mask, bias is not None)
+        if bias is not None:
+            bias = bias.to(q.dtype)
+            mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        attend = partial(
+            F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, scale=scale,
+            dropout_p=self.attention_dropout if self.training else 0.0, enable_gqa=self.groups != self.heads,
+        )  # fmt: skip
+        out = checkpoint(attend, q, k, v, use_reentrant=False) if checkpoint_core_attention else attend(q, k, v)
+        out = out.permute(BACK[self.qkv_format])
+        return out.reshape(*out.shape[:2], self.heads * self.channels[1])
+
+
+def _checked_mask(kind: str) -> str:
+    """The mask type. ValueError for an unknown type."""
+    if kind not in MASKS:
+        raise ValueError(f"DotProductAttention: the mask type must be one of {', '.join(MASKS)}; got {kind!r}")
+    return kind
+
+
+def _bias(kind: str, bias: Tensor | None, scale: float) -> Tensor | None:
+    """The bias that is added to the scaled scores. ValueError for an unknown type, or a type without tensor."""
+    if kind not in BIASES or (bias is None) != (kind == "no_bias"):
+        raise ValueError(
+            f"DotProductAttention: core_attention_bias_type must be one of {', '.join(BIASES)}, with core_attention_bias "
+            f"unless no_bias; got {kind!r} and {'no tensor' if bias is None else tuple(bias.shape)}"
+        )
+    return bias * scale if bias is not None and kind == "pre_scale_bias" else bias
+
+
+def seen_keys(
+    kind: str, window: tuple[int, int] | None, corner: bool | None, heads: tuple[Tensor, Tensor], given: Tensor | None,
+    explicit: bool,
+) -> tuple[Tensor | None, bool]:  # fmt: skip
+    """The mask of torch's attention, True where a key is seen, and whether it is torch's causal mask instead.
+
+    Args:
+        kind: Mask type.
+        window: Bounds to the left and to the right.
+        corner: Whether the diagonal ends at the last key; None: as the mask type says.
+        heads: q and k, [B, H, S, D].
+        given: The attention_mask of the caller, True where a key is not seen.
+        explicit: Whether the mask must be a tensor.
+    """
+    takes = kind.startswith("padding") or kind == "arbitrary"
+    if takes != (given is not None):
+        raise ValueError(
+            f"DotProductAttention: mask type {kind} {'needs' if takes else 'takes no'} attention_mask; got "
+            f"{'none' if given is None else tuple(given.shape)}: pass another attn_mask_type, or the mask that it needs"
+        )
+    queries, keys = heads[0].shape[2], heads[1].shape[2]
+    causal, (left, right) = "causal" in kind, window or (UNBOUNDED, UNBOUNDED)
+    right = 0 if causal else right
+    if corner is None:
+        corner = kind not in ("causal", "padding_causal")
+    offset = keys - queries if corner else 0
+    if causal and left == UNBOUNDED and not offset and given is None and not explicit:
+        return None, True
+    seen = None
+    if left != UNBOUNDED or right != UNBOUNDED:
+        ahead = torch.arange(keys, device=heads[0].device) - (
+            torch.arange(queries, device=heads[0].device)[:, None] + offset
+        )
+        seen = (ahead >= -left) if left != UNBOUNDED else torch.ones_like(ahead, dtype=torch.bool)
+        seen = seen & (ahead <= right) if right != UNBOUNDED else seen
+    if given is not None:
+        seen = ~given if seen is None else seen & ~given
+    return seen, False

@@ -1,0 +1,116 @@
+"""Recipes under the names and keywords of `transformer_engine.common.recipe`, as functions that return recipes of dlp."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from dlp.quant.recipe import Recipe, load
+from dlp.te_arguments import Argument, refuse
+
+
+class Format:
+    """Formats by operand: E4M3 of all, or HYBRID: E4M3 of x and w, E5M2 of dy."""
+
+    E4M3, HYBRID = "E4M3", "HYBRID"
+
+
+class QParams(NamedTuple):
+    """How the scale of a tensor is made.
+
+    power_2_scale   round scales down to a power of two
+    amax_epsilon    least amax
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+
+
+class MMParams(NamedTuple):
+    """How a GEMM accumulates. use_split_accumulator: FP8 products are promoted to fp32 on the way."""
+
+    use_split_accumulator: bool = True
+
+
+_NONE = (None, False)
+_OWN = "write a quantizer with dlp.CustomRecipe"
+ARGUMENTS: dict[str, Argument] = {
+    "scaling_factor_compute_algo": Argument(_OWN, _NONE),
+    "override_linear_precision": Argument("pass high_precision=[...] to dlp.recipe", ((False, False, False), None)),
+    "backward_override": Argument('pass high_precision=["dgrad", "wgrad"] to dlp.recipe', _NONE),
+    "fp8_dpa": Argument("leave the argument out: attention runs in the dtype of its inputs", _NONE),
+    "fp8_mha": Argument("leave the argument out: attention runs in the dtype of its inputs", _NONE),
+    "row_scaled_activation": Argument('use dlp.recipe("fp8_rowwise")', _NONE),
+    "nvfp4_4over6": Argument('pass four_over_six to dlp.recipe("nvfp4")', _NONE),
+}
+PARAMS = {"fp8_quant_fwd_inp": "x", "fp8_quant_fwd_weight": "w", "fp8_quant_bwd_grad": "dy"}
+GEMMS = {"fp8_gemm_fprop": "fprop", "fp8_gemm_dgrad": "dgrad", "fp8_gemm_wgrad": "wgrad"}
+
+
+def DelayedScaling(
+    margin: int = 0, fp8_format: str = Format.HYBRID, amax_history_len: int = 1024, amax_compute_algo: Any = "max",
+    reduce_amax: bool = True, **options: Any,
+) -> Recipe:  # fmt: skip
+    """The recipe fp8_delayed."""
+    refuse("DelayedScaling", ARGUMENTS, options, ("margin", "fp8_format", "amax_history_len", "amax_compute_algo"))
+    return load(
+        "fp8_delayed", margin=margin, fp8_format=fp8_format, amax_history_len=amax_history_len,
+        amax_compute_algo=amax_compute_algo, reduce_amax=reduce_amax,
+    )  # fmt: skip
+
+
+def Float8CurrentScaling(fp8_format: str = Format.HYBRID, **options: Any) -> Recipe:
+    """The recipe fp8_current. Further keywords: fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad (`QParams`, all
+    alike), fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad (`MMParams`)."""
+    return load("fp8_current", fp8_format=fp8_format, **_scaling("Float8CurrentScaling", options))
+
+
+def Float8BlockScaling(
+    fp8_format: str = Format.E4M3, x_block_scaling_dim: Any = 1, w_block_scaling_dim: Any = 2, grad_block_scaling_dim: Any = 1,
+    **options: Any,
+) -> Recipe:  # fmt: skip
+    """The recipe fp8_block. Further keywords as of `Float8CurrentScaling`."""
+    return load(
+        "fp8_block", fp8_format=fp8_format, x_block_dim=x_block_scaling_dim, w_block_dim=w_block_scaling_dim,
+        dy_block_dim=grad_block_scaling_dim, **_scaling("Float8BlockScaling", options),
+    )  # fmt: skip
+
+
+def MXFP8BlockScaling(fp8_format: str = Format.E4M3, margin: int = 0, **options: Any) -> Recipe:
+    """The recipe mxfp8. ValueError for a margin, which scales of blocks do not have."""
+    refuse("MXFP8BlockScaling", ARGUMENTS, options, ("fp8_format",))
+    if margin:
+        raise ValueError(f"MXFP8BlockScaling: margin must be 0; got {margin}: use DelayedScaling(margin=...)")
+    return load("mxfp8", fp8_format=fp8_format)
+
+
+def NVFP4BlockScaling(
+    disable_rht: bool = False,
+    disable_stochastic_rounding: bool = False,
+    disable_2d_quantization: bool = False,
+    **options: Any,
+) -> Recipe:
+    """The recipe nvfp4."""
+    refuse("NVFP4BlockScaling", ARGUMENTS, options, ("disable_rht", "disable_stochastic_rounding"))
+    return load(
+        "nvfp4", disable_rht=disable_rht, disable_stochastic_rounding=disable_stochastic_rounding,
+        disable_2d_quantization=disable_2d_quantization,
+    )  # fmt: skip
+
+
+def _scaling(recipe: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of dlp for the `QParams` and `MMParams` among these. ValueError for operands that differ."""
+    own = {*PARAMS, *GEMMS}
+    refuse(recipe, ARGUMENTS, {name: value for name, value in options.items() if name not in own}, sorted(own))
+    made: dict[str, Any] = {}
+    params = {options[name] for name in PARAMS if name in options}
+    if len(params) > 1 or (params and not options.keys() >= PARAMS.keys()):
+        raise ValueError(
+            f"{recipe}: {', '.join(PARAMS)} must be equal, and given together; use dlp.CustomRecipe for scales by operand"
+        )
+    for each in params:
+        made |= {"power_of_two": each.power_2_scale, "epsilon": each.amax_epsilon}
+    gemms = {GEMMS[name]: options[name] for name in GEMMS if name in options}
+    if gemms:
+        made["accumulation"] = {gemm: "split" if each.use_split_accumulator else "fast" for gemm, each in gemms.items()}
+    return made

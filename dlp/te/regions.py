@@ -1,0 +1,66 @@
+"""Regions and functions of `transformer_engine.pytorch`.
+
+A region without recipe runs under fp8_current, which needs no history of amaxes; TE takes its delayed scaling on Hopper.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+from torch.distributed import ProcessGroup
+
+from dlp.parallel.model.autocast import autocast as _autocast
+from dlp.parallel.weight.held import quantized_model_init as _quantized_model_init
+from dlp.te_arguments import INITIALIZE_UB, sentences
+
+DEFAULT = "fp8_current"
+
+
+def autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    recipe: Any = None,
+    amax_reduction_group: ProcessGroup | None = None,
+) -> AbstractContextManager[None]:
+    """`dlp.autocast`, with fp8_current where no recipe is given."""
+    chosen = DEFAULT if recipe is None and (enabled or calibrating) else recipe
+    return _autocast(enabled, chosen, calibrating, amax_reduction_group)
+
+
+def fp8_autocast(
+    enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: ProcessGroup | None = None
+) -> AbstractContextManager[None]:
+    """`autocast`, under its former name."""
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
+
+
+def quantized_model_init(
+    enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
+) -> AbstractContextManager[None]:
+    """`dlp.quantized_model_init`, with fp8_current where no recipe is given."""
+    return _quantized_model_init(enabled, DEFAULT if recipe is None else recipe, preserve_high_precision_init_val)
+
+
+fp8_model_init = quantized_model_init
+
+
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """True: every recipe runs on every device, emulated exactly where the hardware lacks the format."""
+    return (True, "") if return_reason else True
+
+
+def initialize_ub(*arguments: Any, **keywords: Any) -> NoReturn:
+    """Raises RuntimeError: overlap is an option of each layer, and nothing is set up before."""
+    names = dict.fromkeys(
+        [*list(INITIALIZE_UB)[: len(arguments)], *[name for name in keywords if name in INITIALIZE_UB]]
+    )
+    said = sentences(INITIALIZE_UB, names)
+    raise RuntimeError(
+        f'initialize_ub: remove the call; overlap= of each layer, "auto" by default, chooses how transfers run under GEMMs'
+        f"{'. ' + said if said else ''}"
+    )
+
+
+def destroy_ub() -> None:
+    """Nothing is left to be freed: buffers belong to the process group."""
