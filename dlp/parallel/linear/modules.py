@@ -353,8 +353,8 @@ class Linear(ParallelLinear):
     name                  name of the layer in plans and messages; the class by default
     options               arguments of Transformer Engine are refused, with a sentence (`dlp.te_arguments`)
 
-    ValueError for an unknown recipe or strategy, and for options that exclude each other (`LinearSpec`). TypeError for an unknown
-    option.
+    ValueError for an unknown recipe or strategy, and for options that exclude each other (`LinearSpec`). TypeError
+    for an unknown option.
     """
 
     _style = "local"
