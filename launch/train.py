@@ -28,8 +28,10 @@ from dlp.parallel.traffic.predict import Unpredictable
 from launch.checkpoint.background_saver import describe as describe_saves
 from launch.checkpoint.save_load import SaveError
 from launch.config.run_config import Config, command_line, count, make_parser, to_toml, validate_world
-from launch.estimate.devices import NAMES, kind_of
+from launch.estimate.devices import NAMES, board_of, kind_of
 from launch.estimate.memory_check import check_fits, planned
+from launch.estimate.step_time import forecast_or_reason
+from launch.estimate.timeline_picture import write_timeline
 from launch.local import on_one_rank
 from launch.models.parallel import describe_fused
 from launch.ranks import rank_objects
@@ -41,7 +43,7 @@ from launch.report.out_of_memory import sentence, watch_memory
 from launch.report.run_dir import RunDir
 from launch.settings.schema import ConfigError
 from launch.training import deterministic, wire_bytes
-from launch.training.build import attention_of, build, check_device, meta_model
+from launch.training.build import Built, attention_of, build, check_device, meta_model
 from launch.training.cuda_graph import describe_graph
 from launch.training.optimizer import describe as describe_optimizer
 from launch.training.recipe_schedule import planned_swaps
@@ -49,9 +51,18 @@ from launch.training.sentinel import SentinelError
 from launch.training.trainer import NotFinite, Trainer
 
 
-def plan_text(config: Config, world: int, device: str) -> str:
-    """Mesh, layer plan, memory and wire for any world size, without ranks; `device` is one of
-    `launch.estimate.devices.NAMES`. Raises ValueError, of a board that is too small as well."""
+def plan_text(config: Config, world: int, device: str, timeline: Path | None = None) -> str:
+    """Return mesh, layer plan, memory, wire and predicted time for any number of ranks, without starting them.
+
+    Args:
+        config: The config.
+        world: Number of ranks.
+        device: One of `launch.estimate.devices.NAMES`.
+        timeline: File for the predicted schedule: a picture (.png) or a trace (.json).
+
+    Raises:
+        ValueError: The config does not fit the ranks or the memory of the board, or `timeline` cannot be drawn.
+    """
     check_device(config, kind_of(device))
     found = planned(config, world, device)
     check_fits(config, world, device, found)
@@ -67,7 +78,23 @@ def plan_text(config: Config, world: int, device: str) -> str:
     layers = [str(found.plan), *describe_fused(config.model), "", attention_of(config, kind).describe()]
     layers.append(describe_graph(config, kind))
     saves = describe_saves(config.checkpoint)
-    lines = [found.dims.describe(kind), *layers, "", *held, "", *sent, *averages, *map(str, swaps), saves]
+    time = forecast_or_reason(config, world, device, found)
+    if timeline is not None:
+        write_timeline(time, timeline)
+    predicted = [f"time: not predicted: {time}"] if isinstance(time, str) else time.describe()
+    lines = [
+        found.dims.describe(kind),
+        *layers,
+        "",
+        *held,
+        "",
+        *sent,
+        *averages,
+        *map(str, swaps),
+        saves,
+        "",
+        *predicted,
+    ]
     return "\n".join(lines)
 
 
@@ -94,6 +121,14 @@ def check_restarts(config: Config) -> None:
         )
 
 
+def predict_here(config: Config, built: Built, mesh: DeviceMesh, run: RunDir) -> float | None:
+    """Seconds of a step predicted for this GPU, said in the log; None where there is no prediction."""
+    board = board_of(torch.cuda.get_device_name()) or mesh.device_type
+    found = forecast_or_reason(config, mesh.size(), board, planned(config, mesh.size(), board, built.plan))
+    run.say(f"time: not predicted: {found}" if isinstance(found, str) else found.describe()[0])
+    return None if isinstance(found, str) else found.seconds
+
+
 def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, int]:
     """A trainer and the steps it has behind it. Raises ValueError for all that does not fit."""
     run = RunDir(Path(config.run.dir))
@@ -115,6 +150,8 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         for line in (*slow, *gradients, *averages, *map(str, built.swaps), describe_saves(config.checkpoint)):
             run.say(line)
         trainer = Trainer(config, built, run, stop)
+        if device.type == "cuda":
+            trainer.recorder.predicted = predict_here(config, built, mesh, run)
         done = trainer.resume()
         if not trainer.starts_a_lineage:
             rank_objects.from_rank_0(trainer.recorder.check)
@@ -192,14 +229,19 @@ def main() -> None:
     parser.add_argument("--plan", action="store_true", help="print mesh and layer plan and stop; starts no ranks")
     parser.add_argument("--world", type=count, help="with --plan: the number of ranks [8]")
     parser.add_argument("--device", choices=NAMES, help="with --plan: a kind of device, or a board [this one's]")
+    parser.add_argument(
+        "--timeline", type=Path, help="with --plan: write the predicted schedule, FILE.png or FILE.json (Perfetto)"
+    )
     try:
         options, config = command_line(parser, sys.argv[1:])
-        if not options.plan and (options.world or options.device):
+        if not options.plan and (options.world or options.device or options.timeline):
             raise ConfigError(
-                "--world, --device: expected with --plan alone; a run takes the ranks that torchrun starts"
+                "--world, --device, --timeline: expected with --plan alone; a run takes the ranks that torchrun starts"
             )
         here = device_kind("cuda" if torch.cuda.is_available() else "cpu")
-        plan = plan_text(config, options.world or 8, options.device or here) if options.plan else ""
+        plan = ""
+        if options.plan:
+            plan = plan_text(config, options.world or 8, options.device or here, options.timeline)
         remarks: list[str] = []
         if not (options.plan or options.print_config or "RANK" in os.environ):
             config, remarks = on_one_rank(config, sys.argv[1:])

@@ -64,7 +64,7 @@ def test_a_plan_is_for_one_rank_or_more_and_a_run_for_those_that_are_there(monke
     monkeypatch.setattr(train, "train", lambda config: pytest.fail("it trains"))
     code, out, error = command("launch.train", "tiny", "--plan", "--world", "4.5")
     assert (code, out) == (2, "") and error.endswith("argument --world: expected an integer >= 1, got '4.5'\n")
-    sentence = "--world, --device: expected with --plan alone; a run takes the ranks that torchrun starts\n"
+    sentence = "--world, --device, --timeline: expected with --plan alone; a run takes the ranks that torchrun starts\n"
     assert command("launch.train", "tiny", "--world", "2") == (1, "", sentence)
     assert command("launch.train", "tiny", "--device", "h200") == (1, "", sentence)
 

@@ -30,3 +30,9 @@ NAMES = (*DEVICES, *BOARDS)
 def kind_of(device: str) -> str:
     """Of a kind of device, or a board."""
     return BOARDS[device].kind if device in BOARDS else device
+
+
+def board_of(device_name: str) -> str:
+    """The board of a device's name as torch reports it ("NVIDIA H200": "h200"); empty for a device that is not in the table."""
+    words = device_name.lower().split()
+    return next((board for board in BOARDS if board in words), "")

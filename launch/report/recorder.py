@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from launch.common.units import said_seconds
 from launch.config.run_config import Config
 from launch.data.counting_baseline import Baseline
 from launch.report import metric_sinks
@@ -19,6 +20,8 @@ from launch.report.metrics import Progress, append, drop_after, flops_per_token,
 from launch.report.run_dir import RunDir
 
 LINE = "\n"
+COMPARED = 20  # steps of a process after which the measured step is compared with the predicted one
+MEDIAN_OF = 10  # of these, the last ones, whose median counts
 
 
 class Stopwatch:
@@ -59,6 +62,8 @@ class Recorder:
         self._peak = None if peak is None else peak * world_size
         self._progress: Progress | None = None
         self._sinks: dict[str, metric_sinks.Sink] = {}
+        self.predicted: float | None = None  # seconds per step, where the plan predicts them
+        self._seconds: list[float] = []  # of the first steps of this process
         self._unwritten = ""  # lines of metrics.jsonl that wait for room on the disk
         metric_sinks.check(config.run.metrics)
 
@@ -96,6 +101,21 @@ class Recorder:
         )  # fmt: skip
         if self._progress is not None:
             self._progress.show(step, f"loss {loss:.3f}, {rate:,.0f} tokens/s")
+        self._compare(step, seconds)
+
+    def _compare(self, step: int, seconds: float) -> None:
+        """Say how far the predicted step is from the measured one, once."""
+        if self.predicted is None or len(self._seconds) == COMPARED:
+            return
+        self._seconds.append(seconds)
+        if len(self._seconds) < COMPARED:
+            return
+        measured = statistics.median(self._seconds[-MEDIAN_OF:])
+        error = self.predicted / measured - 1
+        self._write(step=step, prediction={"predicted": self.predicted, "measured": measured, "error": round(error, 4)})
+        if self._progress is not None:
+            took = f"a step takes {said_seconds(measured)} (median of {MEDIAN_OF})"
+            self._progress.tell(step, f"{took}, predicted {said_seconds(self.predicted)} ({error:+.1%})")
 
     def validation(self, step: int, loss: float) -> None:
         if self._run.leader:

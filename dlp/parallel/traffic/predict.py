@@ -181,7 +181,7 @@ def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
         for sent, nbytes in sends:
             total[sent] += nbytes * times
 
-    layers = list(_layers(plan, load))
+    layers = list(linears_of(plan, load))
     for layer in layers:
         with predicting(layer.name):
             add(layer.forward(), load.microbatches * (1 + load.recomputes(layer.name)))
@@ -193,7 +193,7 @@ def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
     add(_partial_gradients(plan, load))
 
     linears = linear_weights(plan)
-    for unit, own in _units(plan, load).items():
+    for unit, own in units_of(plan, load).items():
         for parameter in own:
             with predicting(f"the gathers of {parameter.name}"):
                 again = bool(unit) and load.resharded
@@ -220,7 +220,7 @@ def in_bf16(plan: Plan) -> Plan:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class LinearTraffic:
     """A linear, or siblings, as one rank runs it.
 
     rows      of the plan, one for each weight
@@ -327,7 +327,7 @@ def _numbers_agreed(casts: CastPlan, shape: Shape) -> int:
     return casts.numbers_agreed(nothing(shape))
 
 
-def _layers(plan: Plan, load: Workload) -> Iterator[_Layer]:
+def linears_of(plan: Plan, load: Workload) -> Iterator[LinearTraffic]:
     rows, weights = {row.name: row for row in plan.layers}, linear_weights(plan)
     by_fsdp = bool(load.units) and load.ranks(DP_SHARD) > 1
     for names in dict.fromkeys(row.siblings or (row.name,) for row in plan.layers):
@@ -339,7 +339,7 @@ def _layers(plan: Plan, load: Workload) -> Iterator[_Layer]:
             with predicting(names[0]):
                 found = [weights.get(row.weight) for row in members]
                 at_use = [[s] for s, its in zip(shapes, found, strict=True) if not (its and travels_as(*its, load))]
-        yield _Layer(members, shapes, cached, at_use, load)
+        yield LinearTraffic(members, shapes, cached, at_use, load)
 
 
 def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Sends:
@@ -360,7 +360,7 @@ def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Sends:
 # The step boundary
 
 
-def _cached_weights(layers: Sequence[_Layer], load: Workload) -> Sends:
+def _cached_weights(layers: Sequence[LinearTraffic], load: Workload) -> Sends:
     """Weights that are whole on a rank: one agreement on all that their casts observe."""
     elements = 0
     for layer in layers:
@@ -397,7 +397,7 @@ def _partial_gradients(plan: Plan, load: Workload) -> Sends:
 # and that is what is predicted.
 
 
-def _units(plan: Plan, load: Workload) -> dict[str, list[ParameterPlan]]:
+def units_of(plan: Plan, load: Workload) -> dict[str, list[ParameterPlan]]:
     """FSDP's units and the parameters in each."""
     units: dict[str, list[ParameterPlan]] = {unit: [] for unit in load.units}
     for parameter in plan.weights if units else ():
@@ -438,7 +438,7 @@ def fsdp_gradients(plan: Plan, load: Workload) -> Counter[Sent]:
     """The reductions of all units' gradients, over dp_shard, then over dp_replicate."""
     total: Counter[Sent] = Counter()
     ranks, dtype = load.ranks(DP_SHARD), load.reduce_dtype
-    for own in _units(plan, load).values():
+    for own in units_of(plan, load).values():
         numel = sum(prod(load.shard(p.shape, padded=True)) for p in own)  # for each rank
         flat = nothing((ranks, numel), dtype)
         parts: tuple[Tensor, ...] = (flat,) if load.grad_wire is None else WIRES[load.grad_wire].pack(flat)

@@ -1,0 +1,154 @@
+"""Ranks meshes, recipes and recomputation for a model on so many GPUs, by predicted tokens per second and memory.
+
+    python -m launch.advise CONFIG --world 64 --board h200 [--recipes fp8_current bf16] [--show 5] [--section.key value ...]
+
+The program tries every mesh of tp, dp_shard and dp_replicate that the model allows with each recipe and micro batch, and
+recomputation where nothing else fits in memory. No rank is started. The model is planned with few blocks; seconds and bytes
+are extended to all blocks, since both are linear in the number of equal blocks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP
+from dlp.parallel.model.plan import table
+from launch.common.units import said_bytes
+from launch.config.run_config import Config, ConfigError, command_line, count, load, make_parser
+from launch.estimate.devices import BOARDS
+from launch.estimate.few_blocks import Extended
+from launch.estimate.rates import boards, rates_of
+from launch.ranks.links import HOST
+from launch.settings import overrides
+
+MICRO_BATCHES = (8, 4, 2, 1)
+CHECKPOINTING = ("none", "selective", "full")
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting: overrides of the command line, predicted seconds per step, bytes per GPU, largest costs."""
+
+    settings: tuple[str, ...]
+    seconds: float
+    tokens_per_second: float
+    peak: float
+    reason: str
+
+    def cells(self, world: int) -> tuple[str, ...]:
+        return (
+            f"{self.tokens_per_second:,.0f}", f"{self.tokens_per_second / world:,.0f}", said_bytes(self.peak), self.reason,
+            " ".join(self.settings),
+        )  # fmt: skip
+
+
+def candidate(extended: Extended, settings: Sequence[str]) -> Candidate:
+    """The predicted step of a setting."""
+    seconds, shares = extended.seconds()
+    largest = sorted(shares, key=lambda kind: -shares[kind])[:3]
+    reason = ", ".join(f"{kind} {shares[kind] / seconds:.0%}" for kind in largest)
+    train = extended.config.train
+    return Candidate(tuple(settings), seconds, train.global_batch * train.sequence / seconds, extended.peak(), reason)
+
+
+def meshes(config: Config, world: int) -> Iterator[tuple[str, ...]]:
+    """Overrides of [mesh]: tp up to a host that divides heads and features, FSDP over all other ranks or inside hosts."""
+    m = config.model
+    for tp in (1, 2, 4, 8):
+        if world % tp or tp > HOST or any(size % tp for size in (m.heads, m.kv_heads, m.ffn, m.vocab)):
+            continue
+        rest = world // tp
+        inside = max(1, HOST // tp)
+        for replicate in dict.fromkeys((1, rest // inside if rest % inside == 0 and rest > inside else 1)):
+            yield (
+                f"--mesh.{TP}", str(tp), f"--mesh.{DP_REPLICATE}", str(replicate), f"--mesh.{DP_SHARD}",
+                str(rest // replicate),
+            )  # fmt: skip
+
+
+def advise(
+    name: str, arguments: Sequence[str], world: int, board: str, recipes: Sequence[str]
+) -> tuple[list[Candidate], list[str]]:
+    """All settings that fit, fastest first, and a sentence for each setting that does not.
+
+    Raises:
+        ValueError: There is no table of this board.
+    """
+    rates_of(board)
+    usable, fit, refused = BOARDS[board].usable, list[Candidate](), list[str]()
+    for mesh in meshes(load(name, arguments), world):
+        for recipe in recipes or [""]:
+            for checkpointing in CHECKPOINTING:
+                found = list(_micro_batches(name, arguments, world, board, (*mesh, *_recipe(recipe)), checkpointing))
+                fitting = [each for each in found if not isinstance(each, str) and each[1].peak() <= usable]
+                fit += [candidate(extended, settings) for settings, extended in fitting]
+                refused += [each for each in found if isinstance(each, str)]
+                refused += [
+                    f"{' '.join(settings)}: needs {said_bytes(extended.peak())} of {said_bytes(usable)}"
+                    for settings, extended in (each for each in found if not isinstance(each, str))
+                    if extended.peak() > usable
+                ]
+                if fitting:  # recomputation would only cost time
+                    break
+    return sorted(fit, key=lambda each: each.seconds), refused
+
+
+def _recipe(recipe: str) -> tuple[str, ...]:
+    return ("--recipe", recipe) if recipe else ()
+
+
+def _micro_batches(
+    name: str, arguments: Sequence[str], world: int, board: str, mesh: Sequence[str], checkpointing: str
+) -> Iterator[tuple[tuple[str, ...], Extended] | str]:
+    """The largest two micro batches that fit, and every larger one that does not; the reason where a config is refused."""
+    fitting = 0
+    for micro in MICRO_BATCHES:
+        settings = (*mesh, "--train.micro_batch", str(micro), "--train.checkpointing", checkpointing)
+        try:
+            extended = Extended(load(name, [*arguments, *settings]), world, board)
+        except ConfigError as error:
+            if "micro_batch" not in str(error):
+                yield f"{' '.join(settings)}: {error}"
+            continue
+        except ValueError as error:
+            yield f"{' '.join(settings)}: {error}"
+            return
+        yield settings, extended
+        fitting += extended.peak() <= BOARDS[board].usable
+        if fitting == 2:
+            return
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = make_parser("launch.advise", "Ranks meshes, recipes and recomputation by predicted tokens per second.")
+    parser.add_argument("--world", type=count, default=8, help="the number of GPUs [8]")
+    parser.add_argument("--board", choices=boards(), default=boards()[0], help="the board of every GPU [%(default)s]")
+    parser.add_argument("--recipes", nargs="+", default=[], help="recipes to try for group default [the config's]")
+    parser.add_argument("--show", type=count, default=SHOWN, help=f"settings to print [{SHOWN}]")
+    options, _ = command_line(parser, arguments)
+    own = [part for name, text in overrides.split(arguments)[1] for part in (f"--{name}", text)]
+    fit, refused = advise(options.config, own, options.world, options.board, options.recipes)
+    if not fit:
+        raise ValueError(
+            f"{options.config} fits on {options.world} x {options.board} in none of {len(refused)} settings; the first is "
+            f"refused because: {refused[0] if refused else 'no mesh divides the model'}: take more GPUs"
+        )
+    about = rates_of(options.board).about
+    print(
+        f"{options.config} on {options.world} x {options.board}: {len(fit)} settings fit, {len(refused)} do not; predicted "
+        f"from rates of {about['device']}, {about['date']}, torch {about['torch']}\n"
+    )
+    header = ("tokens/s", "per GPU", "memory", "largest costs", "settings")
+    print("\n".join(table(header, [each.cells(options.world) for each in fit[: options.show]])))
+    best = " ".join([options.config, *own, *fit[0].settings])
+    print(f"\npython -m launch.train {best} --plan --world {options.world} --device {options.board}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None

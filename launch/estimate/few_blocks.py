@@ -1,0 +1,57 @@
+"""Memory and time of a model from plans of a few of its blocks: both are linear in the number of equal blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dlp.parallel.traffic.predict import Unpredictable
+from launch.config.run_config import Config
+from launch.estimate.memory import MOMENTS, Memory
+from launch.estimate.memory_check import Planned, planned
+from launch.estimate.step_time import forecast
+
+FEW = 3  # blocks: a first, a middle and a last one, which layer groups may treat differently
+
+
+def with_blocks(config: Config, layers: int) -> Config:
+    """The config with another number of blocks."""
+    return replace(config, model=replace(config.model, layers=layers))
+
+
+class Extended:
+    """A config planned with few blocks, whose memory and time are extended to all blocks."""
+
+    def __init__(self, config: Config, world: int, board: str) -> None:
+        self.config, self.world, self.board = config, world, board
+        few = min(FEW, config.model.layers)
+        sizes = [few] if config.model.layers == few else [few, few + 1]
+        self.configs = [with_blocks(config, layers) for layers in sizes]
+        self.more = config.model.layers - few
+        self.found: list[Planned] = [planned(each, world, board) for each in self.configs]
+
+    def _all_blocks(self, values: Sequence[float]) -> float:
+        return values[0] + self.more * (values[-1] - values[0])
+
+    def peak(self) -> float:
+        """Bytes of tensors per GPU.
+
+        Raises:
+            Unpredictable: A format or a strategy of a user does not state sizes.
+        """
+        held = [each.memory for each in self.found]
+        for each in held:
+            if isinstance(each, Unpredictable):
+                raise each
+        totals = [[each.total(moment) for each in held if isinstance(each, Memory)] for moment in MOMENTS]
+        return max(self._all_blocks(each) for each in totals)  # the moment that needs most may depend on the blocks
+
+    def seconds(self) -> tuple[float, dict[str, float]]:
+        """Seconds per step, and by kind of device time."""
+        both = [
+            forecast(config, self.world, self.board, found)
+            for config, found in zip(self.configs, self.found, strict=True)
+        ]
+        kinds = dict.fromkeys(kind for each in both for kind in each.shares)
+        shares = {kind: self._all_blocks([each.shares.get(kind, 0.0) for each in both]) for kind in kinds}
+        return self._all_blocks([each.seconds for each in both]), shares

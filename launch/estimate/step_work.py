@@ -1,0 +1,403 @@
+"""Operations of one training step of a rank, with seconds, in the order in which they are launched.
+
+Seconds follow from bytes, floating-point operations and the measured speeds of a board (`Rates`):
+
+    GEMM                    2 M N K / rate of the recipe at the nearest measured sizes
+    attention               causal: forward 2 B S^2 heads head_dim, backward 2.5 times as many operations
+    pointwise, cast, sum    bytes read and written / memory bandwidth
+    transfer                bytes that the rank sends (`dlp.parallel.traffic.predict`) / speed of the link
+    every kernel            the gap before the kernel
+
+The model leaves out: document masks (sequences count whole), Muon's GEMMs, the data loader, validation and checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, MAPPED, TP
+from dlp.parallel.model.rows import ParameterPlan
+from dlp.parallel.traffic.predict import LinearTraffic, Sends, linear_weights, linears_of, nothing, travels_as, units_of
+from dlp.parallel.weight.sharded import VALUES
+from dlp.quant.quantizer import caps_of
+from dlp.quant.recipe import Operand
+from launch.config.run_config import Config
+from launch.estimate.devices import kind_of
+from launch.estimate.memory import block_of
+from launch.estimate.memory_check import Planned
+from launch.estimate.rates import Rates
+from launch.estimate.timeline import COMPUTE, DP_LINK, TP_LINK, Program
+from launch.ranks.links import NETWORK, leaves_host, transport_name
+from launch.training.optimizer import state_bytes
+
+CAST, ATTENTION, POINTWISE, LOSS = "casts", "attention", "norms, rope, activations", "loss"
+OPTIMIZER, BOUNDARY, SUMS, COPIES = "optimizer", "weight casts", "sums", "FSDP's copies"
+TRANSFER = "transfer"
+UNCOMPILED = 2.5  # bytes of pointwise kernels without torch.compile, which fuses them, over those with it
+WIDE = 2  # bytes of an activation
+
+
+class StepWork:
+    """Builder of the programs of a step: `microbatch` and `boundary`."""
+
+    def __init__(self, config: Config, found: Planned, rates: Rates, device: str) -> None:
+        self.config, self.plan, self.load, self.rates = config, found.plan, found.load, rates
+        self.model, self.train = config.model, config.train
+        self.tp, self.shards = self.load.ranks(TP), self.load.ranks(DP_SHARD)
+        self.tokens = self.load.tokens
+        self.own_tokens = self.tokens // (self.tp if config.mesh.sequence_parallel else 1)
+        self.program, self.kernels, self.collectives = Program(), 0, 0
+        self.linears: dict[str, list[LinearTraffic]] = {}
+        for linear in linears_of(self.plan, self.load):
+            self.linears.setdefault(block_of(linear.name), []).append(linear)
+        self.weights = linear_weights(self.plan)
+        self.blocks = [block for block in self.linears if block]
+        self.fsdp = bool(self.load.units) and self.shards > 1
+        self.units = units_of(self.plan, self.load) if self.fsdp else {}
+        self.reduced: list[int] = []  # transfers of gradients, which the optimizer waits for
+        self.mapped = transport_name(config.mesh.transport, found.dims, kind_of(device)) == MAPPED
+        network = NETWORK.speed
+        self.tp_speed = rates.link if self.mapped else network if leaves_host(TP, found.dims) else rates.nccl
+        self.dp_speed = {
+            axis: network if leaves_host(axis, found.dims) else rates.nccl for axis in (DP_SHARD, DP_REPLICATE)
+        }
+
+    # Programs
+
+    def microbatch(self, last: bool) -> Program:
+        """Forward and backward of one microbatch; the last one of a step reduces gradients that wait."""
+        self.program, self.reduced = Program(), []
+        reduces = last or self.load.reductions > 1
+        root = self._gather("", backward=False)
+        waiting = self._gather(self.blocks[0], backward=False)
+        self._pointwise("embedding", 2 * WIDE * self.tokens * self.model.hidden / self.tp, waits=root)
+        for i, block in enumerate(self.blocks):
+            arrived = waiting
+            waiting = self._gather(self.blocks[i + 1], backward=False) if i + 1 < len(self.blocks) else ()
+            self._unit_arrives(block, arrived, backward=False)
+            self._forward(block)
+        self._loss()
+        order = self.blocks[::-1]
+        waiting = self._gather(order[0], backward=True)
+        for i, block in enumerate(order):
+            arrived = waiting
+            waiting = self._gather(order[i + 1], backward=True) if i + 1 < len(order) else ()
+            self._unit_arrives(block, arrived, backward=True)
+            self._backward(block)
+            self._reduce(block, reduces)
+        if not self.fsdp and self.load.microbatches > 1:  # gradients of microbatches add up in fp32
+            elements = sum(prod(p.shape) for p in self.plan.weights)
+            self._compute("gradients add up", SUMS, 12 * elements / self.rates.memory, kernels=len(self.plan.weights))
+        rows = self.model.vocab / self.tp * self.model.hidden
+        self._pointwise("embedding gradient", rows * (16 if self.model.tie_embeddings else 4), kernels=3)
+        self._reduce("", reduces)
+        return self.program
+
+    def boundary(self) -> Program:
+        """Gradient norm, optimizer and the casts of weights."""
+        self.program = Program()
+        elements = sum(self._kept_here(p) for p in self.plan.weights)
+        self._compute("gradient norm", OPTIMIZER, 4 * elements / self.rates.norm, kernels=60)
+        moved = sum(self._kept_here(p) * (12 + 2 * self._state_bytes(p)) for p in self.plan.weights)
+        self._compute("optimizer", OPTIMIZER, moved / self.rates.optimizer, kernels=30)
+        for row, parameter in self.weights.values():
+            if self.load.weight_cache != "step" and not self.fsdp:
+                continue
+            count = self._kept_here(parameter)
+            copied = 6 * count if not (self.fsdp and row.recipe.w.keeps_source) else 0
+            made = self._cast_bytes(row.recipe.w, (count, 1), count)
+            self._compute(f"{row.name} weight", BOUNDARY, (copied + made) / self.rates.memory, kernels=2)
+        return self.program
+
+    def host_seconds(self) -> float:
+        """Seconds that the host needs to launch the programs built so far, kernel by kernel."""
+        return self.kernels * self.rates.host + self.collectives * self.rates.host_collective
+
+    # Blocks
+
+    def _forward(self, block: str) -> None:
+        qkv, out, *mlp = self._roles(block)
+        self._norm(f"{block} norm", forward=True)
+        self._linear_forward(qkv)
+        self._rope(block)
+        self._attention(block, forward=True)
+        self._linear_forward(out)
+        self._norm(f"{block} norm", forward=True)
+        for linear in mlp[:-1]:
+            self._linear_forward(linear)
+        self._activation(block, forward=True)
+        self._linear_forward(mlp[-1])
+
+    def _backward(self, block: str) -> None:
+        qkv, out, *mlp = self._roles(block)
+        if self.load.recomputes(f"{block}.x"):
+            self._again(block)
+        self._linear_backward(mlp[-1])
+        self._activation(block, forward=False)
+        for linear in reversed(mlp[:-1]):
+            self._linear_backward(linear)
+        self._norm(f"{block} norm", forward=False)
+        self._linear_backward(out)
+        self._attention(block, forward=False)
+        self._rope(block)
+        self._linear_backward(qkv)
+        self._norm(f"{block} norm", forward=False)
+
+    def _again(self, block: str) -> None:
+        """The forward that runs again in backward: whole, or its pointwise part."""
+        if self.train.checkpointing == "full":
+            self._forward(block)
+            return
+        for _ in range(2):
+            self._norm(f"{block} norm again", forward=True)
+        self._rope(block)
+        self._activation(block, forward=True)
+
+    def _roles(self, block: str) -> list[LinearTraffic]:
+        """The linears of a block in the order of the forward: q, k and v; the output of attention; the MLP."""
+        order = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        found = {linear.name.rpartition(".")[2]: linear for linear in self.linears[block]}
+        return [found[name] for name in order if name in found]
+
+    def _norm(self, name: str, *, forward: bool) -> None:
+        """A norm and the addition of the residual in one pass: x, the residual and both results; backward reads dy too."""
+        moved = (4 if forward else 5) * WIDE * self.own_tokens * self.model.hidden
+        self._pointwise(name, moved)
+
+    def _rope(self, block: str) -> None:
+        features = (self.model.heads + self.model.kv_heads) * self.model.head_dim / self.tp
+        self._pointwise(f"{block} rope", 2 * WIDE * self.tokens * features, kernels=2)
+
+    def _activation(self, block: str, *, forward: bool) -> None:
+        moved = (3 if forward else 5) * WIDE * self.tokens * self.model.ffn / self.tp
+        self._pointwise(f"{block} SwiGLU", moved)
+
+    def _attention(self, block: str, *, forward: bool) -> None:
+        m, sequence = self.model, self.train.sequence
+        rate = self.rates.attention_rate(sequence, m.head_dim)
+        work = 2.0 * self.tokens * sequence * m.heads * m.head_dim / self.tp
+        seconds = work / rate.forward if forward else 2.5 * work / rate.backward
+        direction = "forward" if forward else "backward"
+        self._compute(f"{block} attention {direction}", ATTENTION, seconds, kernels=2 if forward else 4)
+
+    def _loss(self) -> None:
+        """Final norm, head, log-sum-exp, gradient of the logits, and the head's backward."""
+        self._norm("final norm", forward=True)
+        heads = self.linears.get("", [])
+        for head in heads:
+            self._linear_forward(head)
+        logits = WIDE * self.tokens * self.model.vocab / self.tp
+        self._compute("loss", LOSS, 3 * logits / self.rates.memory, kernels=6)
+        for head in heads:
+            self._linear_backward(head)
+        self._norm("final norm", forward=False)
+
+    # Linears
+
+    def _linear_forward(self, linear: LinearTraffic) -> None:
+        sent = by_direction(linear.forward())
+        self._cast(linear, "x", linear.shapes[0][1], both=True)
+        seconds, kernels = self._gemm_seconds(linear, "fprop"), len(linear.rows)
+        self._agree(linear, sent)
+        if linear.style.fprop.gather:
+            self._gathered(linear, "fprop", sent.get("fprop", 0), seconds, kernels)
+        elif sent.get("fprop"):
+            waits = self._sent_behind(linear, "fprop", sent["fprop"], seconds, kernels)
+            self._sum(linear, "fprop", linear.shapes[0][0], waits)
+        else:
+            self._compute(f"{linear.name} fprop", gemms_of(linear), seconds, kernels=kernels)
+
+    def _linear_backward(self, linear: LinearTraffic) -> None:
+        sent = by_direction(linear.backward())
+        x_again: tuple[int, ...] = ()
+        if sent.get("wgrad"):
+            x_again = (self._transfer(f"{linear.name} gather x", sent["wgrad"]),)
+        for n, _ in linear.shapes:
+            self._cast(linear, "dy", n, both=True)
+        self._agree(linear, sent)
+        seconds, members, waits = self._gemm_seconds(linear, "dgrad"), len(linear.rows), tuple[int, ...]()
+        if linear.style.dgrad.gather:
+            self._gathered(linear, "dgrad", sent.get("dgrad", 0), seconds, members)
+        elif sent.get("dgrad"):
+            waits = self._sent_behind(linear, "dgrad", sent["dgrad"], seconds, members)
+        else:
+            self._compute(f"{linear.name} dgrad", gemms_of(linear), seconds, kernels=members)
+        if members > 1:  # dgrads of siblings add up in fp32
+            rows = linear.transfers.rows("x") * (self.tp if linear.style.cut_x == 0 else 1)
+            moved = rows * linear.shapes[0][1] * (8 * (members - 1) + 4 + WIDE)
+            self._compute(f"{linear.name} dgrad sums", SUMS, moved / self.rates.memory)
+        if not linear.recipe.x.keeps_source and linear.style.cut_x == 0:  # gathered codes are transposed for wgrad
+            moved = 2 * self.tokens * linear.shapes[0][1]
+            self._compute(f"{linear.name} transpose", CAST, moved / self.rates.memory, waits=x_again)
+        self._compute(
+            f"{linear.name} wgrad",
+            gemms_of(linear),
+            self._gemm_seconds(linear, "wgrad"),
+            kernels=members,
+            waits=x_again,
+        )
+        if waits:
+            self._sum(linear, "dgrad", linear.shapes[0][1], waits)
+
+    def _gemm_seconds(self, linear: LinearTraffic, gemm: str) -> float:
+        gathered = linear.style.cut_x == 0 or linear.style.cut_dy == 0
+        rows = self.tokens if gathered or not self.config.mesh.sequence_parallel else linear.transfers.rows("x")
+        features = sum(n for n, _ in linear.shapes)
+        return self.rates.gemm(linear.recipe, gemm, (rows, features, linear.shapes[0][1]))
+
+    def _cast(self, linear: LinearTraffic, tensor: str, features: int, *, both: bool) -> None:
+        operand: Operand = getattr(linear.recipe, tensor)
+        rows = linear.transfers.rows(tensor)
+        moved = self._cast_bytes(operand, (rows, features), rows * features)
+        if moved:
+            self._compute(f"{linear.name} cast {tensor}", CAST, moved / self.rates.memory, kernels=3)
+
+    def _cast_bytes(self, operand: Operand, shape: tuple[int, int], elements: int) -> float:
+        """Bytes of one cast in both orientations: one read to observe, if the quantizer does, one to cast, and the codes."""
+        if operand.keeps_source:
+            return 0.0
+        observes = caps_of(operand.rowwise).slot is None and operand.rowwise.observe(nothing((128, 128))) is not None
+        codes = [
+            quantizer.format.nbytes((1024, 1024), self.load.dtype) / 2**20
+            for quantizer in (operand.rowwise, operand.columnwise)
+        ]
+        return elements * (WIDE * (1 + observes) + sum(codes))
+
+    def _agree(self, linear: LinearTraffic, sent: dict[str, int]) -> None:
+        """An agreement on amaxes waits for all ranks once."""
+        if sent.get("amax"):
+            agreed = self._transfer(f"{linear.name} amax", 0)
+            self._compute(f"{linear.name} scales", CAST, 0.0, waits=(agreed,))
+
+    # Transfers of tp
+
+    def _pieces(self, linear: LinearTraffic, gemm: str) -> int:
+        """How many pieces of the GEMM a transfer is overlapped with; 0: none."""
+        chosen = linear.rows[0].overlap
+        name, _, per_rank = (chosen if isinstance(chosen, str) else chosen.get(gemm, "serial")).partition(":")
+        return 0 if name == "serial" else (self.tp - 1) * int(per_rank or 1)
+
+    def _gathered(self, linear: LinearTraffic, gemm: str, nbytes: int, seconds: float, kernels: int) -> None:
+        """A GEMM of gathered tokens: whole after the transfer, or the own rows at once and the others as they arrive."""
+        name, pieces = f"{linear.name} {gemm}", self._pieces(linear, gemm)
+        if not pieces or not nbytes:
+            waits = (self._transfer(f"{linear.name} gather", nbytes),) if nbytes else ()
+            self._compute(name, gemms_of(linear), seconds, kernels=kernels, waits=waits)
+            return
+        ready = self.program.last
+        transfers = [self._transfer(f"{linear.name} gather", nbytes / pieces, ready) for _ in range(pieces)]
+        self._compute(name, gemms_of(linear), seconds / self.tp, kernels=kernels)
+        for transfer in transfers:
+            part = seconds * (1 - 1 / self.tp) / pieces
+            self._compute(name, gemms_of(linear), part, kernels=kernels, waits=(transfer,))
+
+    def _sent_behind(
+        self, linear: LinearTraffic, gemm: str, nbytes: int, seconds: float, kernels: int
+    ) -> tuple[int, ...]:
+        """A GEMM whose result is reduced: the transfers that the sum waits for."""
+        name, pieces = f"{linear.name} {gemm}", self._pieces(linear, gemm)
+        if not pieces:
+            self._compute(name, gemms_of(linear), seconds, kernels=kernels)
+            return (self._transfer(f"{linear.name} reduce", nbytes),)
+        transfers = []
+        for _ in range(pieces):
+            self._compute(name, gemms_of(linear), seconds * (1 - 1 / self.tp) / pieces, kernels=kernels)
+            transfers.append(self._transfer(f"{linear.name} reduce", nbytes / pieces))
+        self._compute(name, gemms_of(linear), seconds / self.tp, kernels=kernels)
+        return (transfers[-1],)
+
+    def _sum(self, linear: LinearTraffic, gemm: str, features: int, waits: tuple[int, ...]) -> None:
+        """The sum of the contributions of all ranks."""
+        moved = (self.tp + 1) * WIDE * self.own_tokens * features
+        self._compute(f"{linear.name} {gemm} sum", SUMS, moved / self.rates.memory, waits=waits)
+
+    def _transfer(self, name: str, nbytes: float, waits: tuple[int, ...] | None = None) -> int:
+        seconds = nbytes / self.tp_speed + self.rates.meeting
+        self.collectives += not self.mapped
+        return self.program.add(name, TRANSFER, seconds, TP_LINK, self.program.last if waits is None else waits)
+
+    # FSDP
+
+    def _gather(self, unit: str, *, backward: bool) -> tuple[int, ...]:
+        """Start the gather of a unit's weights, as FSDP prefetches them."""
+        nbytes = self._gathered_bytes(unit, backward)
+        if not nbytes:
+            return ()
+        sent = nbytes * (self.shards - 1) / self.shards
+        seconds = sent / self.dp_speed[DP_SHARD]
+        return (self.program.add(f"{unit or 'root'} gather weights", TRANSFER, seconds, DP_LINK, self.program.last),)
+
+    def _unit_arrives(self, unit: str, waits: tuple[int, ...], *, backward: bool) -> None:
+        """Copy gathered weights out of the collective's buffer."""
+        if waits:
+            seconds = 2 * self._gathered_bytes(unit, backward) / self.rates.memory
+            self._compute(f"{unit} copy out", COPIES, seconds, kernels=2, waits=waits)
+
+    def _gathered_bytes(self, unit: str, backward: bool) -> float:
+        """Bytes of a unit's gathered weights in one direction."""
+        if not self.fsdp or (backward and (not unit or not self.load.resharded)):
+            return 0.0
+        return sum(self._travels(parameter, backward) for parameter in self.units[unit])
+
+    def _travels(self, parameter: ParameterPlan, backward: bool) -> float:
+        found = self.weights.get(parameter.name)
+        row, col = (found and travels_as(*found, self.load)) or (VALUES, VALUES)
+        layouts = [col, row] if backward and self.load.recomputes(parameter.name) else [col] if backward else [row]
+        if not backward and not self.load.resharded:
+            layouts = [row, col]
+        shape = (parameter.shape[0], prod(parameter.shape[1:]))
+        return sum(
+            layout.format.nbytes(layout.of(shape), self.load.weight_dtype, along=int(layout.transposed))
+            for layout in dict.fromkeys(layouts)
+        )
+
+    def _reduce(self, unit: str, reduces: bool) -> None:
+        """Copy a unit's gradients into a buffer and reduce them; gradients that wait are added in fp32."""
+        if not self.fsdp:
+            return
+        elements = sum(prod(p.shape) for p in self.units[unit])
+        if not reduces or (self.load.reductions == 1 and self.load.microbatches > 1):
+            self._compute(f"{unit or 'root'} gradients add up", COPIES, 10 * elements / self.rates.memory, kernels=8)
+        if not reduces:
+            return
+        width = 4 if self.load.grad_wire is None else {"fp8": 1.03}.get(self.load.grad_wire, WIDE)
+        self._compute(f"{unit or 'root'} copy in", COPIES, (WIDE + width) * elements / self.rates.memory, kernels=2)
+        sent = width * elements * (self.shards - 1) / self.shards / self.dp_speed[DP_SHARD]
+        replicas = self.load.ranks(DP_REPLICATE)
+        if replicas > 1:
+            shard = 4 * elements / self.shards
+            sent += 2 * shard * (replicas - 1) / replicas / self.dp_speed[DP_REPLICATE]
+        reduced = self.program.add(f"{unit or 'root'} reduce", TRANSFER, sent, DP_LINK, self.program.last)
+        self.reduced.append(reduced)
+        if not unit:  # the step ends when the last gradients have arrived
+            self._compute("gradients arrive", COPIES, 0.0, waits=(reduced,))
+
+    # Parts
+
+    def _kept_here(self, parameter: ParameterPlan) -> int:
+        return prod(self.load.shard(parameter.shape, padded=True)) if self.fsdp else prod(parameter.shape)
+
+    def _state_bytes(self, parameter: ParameterPlan) -> float:
+        return state_bytes(self.train.optimizer, parameter.name, parameter.shape, self.shards)
+
+    def _pointwise(self, name: str, moved: float, kernels: int = 1, waits: Sequence[int] = ()) -> None:
+        moved *= 1.0 if self.train.compile else UNCOMPILED
+        self._compute(name, POINTWISE, moved / self.rates.memory, kernels=kernels, waits=waits)
+
+    def _compute(self, name: str, kind: str, seconds: float, *, kernels: int = 1, waits: Sequence[int] = ()) -> None:
+        self.program.add(name, kind, seconds + kernels * self.rates.gap, COMPUTE, waits)
+        self.kernels += kernels
+
+
+def gemms_of(linear: LinearTraffic) -> str:
+    """The kind under which the GEMMs of a linear are counted."""
+    return f"GEMMs, {linear.recipe.name}"
+
+
+def by_direction(sends: Sends) -> dict[str, int]:
+    """Bytes of a linear's transfers by direction."""
+    found: dict[str, int] = {}
+    for sent, nbytes in sends:
+        found[sent.direction] = found.get(sent.direction, 0) + nbytes
+    return {direction: nbytes for direction, nbytes in found.items() if nbytes}

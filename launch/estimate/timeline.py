@@ -1,0 +1,122 @@
+"""Schedule of a step's operations on lanes, as a GPU runs streams.
+
+    compute   ████ ██████   ████████      operations in order
+    tp            ▓▓▓▓▓▓                  transfers between tp ranks
+    dp        ▓▓▓▓▓▓▓▓▓▓▓▓                FSDP's collectives
+
+An operation starts when its lane is free and every operation that it waits for has ended. Time in which the compute lane is
+idle because it waits for a transfer is exposed communication.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+COMPUTE, TP_LINK, DP_LINK = "compute", "tp", "dp"
+LANES = (COMPUTE, TP_LINK, DP_LINK)
+EXPOSED = "exposed transfers"
+
+
+class Operation(NamedTuple):
+    """One operation. `waits`: indices of earlier operations that must have ended."""
+
+    name: str
+    kind: str
+    seconds: float
+    lane: str
+    waits: tuple[int, ...] = ()
+
+
+class Span(NamedTuple):
+    """A scheduled operation: start and end in seconds."""
+
+    operation: Operation
+    start: float
+    end: float
+
+
+@dataclass
+class Program:
+    """Operations in the order in which they are launched."""
+
+    operations: list[Operation] = field(default_factory=list)
+
+    def add(self, name: str, kind: str, seconds: float, lane: str = COMPUTE, waits: Sequence[int] = ()) -> int:
+        """Append an operation and return its index."""
+        self.operations.append(Operation(name, kind, seconds, lane, tuple(waits)))
+        return len(self.operations) - 1
+
+    @property
+    def last(self) -> tuple[int, ...]:
+        """The newest operation of the compute lane, as a tuple to wait for; empty before the first one."""
+        for index in range(len(self.operations) - 1, -1, -1):
+            if self.operations[index].lane == COMPUTE:
+                return (index,)
+        return ()
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def seconds(self) -> float:
+        return max((span.end for span in self.spans), default=0.0)
+
+    def shares(self) -> dict[str, float]:
+        """Seconds by kind of the compute lane, and of EXPOSED, the time in which that lane waits; they sum to `seconds`."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for span in self.spans:
+            if span.operation.lane == COMPUTE:
+                found[span.operation.kind] += span.end - span.start
+        found[EXPOSED] = self.seconds - sum(found.values())
+        return {kind: seconds for kind, seconds in found.items() if seconds > 1e-9}
+
+    def transfers(self) -> dict[str, float]:
+        """Seconds in which each link is busy."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for span in self.spans:
+            if span.operation.lane != COMPUTE:
+                found[span.operation.lane] += span.end - span.start
+        return dict(found)
+
+    def write_trace(self, path: Path) -> None:
+        """Write the schedule as a trace for Perfetto or chrome://tracing."""
+        events = [
+            {"name": span.operation.name, "cat": span.operation.kind, "ph": "X", "pid": 0,
+             "tid": LANES.index(span.operation.lane), "ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6}
+            for span in self.spans
+        ]  # fmt: skip
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": lane}}
+            for i, lane in enumerate(LANES)
+        ]
+        path.write_text(json.dumps({"traceEvents": names + events}))
+
+
+def schedule(program: Program, slowdown: float = 0.0) -> Timeline:
+    """Run the operations in order, each as early as its lane and its `waits` allow.
+
+    slowdown    share of the speed of computation that is lost while the dp lane is busy
+    """
+    free = dict.fromkeys(LANES, 0.0)
+    spans: list[Span] = []
+    busy: list[tuple[float, float]] = []  # of the dp lane, in order
+    for operation in program.operations:
+        start = max([free[operation.lane], *(spans[i].end for i in operation.waits)])
+        end = start + operation.seconds
+        if operation.lane == DP_LINK:
+            busy.append((start, end))
+        elif operation.lane == COMPUTE and slowdown and busy:
+            shared = sum(max(0.0, min(end, b) - max(start, a)) for a, b in busy[-4:])
+            end += shared * slowdown / (1 - slowdown)
+        free[operation.lane] = end
+        spans.append(Span(operation, start, end))
+    return Timeline(tuple(spans))

@@ -1,0 +1,165 @@
+"""Measures the speeds of this GPU from which `--plan` and `launch.advise` predict seconds per step.
+
+    python -m launch.measure --board h100 --overlap-table h100-2.json --out launch/estimate/tables/h100.json
+    torchrun --nproc-per-node 2 -m launch.measure ...     the same, and the bandwidth of NCCL between the ranks
+
+Measure a table with `python -m dlp.parallel.tune` first: it holds the times of GEMMs and of mapped memory. This program adds
+the bandwidth of pointwise kernels, of AdamW and of the gradient norm, causal attention forward and backward, and the gap
+between two kernels of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from dlp.comm.mesh import shutdown, world_size
+from dlp.kernels import timing
+from dlp.parallel import auto
+from launch.estimate.devices import BOARDS
+
+MEGABYTE = 2**20
+LARGE = 1024 * MEGABYTE  # bytes of the tensors that bandwidths are measured on
+SHAPES = (
+    (2, 4096, 32, 64),
+    (1, 8192, 32, 64),
+    (2, 4096, 16, 128),
+    (1, 8192, 16, 128),
+)  # batch, sequence, heads, head_dim
+KERNELS = 200  # of the graph whose gaps are measured
+# Taken from whole runs of llama3_1b on two H200 (bench/results/predict.json), which no short program shows.
+FROM_RUNS = {"replay": 0.8e-3, "host": 6e-5, "host_collective": 1.7e-4, "nccl_slowdown": 0.05}
+
+
+def seconds_of(run: Callable[[], object], device: str) -> float:
+    """Seconds of a run: device time on a GPU, else wall time, so that this program can be tried without a GPU."""
+    if device == "cuda":
+        return timing.device_ms(run, 4) * 1e-3
+    run()
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def memory_bandwidth(device: str, nbytes: int) -> float:
+    """Bytes per second of x + y in bf16: two reads and one write."""
+    x, y = (torch.ones(nbytes // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
+    out = torch.empty_like(x)
+    return 3 * nbytes / seconds_of(lambda: torch.add(x, y, out=out), device)
+
+
+def optimizer_bandwidths(device: str, nbytes: int) -> tuple[float, float]:
+    """Bytes per second of torch's fused AdamW (28 per element) and of the gradient norm (4 per element)."""
+    parameters = [torch.zeros(nbytes // 64, device=device, requires_grad=True) for _ in range(16)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    elements = sum(parameter.numel() for parameter in parameters)
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    update = seconds_of(optimizer.step, device)
+    norm = seconds_of(lambda: torch.nn.utils.get_total_norm(gradients), device)
+    return 28 * elements / update, 4 * elements / norm
+
+
+def attention_rate(device: str, batch: int, sequence: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """Operations per second of causal attention; backward counts 2.5 times the operations of forward."""
+    shape = batch, heads, sequence, head_dim
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3))
+    dy = torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def both() -> object:
+        return torch.autograd.grad(forward(), (q, k, v), dy)
+
+    work = 2.0 * batch * heads * sequence * sequence * head_dim
+    ahead = seconds_of(forward, device)
+    back = max(seconds_of(both, device) - ahead, 1e-9)
+    return {"sequence": sequence, "head_dim": head_dim, "forward": work / ahead, "backward": 2.5 * work / back}
+
+
+def kernel_gap(device: str) -> float:
+    """Seconds from one small kernel of a CUDA graph to the next."""
+    x = torch.ones(1024, device=device)
+
+    def launches() -> None:
+        for _ in range(KERNELS):
+            x.add_(1.0)
+
+    if device != "cuda":
+        return seconds_of(launches, device) / KERNELS
+    graph = torch.cuda.CUDAGraph()
+    launches()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        launches()
+    return seconds_of(graph.replay, device) / KERNELS
+
+
+def nccl_bandwidth(device: str, nbytes: int) -> float:
+    """Bytes per second that a rank sends in an all-gather."""
+    own = torch.ones(nbytes // world_size(), dtype=torch.uint8, device=device)
+    out = torch.empty(own.numel() * world_size(), dtype=torch.uint8, device=device)
+    seconds = seconds_of(lambda: dist.all_gather_into_tensor(out, own), device)
+    return own.numel() * (world_size() - 1) / seconds
+
+
+def measure(board: str, overlap_table: str, device: str, nbytes: int = LARGE) -> dict[str, Any]:
+    """The entries of a file of `launch/estimate/tables`."""
+    update, norm = optimizer_bandwidths(device, nbytes)
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    shapes = SHAPES if device == "cuda" else [(1, 64, 2, 16)]
+    return {
+        "about": {"device": name, "date": str(date.today()), "torch": torch.__version__, "command": " ".join(sys.argv)},
+        "overlap_table": overlap_table,
+        "memory": memory_bandwidth(device, nbytes),
+        "optimizer": update,
+        "norm": norm,
+        "gap": kernel_gap(device),
+        **FROM_RUNS,
+        "nccl": nccl_bandwidth(device, nbytes) if world_size() > 1 else 0.0,
+        "attention": [attention_rate(device, *shape) for shape in shapes],
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="launch.measure", description="Measures the speeds of this GPU.")
+    parser.add_argument(
+        "--board", choices=sorted(BOARDS), required=True, help="the name of the board in --plan --device"
+    )
+    parser.add_argument(
+        "--overlap-table", required=True, help="a file name in dlp/parallel/tables, of dlp.parallel.tune"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="the file to write")
+    options = parser.parse_args(arguments)
+    auto.load(auto.TABLES / options.overlap_table)
+    if not torch.cuda.is_available():
+        raise ValueError("launch.measure: expected a GPU, torch sees none: run it on the board whose rates are wanted")
+    if world_size() > 1:
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(dist.get_rank())
+    found = measure(options.board, options.overlap_table, "cuda")
+    if world_size() == 1 or dist.get_rank() == 0:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"written to {options.out}; compare predicted and measured steps with python -m bench.predict")
+    if world_size() > 1:
+        shutdown()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None

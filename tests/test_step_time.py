@@ -1,0 +1,163 @@
+"""Predicted seconds of a step: the schedule, the rates, the sums of shares, the recorded runs, and the ranking of settings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench.predict import RUNS, compare
+from launch import advise, measure
+from launch.config.run_config import load
+from launch.estimate.devices import board_of
+from launch.estimate.few_blocks import Extended
+from launch.estimate.memory_check import planned
+from launch.estimate.rates import TABLES, rates_of
+from launch.estimate.step_time import HOST, forecast
+from launch.estimate.timeline import COMPUTE, DP_LINK, EXPOSED, TP_LINK, Program, schedule
+from launch.estimate.timeline_picture import write_timeline
+from launch.report import recorder
+from launch.train import plan_text
+
+
+def few(name: str, *settings: str, layers: int = 3):
+    config = load(name, settings)
+    return replace(config, model=replace(config.model, layers=layers))
+
+
+def step(name: str, world: int, *settings: str):
+    config = few(name, *settings)
+    return forecast(config, world, "h200", planned(config, world, "h200"))
+
+
+def test_a_transfer_is_exposed_only_while_the_compute_lane_waits_for_it():
+    program = Program()
+    first = program.add("a", "GEMM", 3.0)
+    sent = program.add("t", "transfer", 4.0, TP_LINK, (first,))
+    program.add("b", "GEMM", 1.0)
+    program.add("c", "GEMM", 2.0, waits=(sent,))
+    found = schedule(program)
+    assert [(span.start, span.end) for span in found.spans] == [(0, 3), (3, 7), (3, 4), (7, 9)]
+    assert found.seconds == 9 and found.shares() == {"GEMM": 6.0, EXPOSED: 3.0}
+    assert found.transfers() == {TP_LINK: 4.0}
+
+
+def test_computation_is_slower_while_the_dp_link_is_busy():
+    program = Program()
+    program.add("gather", "transfer", 2.0, DP_LINK)
+    program.add("a", "GEMM", 3.0, COMPUTE)
+    assert schedule(program, 0.5).seconds == pytest.approx(5.0)  # two of its three seconds run at half speed
+    assert schedule(program, 0.0).seconds == 3.0
+
+
+def test_rates_are_the_measured_ones_at_measured_sizes_and_between_them_else():
+    rates, recipe = rates_of("h200"), load("llama3_1b").groups[0]
+    found = planned(few("llama3_1b"), 2, "h200").plan.layers[9].recipe
+    assert recipe.recipe == found.name == "fp8_current"
+    small, between, large = (rates.gemm_rate(found, "fprop", (m, 1536, 2048)) for m in (8192, 11500, 16384))
+    assert small == pytest.approx(2 * 8192 * 1536 * 2048 / 44.075e-6)
+    assert small < between < large
+    with pytest.raises(ValueError, match="measured are .*: choose one of these"):
+        rates.gemm_rate(SimpleNamespace(name="other"), "fprop", (1, 1, 1))
+    with pytest.raises(ValueError, match="dlp ships those of h200: name one of these"):
+        rates_of("b200")
+
+
+def test_predictions_of_the_recorded_runs_are_within_ten_per_cent():
+    found = [compare(run) for run in json.loads(RUNS.read_text())]
+    assert len(found) >= 6
+    assert all(abs(each.error) < 0.10 for each in found), [(each.name, each.error) for each in found]
+    assert sum(abs(each.error) for each in found) / len(found) < 0.06
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [(), ("--mesh.tp", "1"), ("--mesh.tp", "2", "--mesh.dp_replicate", "2"), ("--train.checkpointing", "full")],
+    ids=" ".join,
+)
+def test_shares_sum_to_the_step(settings):
+    found = step("llama3_1b", 4, *settings)
+    assert sum(found.shares.values()) == pytest.approx(found.seconds)
+    assert all(seconds > 0 for seconds in found.shares.values())
+    assert 0.2 < found.mfu < 1.0
+
+
+def test_more_work_takes_longer_and_faster_formats_do_not():
+    base = step("llama3_1b", 2)
+    assert step("llama3_1b", 2, "--train.checkpointing", "full").seconds > 1.1 * base.seconds
+    assert step("llama3_1b", 2, "--recipe", "bf16").seconds > base.seconds
+    assert step("llama3_1b", 2, "--mesh.transport", "nccl").seconds > base.seconds
+    assert step("llama3_1b", 2, "--train.compile", "false").seconds > base.seconds
+    eager = step("llama3_1b", 2, "--train.cuda_graph", "false", "--train.micro_batch", "1")
+    assert eager.host > 0 and HOST in dict(eager.costs()) and base.host == 0
+
+
+def test_the_plan_of_a_board_says_the_time_and_that_of_a_kind_says_how_to_get_it(tmp_path):
+    text = plan_text(few("llama3_1b"), 2, "h200", tmp_path / "step.json")
+    assert "a step predicted on h200" in text and "links busy: tp" in text
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert any(event.get("cat") == "attention" and event["dur"] > 0 for event in events)
+    assert "time: not predicted: name a board that has a table of rates: --device h200" in plan_text(
+        few("llama3_1b"), 2, "sm_90"
+    )
+    with pytest.raises(ValueError, match="expected a name that ends in .png"):
+        plan_text(few("llama3_1b"), 2, "h200", tmp_path / "step.txt")
+    with pytest.raises(ValueError, match="no step time is predicted"):
+        write_timeline("a reason", tmp_path / "x.png")
+
+
+def test_a_picture_is_drawn(tmp_path):
+    write_timeline(step("llama3_1b", 4, "--mesh.tp", "1"), tmp_path / "step.png")
+    assert (tmp_path / "step.png").stat().st_size > 10_000
+
+
+def test_few_blocks_extend_to_all_exactly():
+    config, world = load("llama3_1b"), 2
+    whole = planned(config, world, "h200")
+    extended = Extended(config, world, "h200")
+    assert extended.peak() == pytest.approx(whole.memory.peak)
+    assert extended.seconds()[0] == pytest.approx(forecast(config, world, "h200", whole).seconds, rel=1e-3)
+
+
+def test_advice_is_ranked_and_names_what_does_not_fit(capsys):
+    arguments = ["--train.global_batch", "8"]
+    fit, refused = advise.advise("llama3_1b", arguments, 2, "h200", ["fp8_current", "bf16"])
+    assert [each.seconds for each in fit] == sorted(each.seconds for each in fit)
+    assert {part for each in fit for part in each.settings} >= {"fp8_current", "bf16"}
+    assert all("needs" in each or "expected" in each for each in refused)
+    advise.main(["llama3_1b", "--world", "2", "--board", "h200", "--show", "1", *arguments])
+    said = capsys.readouterr().out
+    assert "settings fit" in said and "--plan --world 2 --device h200" in said
+    with pytest.raises(ValueError, match="fits on 1 x h200 in none of .*: take more GPUs"):
+        advise.main(["llama3_70b", "--world", "1", "--board", "h200"])
+
+
+def test_a_run_says_once_how_far_its_prediction_is_off(tmp_path, monkeypatch, capsys):
+    run = SimpleNamespace(path=tmp_path, leader=True)
+    config = load("tiny", ["--train.steps", "30"])
+    shown = recorder.Recorder(config, run, torch.device("cpu"), 1)
+    shown.predicted = 0.11
+    shown.begin(0)
+    for i in range(1, 26):
+        shown.step(i, loss=1.0, norm=1.0, lr=1.0, seconds=1.0 if i <= 10 else 0.1, split={}, wire_bytes={})
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [each for each in found if "prediction" in each] == [
+        {"step": 20, "prediction": {"predicted": 0.11, "measured": 0.1, "error": 0.1}}
+    ]
+    assert "step 20/30: a step takes 100 ms (median of 10), predicted 110 ms (+10.0%)" in capsys.readouterr().out
+
+
+def test_boards_are_found_by_the_name_of_a_device():
+    assert [board_of(name) for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "Tesla V100")] == ["h200", "h100", ""]
+
+
+def test_measured_rates_have_the_form_of_a_table():
+    found = measure.measure("h200", "h200-2.json", "cpu", 1 << 16)
+    shipped = json.loads((TABLES / "h200.json").read_text())
+    assert found.keys() == shipped.keys()
+    assert found["attention"][0].keys() == shipped["attention"][0].keys()
+    with pytest.raises(ValueError, match="expected a GPU"):
+        measure.main(["--board", "h200", "--overlap-table", "h200-2.json", "--out", "x.json"])
