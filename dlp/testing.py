@@ -31,7 +31,19 @@ FLOORS |= {f"int{bits}": 6.0 * bits - 8 for bits in range(2, 9)}
 
 
 def sqnr(found: Tensor, expected: Tensor) -> float:
-    """The ratio of the power of `expected` to that of what differs, in dB; inf where nothing does."""
+    """Return the signal-to-quantization-noise ratio in dB.
+
+    Args:
+        found: tensor with quantization noise.
+        expected: tensor without.
+
+    Returns:
+        Ratio of the power of `expected` to the power of the difference; inf for equal tensors.
+
+    Examples:
+        >>> dlp.testing.sqnr(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 1.0]))
+        inf
+    """
     noise = (found.double() - expected.double()).square().sum()
     power = expected.double().square().sum()
     return math.inf if not noise else float(10 * torch.log10(power / noise))
@@ -41,14 +53,28 @@ def check_format(
     quantizer: Quantizer, *, device: torch.device | str = "cpu", mesh: DeviceMesh | None = None, floor: float | None = None,
     compiles: bool = True,
 ) -> dict[str, float]:  # fmt: skip
-    """Holds a quantizer and its format to what dlp asks of them; returns what was measured, in dB.
+    """Check that a quantizer and its format do what dlp requires of them.
 
-    mesh       its first axis, of two ranks or more: cuts and gathers are checked, too; call it on all ranks
-    floor      the least SQNR of values in dB, by default 30 for E4M3, 24 for E5M2, 15 for E2M1, 6 bits - 8 for integers, 40
-               for others
-    compiles   torch.compile is tried, which takes a few seconds
+    The suites check casts, pieces of a matrix, transposes, a linear, saving and compilation.
 
-    Raises AssertionError, which names the suite; ValueError for a quantizer that scales by history, which no matrix has.
+    Args:
+        quantizer: quantizer with current scales.
+        device: device of the test matrices.
+        mesh: mesh whose first axis has at least two ranks; shards and gathers are checked as well. Call on all ranks.
+        floor: smallest SQNR of decoded values in dB; None: 30 for E4M3, 24 for E5M2, 15 for E2M1, 6 bits - 8 for integers and
+            40 for other formats.
+        compiles: check torch.compile, which takes a few seconds.
+
+    Returns:
+        Measured SQNRs in dB.
+
+    Raises:
+        AssertionError: for a check that fails, with the name of the suite, the number and the floor.
+        ValueError: for a quantizer with delayed scales.
+
+    Examples:
+        >>> from dlp.quant.fp8 import CurrentScaling
+        >>> measured = dlp.testing.check_format(CurrentScaling(), compiles=False)
     """
     if caps_of(quantizer).slot is not None:
         raise ValueError(

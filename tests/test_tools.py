@@ -91,7 +91,7 @@ def test_help_lists_every_verb():
     run = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
     verbs = [line.split()[0] for line in run.stdout.splitlines()[1:]]
     assert verbs == [
-        "help", "pretrain", "plan", "ledger", "fidelity", "test", "test-fast", "multigpu", "lint", "kernels-compile",
+        "help", "pretrain", "plan", "ledger", "fidelity", "test", "test-fast", "multigpu", "lint", "docs", "kernels-compile",
         "gpu-test", "emulate", "sanitize", "bench", "bench-quantize", "bench-gemm", "bench-linear", "bench-comm",
     ]  # fmt: skip
 

@@ -36,6 +36,17 @@ FORMATS = (
 )  # fmt: skip
 TITLES = {"dlp": "Layers, models and recipes", "dlp.ops": "Operations", "dlp.quant": "Formats and recipes of your own"}
 
+# Methods that a page shows; all other members are left out.
+MEMBERS = {
+    "dlp.ops.BasicOperation": ["op_forward", "op_backward", "fuser_forward", "fuser_backward"],
+    "dlp.ops.FusedOperation": ["fuser_forward", "fuser_backward"],
+    "dlp.ops.Handed": ["tensor"],
+    "dlp.ops.OperationContext": ["save_for_backward", "mark_dirty"],
+    "dlp.ops.Sequential": ["plan"],
+    "dlp.quant.quantizer.Quantizer": ["observe", "cast"],
+    "dlp.quant.tensor.Format": ["part_shapes", "dequantize"],
+}
+
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^( *```(?:python|bash)) .*$", re.MULTILINE)
 
@@ -60,7 +71,8 @@ def summary(dotted: str) -> str:
 
 
 def reference_page(dotted: str) -> str:
-    return f"# {dotted}\n\n::: {dotted}\n"
+    members = MEMBERS.get(dotted, [])
+    return f"# {dotted}\n\n::: {dotted}\n    options:\n      members: {members or 'false'}\n"
 
 
 def reference_index() -> str:

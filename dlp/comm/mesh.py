@@ -206,13 +206,27 @@ def _join(backend: str) -> None:
 def build_mesh(
     *, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1, device_type: str | None = None, transport: str = AUTO
 ) -> DeviceMesh:
-    """A DeviceMesh with axes (dp_replicate, dp_shard, tp); one size may be -1 and takes the rest of the world.
+    """Create a DeviceMesh with the axes dp_replicate, dp_shard and tp; start the process group if none exists.
 
-    Starts the process group when there is none. `device_type`: "cpu" or "cuda", by default cuda where there is one.
-    `transport` carries the transfers of layers over tp: "mapped", memory that the GPUs of one host map from each other
-    (`dlp.comm.mapped`); "nccl"; or "auto", mapped memory where all tp ranks can map each other's memory, else NCCL (gloo on
-    CPUs). Raises ValueError, before any group is started, when the sizes do not multiply to the world size, or for another
-    transport; and on all ranks for "mapped" where the tp ranks cannot map each other's memory.
+    Args:
+        dp_replicate: number of replicas of the model (HSDP).
+        dp_shard: ranks that share parameters and optimizer by FSDP; -1: the remaining ranks.
+        tp: tensor-parallel ranks.
+        device_type: "cpu" or "cuda"; None: cuda if available.
+        transport: carrier of transfers over tp. "mapped": memory that the GPUs of one host map from each other; "nccl";
+            "auto": mapped memory where all tp ranks can map each other's memory, else NCCL (gloo on CPUs).
+
+    Returns:
+        The mesh. One size may be -1.
+
+    Raises:
+        ValueError: before a group is started, when the sizes do not multiply to the world size or the transport is unknown; on
+            all ranks, for transport="mapped" where tp ranks cannot map each other's memory.
+
+    Examples:
+        >>> mesh = dlp.build_mesh(tp=1)
+        >>> mesh.mesh_dim_names
+        ('dp_replicate', 'dp_shard', 'tp')
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"transport {transport!r}: expected one of {', '.join(TRANSPORTS)}")

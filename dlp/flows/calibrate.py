@@ -80,15 +80,29 @@ OBSERVERS: dict[str, Any] = {"max": "max", "average": average, "mse": "max"}
 def calibrate(
     model: nn.Module, pattern: str = "**", observer: str | Callable[[Tensor], Tensor] = "max"
 ) -> Iterator[dict[str, nn.Module]]:
-    """A context in which forwards of `model` are observed: the x of the linears that `pattern` matches, converted or plain,
-    which it yields by name. After it each of them has a buffer `x_scale`, fp32 [], equal on all ranks.
+    """Observe x of linears during forwards, and store static scales afterwards. A context manager.
 
-    observer  "max": the largest amax of all batches; "average": their mean; "mse": the largest of the amaxes at which a cast of
-              each batch has the smallest error; or a function of the amaxes [batches, layers], oldest first, that returns one
-              for each layer
+    On exit each observed linear gets a buffer `x_scale`, an fp32 scalar that is equal on all ranks.
 
-    Raises ValueError for an unknown observer, one that finds no amax for a layer, a pattern that matches no linear, and a layer
-    that did not run, whose x was not finite in a batch, or was zero in all of them.
+    Args:
+        model: model with linears, converted or plain.
+        pattern: pattern of module names.
+        observer: "max": largest amax of all batches; "average": mean of the amaxes; "mse": largest of the amaxes that minimize
+            the error of each batch; or a function of the amaxes [batches, layers], oldest first, that returns [layers].
+
+    Yields:
+        The observed linears by name.
+
+    Raises:
+        ValueError: for an unknown observer, an observer without result for a layer, a pattern that matches no linear, and a
+            layer that did not run, or whose x was not finite or zero.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> with dlp.calibrate(model):
+        ...     y = model(torch.randn(16, 64))
+        >>> model[0].x_scale.shape
+        torch.Size([])
     """
     if not callable(observer) and observer not in OBSERVERS:
         raise ValueError(f"observer must be one of {', '.join(OBSERVERS)} or a function of amaxes; got {observer!r}")

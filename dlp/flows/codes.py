@@ -95,8 +95,24 @@ def _placements(held: Held, part: Part) -> list[Placement]:
 
 @torch.no_grad()
 def quantized_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state of a model whose weights are quantized (`dlp.freeze`, `dlp.quantize_`, `dlp.quantized_model_init`), as whole
-    plain tensors by name, codes included. All ranks call it. ValueError where tp cuts blocks."""
+    """Return the state of a model with quantized weights as complete plain tensors, codes and scales included.
+
+    For models of `dlp.freeze`, `dlp.quantize_` and `dlp.quantized_model_init`. All ranks call `quantized_state_dict`.
+
+    Args:
+        model: quantized model.
+
+    Returns:
+        Tensors by name.
+
+    Raises:
+        ValueError: where tp shards a block of a format.
+
+    Examples:
+        >>> model = dlp.quantize_(nn.Sequential(nn.Linear(64, 64)), "int8")
+        >>> len(dlp.quantized_state_dict(model)) > 1
+        True
+    """
     found: dict[str, Tensor] = {}
     weights = {held.name: held for held in _held(model)}
     for name, held in weights.items():
@@ -151,10 +167,20 @@ def _whole(held: Held, part: Part, tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load what `quantized_state_dict` returned into a model that is quantized in the same way, on this or another mesh.
+    """Load the result of `dlp.quantized_state_dict` into a model that is quantized alike, on this or another mesh.
 
-    Raises ValueError, before anything is changed, for missing entries, for entries that the model lacks, for other formats,
-    shapes or dtypes, and for a model without memory (meta device).
+    Args:
+        model: quantized model.
+        state: tensors by name.
+
+    Raises:
+        ValueError: before anything is changed, for missing or unknown entries, for other formats, shapes or dtypes, and for
+            a model on the meta device.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> model = dlp.quantize_(model, "int8")
+        >>> dlp.load_quantized_state_dict(model, dlp.quantized_state_dict(model))
     """
     into: dict[str, tuple[Tensor, Tensor | None, list[Placement]]] = {}
     weights = {held.name: held for held in _held(model)}

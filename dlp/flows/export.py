@@ -25,14 +25,27 @@ Plain = TypeVar("Plain", bound=nn.Module)
 
 @torch.no_grad()
 def export(model: nn.Module, into: Plain) -> Plain:
-    """Copy parameters and buffers of a model, converted and sharded in any way, into a plain model; returns that. All ranks
-    call it, and each holds the whole model.
+    """Copy parameters and buffers of a model, however converted and sharded, into a plain model.
 
-    into    a new model, made by the code that made `model` before conversion: with its names, shapes and dtypes
+    All ranks call `export`; each rank receives the complete model.
 
-    Raises ValueError, before anything is written, for layers of dlp and for codes in `into`, for names, shapes or dtypes that
-    differ, for parameters that `into` ties and that differ in `model`, and for layers of `model` that hold codes, whose values
-    are gone (`dlp.quantized_state_dict` has their codes).
+    Args:
+        model: source.
+        into: new model from the code that built `model` before conversion, with equal names, shapes and dtypes.
+
+    Returns:
+        `into`.
+
+    Raises:
+        ValueError: before anything is written, for layers of dlp or codes in `into`; for names, shapes or dtypes that differ;
+            for parameters that are tied in `into` and differ in `model`; and for layers of `model` that hold only codes (use
+            `dlp.quantized_state_dict`).
+
+    Examples:
+        >>> model, plain = nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64))
+        >>> plan = dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="fp8_current")], dlp.build_mesh())
+        >>> type(dlp.export(model, plain)[0]).__name__
+        'Linear'
     """
     for name, module in into.named_modules():
         if getattr(module, "dlp_made", None) is not None:

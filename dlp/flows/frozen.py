@@ -91,12 +91,30 @@ def frozen_recipe(recipe: Recipe, mode: str) -> Recipe:
 
 
 def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") -> list[str]:
-    """From now on the layers that `pattern` matches, as in a layer group, run forward only, on codes of `recipe`. Their values
-    are freed; their parameters read as NaN and get no gradient. Returns their names. Call it on all ranks.
+    """Replace weights of matching layers by codes; afterwards these layers run forward only.
 
-    Raises ValueError, before anything is changed, for a pattern that matches no layer, for a recipe that does not serve `mode`,
-    for static without `calibrate`, for weights that FSDP shards, that another module shares or that are codes already, and for
-    layers of a CUDA graph.
+    The high-precision values are freed; the parameters read as NaN and get no gradient. All ranks call `freeze`.
+
+    Args:
+        model: converted model.
+        pattern: pattern of module names, as in a layer group.
+        recipe: name of a recipe, a dict with options, or a `Recipe`.
+        mode: "weight_only": GEMMs read decoded weights; "dynamic": x is quantized in each forward; "static": x is quantized
+            with the scales of `dlp.calibrate`.
+
+    Returns:
+        Names of the frozen layers.
+
+    Raises:
+        ValueError: before anything is changed, for a pattern that matches no layer, a recipe that does not support `mode`,
+            static without `dlp.calibrate`, weights that FSDP shards, that another module shares or that are codes already,
+            and layers of a CUDA graph.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> plan = dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="bf16")], dlp.build_mesh())
+        >>> dlp.freeze(model, "**", "fp8_current")
+        ['0']
     """
     names, modules = match_layers(model, pattern, "freeze"), layer_modules(model)
     made = recipes.as_recipe(recipe)

@@ -26,16 +26,28 @@ Filter = Callable[[nn.Module, str], bool]
 def quantize_(
     model: nn.Module, config: Any, filter_fn: Filter | None = None, *, mode: Mode = "weight_only"
 ) -> nn.Module:  # fmt: skip
-    """Quantize the weights of the `nn.Linear`s of a model that is not converted, in place; returns the model.
+    """Quantize weights of `nn.Linear` modules in place, in a model that is not converted.
 
-    config      a recipe: a name, a table or a Recipe; or a config of torchao, also a FqnToConfig, which goes with filter_fn to
-                torchao's `quantize_`
-    filter_fn   filter_fn(module, name): whether to quantize it; None: all
-    mode        as in `dlp.freeze`; static needs `dlp.calibrate` before
+    Call `quantize_` before sharding, compiling and saving.
 
-    Call it before sharding, compiling and saving. Raises ValueError, before anything is changed, for a weight that the format
-    cannot hold, that another module shares, or that is a DTensor already, for a recipe that does not serve `mode`, and where
-    there is nothing to quantize.
+    Args:
+        model: plain model.
+        config: a recipe (name, dict or `Recipe`), or a config of torchao; a FqnToConfig goes with `filter_fn` to
+            `torchao.quantization.quantize_`.
+        filter_fn: `filter_fn(module, name)` decides whether to quantize a module; None: all linears.
+        mode: "weight_only", "dynamic" or "static", as of `dlp.freeze`; "static" needs `dlp.calibrate` before.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: before anything is changed, for a weight that the format cannot hold, that another module shares or that is
+            a DTensor; for a recipe that does not support `mode`; and if no linear is left to quantize.
+
+    Examples:
+        >>> model = dlp.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8_current", mode="dynamic")
+        >>> model(torch.randn(16, 64)).shape
+        torch.Size([16, 64])
     """
     if _is_torchaos(config):
         return _by_torchao(model, config, filter_fn, mode)

@@ -104,7 +104,21 @@ def fuses(codes: torch.dtype | None, *matrices: Tensor, casts: Sequence[torch.dt
 
 
 class Produced:
-    """A lazy matrix [M, C] in the shape that it has outside of kernels, [..., C]; what an op returns in place of a tensor."""
+    """Result of an operation that is computed only when it is read, by the kernel that casts it where possible.
+
+    Args:
+        matrix: lazy matrix [M, C].
+        shape: shape [..., C] of the result.
+
+    Shape:
+        - value: [..., C]
+
+    Examples:
+        >>> from dlp.kernels.ops import Activated
+        >>> produced = ops.Produced(Activated(torch.zeros(16, 64), "relu"), (16, 64))
+        >>> produced.tensor().shape
+        torch.Size([16, 64])
+    """
 
     __slots__ = ("matrix", "shape")
 

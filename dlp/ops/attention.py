@@ -33,26 +33,30 @@ UNBOUNDED = -1
 
 
 class DotProductAttention(nn.Module):
-    """softmax(scale * q k^T + bias, masked) v, by torch's kernels.
+    """Compute softmax(scale * q k^T + bias, masked) v by kernels of torch, under the keywords of Transformer Engine.
 
     Args:
-        num_attention_heads: Heads of q on this rank.
-        kv_channels: Features of a head; (of q and k, of v) where the two differ.
-        num_gqa_groups: Heads of k and v on this rank; as many as of q by default.
-        attention_dropout: Probability with which a weight is dropped in training.
+        num_attention_heads: query heads on this rank.
+        kv_channels: features of a head; a pair (q and k, v) where these differ.
+        num_gqa_groups: key and value heads on this rank; None: as many as query heads.
+        attention_dropout: probability of dropout of attention weights in training.
         qkv_format: "bshd" or "sbhd".
-        attn_mask_type: One of the mask types above.
-        window_size: Keys to the left and to the right that a query sees; None: no window.
-        bottom_right_diagonal: Whether the diagonal ends at the last key; None: as the mask type says.
-        softmax_scale: Factor of the scores; 1 / sqrt(kv_channels) by default.
-        options: Further arguments of TE are refused, with a sentence.
+        attn_mask_type: mask type.
+        window_size: number of keys to the left and to the right that a query attends to; None: no window.
+        bottom_right_diagonal: whether the diagonal of the causal mask ends at the last key; None: as the mask type says.
+        softmax_scale: factor of the scores; None: 1 / sqrt(kv_channels).
+        **options: options of Transformer Engine, which are refused with the way out.
+
+    Shape:
+        - q: [B, S, heads, D]; k, v: [B, S, groups, D]; or [S, B, ...] for "sbhd"
+        - output: [B, S, heads * D], or [S, B, heads * D]
 
     Raises:
-        ValueError: For an unknown format or mask type, and for groups that do not divide the heads.
-        TypeError: For an argument of TE that has no counterpart.
+        ValueError: for an unknown format or mask type, and for groups that do not divide the heads.
+        TypeError: for an option of Transformer Engine without counterpart.
 
-    Example:
-        >>> attention = DotProductAttention(4, 16)
+    Examples:
+        >>> attention = ops.DotProductAttention(4, 16)
         >>> attention(*torch.randn(3, 2, 8, 4, 16)).shape
         torch.Size([2, 8, 64])
     """

@@ -11,17 +11,26 @@ Saved = Tensor | None | Callable[[], Tensor]
 
 
 class OperationContext:
-    """What the fuser tells an op about a call, and what the op keeps for its backward. An op may set attributes of its own:
-    values that are no tensors and are equal in all calls with tensors of these shapes.
+    """Record that forward of a basic operation keeps for backward.
 
-    requires_grad      there will be a backward
-    needs_dx           backward must return the gradient of the op's input
-    to_save            the arguments of `save_for_backward`
-    saved_tensors      the same in backward, as tensors
-    dirty              inputs that forward has written to
-    pass_tensors       tensors that a linear reads in this direction only; dropped after it
-    deferred           tensors of a backward whose wgrad waits, for `BasicLinear.end_backward`
-    shared_addresses   addresses of gradients that several outputs have in common
+    An operation may set further attributes: values that are not tensors and that are equal in all calls with tensors of these
+    shapes.
+
+    Attributes:
+        requires_grad: whether there will be a backward.
+        needs_dx: whether backward must return the gradient of the input.
+        to_save: arguments of `save_for_backward`.
+        saved_tensors: the same in backward, as tensors.
+        dirty: inputs that forward has written to.
+        pass_tensors: tensors that a linear reads in this direction only; dropped afterwards.
+        deferred: tensors of a backward whose wgrad is delayed.
+        shared_addresses: addresses of gradients that several outputs have in common.
+
+    Examples:
+        >>> ctx = ops.OperationContext()
+        >>> ctx.save_for_backward(torch.ones(2))
+        >>> len(ctx.to_save)
+        1
     """
 
     requires_grad = True

@@ -12,11 +12,27 @@ from dlp.parallel.linear.modules import ConvertedLinear
 
 
 class Converted(Linear):
-    """One converted linear, or all siblings in their order, which return a tuple. In all else as `Linear`: a row-parallel one
-    is summed over tp, and then its bias is added. It must be made after conversion. Linears with hooks are called as modules.
+    """Use linears that `dlp.convert` made as one operation of a sequence.
 
-    Raises ValueError for modules that are not converted linears, for some only of several siblings, and for linears with
-    `return_bias`, which return more than y.
+    Names, layer groups and checkpoints of the model stay as they are. A row-parallel linear is summed over tp, and then its
+    bias is added. Linears with hooks are called as modules.
+
+    Args:
+        *modules: one converted linear, or all siblings in their order, which return a tuple.
+
+    Shape:
+        - x: [..., in_features] of the linear on this rank
+        - y: [..., out_features] of the linear on this rank
+
+    Raises:
+        ValueError: for modules that are not converted linears, for some but not all siblings, and for linears with
+            `return_bias`.
+
+    Examples:
+        >>> model = nn.ModuleDict({"up": nn.Linear(64, 128)})
+        >>> plan = dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="fp8_current")], dlp.build_mesh())
+        >>> ops.Sequential(ops.Converted(model["up"]), ops.GELU())(torch.randn(16, 64)).shape
+        torch.Size([16, 128])
     """
 
     def __init__(self, *modules: nn.Module) -> None:

@@ -34,13 +34,23 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 class OperationFuser:
-    """Runs ops as one autograd function. TypeError for a module that is no op, ValueError for none at all.
+    """Run operations as one autograd function. `ops.Sequential` creates a fuser for each group of neighbouring operations.
 
-    ops      in order; each stands for its `expanded` basic ops
-    names    of the basic ops, for messages; None: class and index
-    plans    `FuserPlan`s by state
-    calls    `FuserCall`s by state, shapes, strides and dtypes
-    last     the plan that ran last
+    Args:
+        ops: operations in order.
+        names: names of the basic operations in messages; None: class and index.
+
+    Attributes:
+        plans: plans by state.
+        calls: prepared calls by state, shapes, strides and dtypes.
+        last: plan of the last call.
+
+    Raises:
+        TypeError: for a module that is not an operation.
+        ValueError: for an empty list.
+
+    Examples:
+        >>> fuser = ops.OperationFuser([ops.RMSNorm(64), ops.Linear(64, 64)])
     """
 
     def __init__(self, ops: Ops, names: Sequence[str] | None = None) -> None:

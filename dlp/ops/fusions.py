@@ -49,17 +49,47 @@ def load_shipped() -> None:
 
 
 def register_forward_fusion(func: Fusion, prepend: bool = False) -> None:
-    """Apply `func` to the ops of forward passes."""
+    """Apply a function to the operations of all forward passes.
+
+    Registering a fusion makes all sequences plan again.
+
+    Args:
+        func: `func(ops, *, recipe)` returns operations that expand to the same basic operations in the same order; `recipe` is
+            the recipe of the first linear, or None.
+        prepend: apply `func` before all other fusions.
+
+    Examples:
+        >>> ops.register_forward_fusion(lambda operations, *, recipe: operations)
+    """
     REGISTERED.add("forward", func, prepend)
 
 
 def register_backward_fusion(func: Fusion, prepend: bool = False) -> None:
-    """Apply `func` to the ops of backward passes, which it is given in the order of forward."""
+    """Apply a function to the operations of all backward passes; the operations come in the order of forward.
+
+    Registering a fusion makes all sequences plan again.
+
+    Args:
+        func: `func(ops, *, recipe)` returns operations that expand to the same basic operations in the same order; `recipe` is
+            the recipe of the first linear, or None.
+        prepend: apply `func` before all other fusions.
+
+    Examples:
+        >>> ops.register_backward_fusion(lambda operations, *, recipe: operations)
+    """
     REGISTERED.add("backward", func, prepend)
 
 
 def register_forward_backward_fusion(func: Fusion, prepend: bool = False) -> None:
-    """Apply `func` to the ops of forward passes and to those of backward passes."""
+    """Apply a function to the operations of all forward passes and of all backward passes.
+
+    Args:
+        func: as for `ops.register_forward_fusion`.
+        prepend: apply `func` before all other fusions.
+
+    Examples:
+        >>> ops.register_forward_backward_fusion(lambda operations, *, recipe: operations)
+    """
     for which in ("forward", "backward"):
         REGISTERED.add(which, func, prepend)
 

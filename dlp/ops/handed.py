@@ -36,7 +36,28 @@ class CastRecord(NamedTuple):
 
 
 class Handed(Tensor):
-    """Values [..., C] as quantized `operands` of [M, C]; `cast_record`: how they were quantized. It cannot be written to."""
+    """Tensor that is quantized already, for quantized activations and gradients between modules.
+
+    A linear whose recipe quantizes in the same way reads the operands; all other operations read decoded values. `ops.Quantize`
+    returns this tensor. The tensor is read-only.
+
+    Args:
+        operands: rowwise and columnwise operand of the matrix [M, C].
+        cast_record: quantizers of the operands and the ranks that agreed on the scales.
+        shape: shape [..., C] of the tensor.
+        dtype: dtype of decoded values.
+
+    Shape:
+        - decoded values: [..., C]
+
+    Raises:
+        TypeError: when an operation writes to the tensor.
+
+    Examples:
+        >>> handed = ops.Sequential(ops.LayerNorm(64), ops.Quantize(recipe="fp8_current"))(torch.randn(16, 64))
+        >>> handed.tensor().shape  # decoded
+        torch.Size([16, 64])
+    """
 
     operands: Operands
     cast_record: CastRecord

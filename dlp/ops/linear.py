@@ -54,17 +54,37 @@ MODES = (None, "column", "row")
 
 
 class BasicLinear(BasicOperation, modules.Linear):
-    """y = x @ weight.T; weight [out_features, in_features], or weight_0, weight_1, ... of siblings.
+    """Compute y = x @ weight.T with quantized operands, without bias and without communication of y.
 
-    tensor_parallel_mode    None: not cut; "column": out_features are cut over the group; "row": in_features are
-    tensor_parallel_group   a ProcessGroup, or a DeviceMesh with one axis
-    sequence_parallel       x of "column", y of "row" are token shards over the group
-    return_bias             see `Linear`
-    save_original_input     save x and quantize it again for wgrad, in place of its codes: for an x that another op saves anyway
-    options                 delay_wgrad, init_method, name, device, dtype of `dlp.Linear`
+    `ops.Linear` combines this operation with the sum over ranks and with `ops.Bias`.
 
-    Raises ValueError for another mode, one without a group where there are several ranks, row-parallel siblings, sizes that tp
-    does not divide, and x of other features.
+    Args:
+        in_features: size of the last dimension of x.
+        out_features: size of the last dimension of y; a tuple creates sibling weights (`weight_0`, `weight_1`, ...).
+        bias: whether an `ops.Bias` follows in the sequence.
+        tensor_parallel_mode: None: the rank holds the complete weight; "column": out_features are sharded over the group;
+            "row": in_features are sharded.
+        tensor_parallel_group: a ProcessGroup, or a DeviceMesh with one axis.
+        sequence_parallel: x of "column" and y of "row" are token shards over the group.
+        recipe: name of a recipe, or a `Recipe`.
+        overlap: "auto", "serial" or "chunked".
+        return_bias: see `ops.Linear`.
+        save_original_input: save x in high precision and quantize x again for wgrad; for an x that another operation saves
+            anyway.
+        **options: delay_wgrad, init_method, name, device and dtype, as of `dlp.Linear`.
+
+    Shape:
+        - x: [..., in_features]
+        - y: [..., out_features], or a tuple for siblings
+        - weight: [out_features, in_features]
+
+    Raises:
+        ValueError: for an unknown mode, a mode without group where there are several ranks, row-parallel siblings, sizes that
+            tp does not divide, and x of another size.
+
+    Examples:
+        >>> ops.BasicLinear(64, 128, recipe="fp8_current")(torch.randn(16, 64)).shape
+        torch.Size([16, 128])
     """
 
     takes = frozenset({LAZY, MANY, HANDED})
@@ -312,15 +332,30 @@ def with_style(bound: BoundSpec, row: ParallelStyle, group: ProcessGroup | None)
 
 
 class Linear(BasicLinear):
-    """BasicLinear and Bias; row-parallel: BasicLinear, AllReduce or (`sequence_parallel`) ReduceScatter, Bias. The parameters
-    are `weight` and `bias`, or weight_0, bias_0, ... of siblings. Further options are those of `BasicLinear`.
+    """Compute y = x @ weight.T + bias as a sequence of `ops.BasicLinear`, a sum over ranks if row-parallel, and `ops.Bias`.
 
-    return_bias    the bias is not added but returned as an extra output, one for each sibling
-    output         "quantized": the next module gets y as a `Handed`, quantized as this layer's recipe casts x; a linear of the
-                   same sequence gets y as it is, and casts it
-    grad_input     "quantized": the same for dx, which goes to the module before, as the recipe casts dy
+    Parameters are `weight` and `bias`, or `weight_0`, `bias_0`, ... of siblings.
 
-    Raises ValueError for another `output` or `grad_input`, and for a quantized output of siblings.
+    Args:
+        in_features: size of the last dimension of x.
+        out_features: size of the last dimension of y; a tuple creates siblings that read the same x.
+        bias: whether to add a bias.
+        output: "quantized": the next module receives y as quantized by the recipe of this layer; a linear of the same
+            sequence receives y in high precision and casts y.
+        grad_input: "quantized": the previous module receives dx as quantized by the recipe.
+        **options: options of `ops.BasicLinear`. With return_bias the bias is returned as an extra output, not added.
+
+    Shape:
+        - x: [..., in_features]
+        - y: [..., out_features], or a tuple for siblings
+
+    Raises:
+        ValueError: for another `output` or `grad_input`, and for a quantized output of siblings.
+
+    Examples:
+        >>> model = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, (128, 128), recipe="fp8_current"), ops.SwiGLU())
+        >>> model(torch.randn(16, 64)).shape
+        torch.Size([16, 128])
     """
 
     output = grad_input = "values"  # a `Converted` has these, too

@@ -104,13 +104,28 @@ class _WithNorm(Sequential):
 
 
 class LayerNormLinear(_WithNorm):
-    """x -> Linear(norm(x)).
+    """Compute Linear(norm(x)), under the names and keywords of Transformer Engine.
 
-    parallel_mode             None, "column" or "row" over `tp_group`
-    return_bias               the bias is not added but returned behind y, one for each sibling
-    return_layernorm_output   norm(x) is returned, too, as the last result
-    further options           tp_group, sequence_parallel, recipe, overlap, device, params_dtype, delay_wgrad_compute,
-                              init_method, name, save_original_input
+    Args:
+        in_features: size of the last dimension of x.
+        out_features: size of the last dimension of y; a tuple creates siblings.
+        eps: number added in the norm.
+        bias: whether the linear has a bias.
+        normalization: "LayerNorm" or "RMSNorm".
+        zero_centered_gamma: multiply by 1 + weight in the norm.
+        parallel_mode: None, "column" or "row" over `tp_group`.
+        return_bias: return the bias instead of adding the bias; one for each sibling.
+        return_layernorm_output: return norm(x) as the last result.
+        **options: tp_group, sequence_parallel, recipe, overlap, device, params_dtype, delay_wgrad_compute, init_method,
+            name, save_original_input.
+
+    Shape:
+        - x: [..., in_features]
+        - y: [..., out_features]
+
+    Examples:
+        >>> ops.LayerNormLinear(64, 128, recipe="fp8_current")(torch.randn(16, 64)).shape
+        torch.Size([16, 128])
     """
 
     def __init__(
@@ -133,13 +148,32 @@ class LayerNormLinear(_WithNorm):
 
 
 class LayerNormMLP(_WithNorm):
-    """x -> Linear(act(Linear(norm(x)))). A gate such as swiglu reads two siblings of ffn_hidden_size features each.
+    """Compute Linear(act(Linear(norm(x)))), under the names and keywords of Transformer Engine.
 
-    set_parallel_mode   the first linear is column-parallel over `tp_group`, the second one row-parallel
-    activation_params   keywords of the activation, such as limit of clamped_swiglu
-    output_layer_init_method   the init_method of the second linear
-    return_bias         of the second linear
-    further options     as of `LayerNormLinear`
+    A gated activation such as "swiglu" reads two siblings of `ffn_hidden_size` features each.
+
+    Args:
+        hidden_size: size of the last dimension of x and y.
+        ffn_hidden_size: size between the linears.
+        eps: number added in the norm.
+        bias: whether the linears have biases.
+        normalization: "LayerNorm" or "RMSNorm".
+        activation: "gelu", "relu", "silu", "srelu", "swiglu", "geglu", "reglu", "glu" and others.
+        activation_params: keywords of the activation, such as `limit` of "clamped_swiglu".
+        zero_centered_gamma: multiply by 1 + weight in the norm.
+        set_parallel_mode: the first linear is column-parallel over `tp_group`, the second row-parallel.
+        return_bias: return the bias of the second linear instead of adding the bias.
+        return_layernorm_output: return norm(x) as the last result.
+        output_layer_init_method: init_method of the second linear.
+        **options: tp_group, sequence_parallel, recipe, overlap, device, params_dtype, delay_wgrad_compute, init_method,
+            name, save_original_input.
+
+    Shape:
+        - x, y: [..., hidden_size]
+
+    Examples:
+        >>> ops.LayerNormMLP(64, 128, activation="swiglu", recipe="fp8_current")(torch.randn(16, 64)).shape
+        torch.Size([16, 64])
     """
 
     def __init__(

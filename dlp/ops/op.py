@@ -23,7 +23,12 @@ Extras = Sequence[Sequence[Tensor | None]]
 
 
 class FusibleOperation(nn.Module):
-    """Base of all operations."""
+    """Base class of `ops.BasicOperation` and `ops.FusedOperation`.
+
+    Examples:
+        >>> isinstance(ops.GELU(), ops.FusibleOperation)
+        True
+    """
 
     @property
     def basic_ops(self) -> Sequence[BasicOperation]:
@@ -91,24 +96,35 @@ class FusibleOperation(nn.Module):
 
 
 class BasicOperation(FusibleOperation):
-    """One step of a computation.
+    """Base class of one step of a computation: define `op_forward` and `op_backward`, and use the class in `ops.Sequential`.
 
-    num_extra_inputs, num_extra_outputs   tensors that it takes or returns beside input and output. An op with some
-                                          overrides `fuser_forward` and `fuser_backward` instead of `op_forward`, `op_backward`
-    takes            what its input and its gradient may be beside a tensor of floating point: "lazy", "many", "handed"
-                     (`dlp.ops.values`) and, of the first op of a sequence, "integers"
-    none_grads       it takes None for the gradient of an extra output, or of one of several outputs, that was not used; for
-                     other ops zeros are allocated
-    launches         on a GPU it does nothing but launch kernels by `dlp.kernels.launches` and take views: it can be captured
-    settings         names of attributes that users may change between calls and that fusions or launches depend on. They are
-                     compared in every call; where one has changed, plans and captured launches are dropped
-    passes_through   "input_quantizer", "grad_output_quantizer": where neighbours ask for one of these, the op on its other side
-                     answers, since this one passes its input, or its gradient, through
-    token_rows       rows of a token shard, in an op that conversion has replicated over tp; else None
-    traced_by        a linear that does this op's work in its own `plain`, where ops run one by one; else None
-    traced_note      what it does differently under torch.compile and dispatch modes, for the printed plan
-    layer_name       its name in a converted model, else that of the class. An attribute of the class, so that compiled blocks
-                     share a graph
+    Autograd does not look inside. An operation with extra inputs or outputs defines `fuser_forward` and `fuser_backward`
+    instead.
+
+    Attributes:
+        num_extra_inputs: tensors that the operation takes besides its input.
+        num_extra_outputs: tensors that the operation returns besides its output.
+        takes: kinds of input and gradient that the operation can read besides floating-point tensors: "lazy", "many", "handed",
+            and "integers" for the first operation of a sequence.
+        none_grads: the operation accepts None as the gradient of an output that was not used; otherwise zeros are allocated.
+        launches: on a GPU the operation only launches kernels of dlp and takes views, so that its launches can be captured.
+        settings: names of attributes that users may change between calls and that fusions or launches depend on; after a change
+            plans and captured launches are made anew.
+        passes_through: "input_quantizer" or "grad_output_quantizer", where the operation passes its input or gradient through,
+            so that the neighbour on the other side provides the quantizer.
+        token_rows: rows of a token shard, in an operation that conversion has replicated over tp; else None.
+        traced_by: linear that does the work of this operation where operations run one by one; else None.
+        traced_note: difference under torch.compile and dispatch modes, for the plan.
+        layer_name: name in a converted model, else the name of the class.
+
+    Examples:
+        >>> class Double(ops.BasicOperation):
+        ...     def op_forward(self, ctx, input_, **quantizers):
+        ...         return 2 * input_
+        ...     def op_backward(self, ctx, grad_output):
+        ...         return 2 * grad_output, ()
+        >>> ops.Sequential(Double(), ops.Linear(64, 64))(torch.randn(16, 64)).shape
+        torch.Size([16, 64])
     """
 
     num_extra_inputs = 0
@@ -224,7 +240,21 @@ class BasicOperation(FusibleOperation):
 
 
 class FusedOperation(FusibleOperation):
-    """Several basic ops that run as one, in forward, in backward or in both. They are its submodules "0", "1", ..."""
+    """Base class of an operation that runs several basic operations as one, in forward, in backward or in both.
+
+    Define `fuser_forward`, `fuser_backward` or both, and register a function that creates the operation
+    (`ops.register_forward_fusion`).
+
+    Args:
+        basic_ops: the operations in order; they are submodules "0", "1", ...
+
+    Examples:
+        >>> class ScaleAdd(ops.FusedOperation):
+        ...     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **others):
+        ...         output = torch.add(basic_op_extra_inputs[1][0], input_, alpha=self.basic_ops[0].scale)
+        ...         return output, [(), ()]
+        >>> fused = ScaleAdd([ops.ConstantScale(0.5), ops.AddExtraInput()])
+    """
 
     takes: frozenset[str] = frozenset()
     none_grads = False

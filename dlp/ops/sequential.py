@@ -22,10 +22,22 @@ from dlp.ops.plans import SequencePlan, group_plan
 
 
 class Sequential(nn.Module):
-    """Modules, or one dict of modules by name, in order, as `nn.Sequential`.
+    """Run modules in order; neighbouring operations run as one autograd function, with fusions.
 
-    Called with x and the extra inputs of all ops, in order; returns the output, or a tuple of it and the extra outputs.
-    `plan()` says what runs.
+    A plain module, an operation with hooks or a `forward` of its own, and an operation that FSDP shards by itself are called as
+    modules. `plan()` returns what runs.
+
+    Args:
+        *modules: modules, or one dict of modules by name, as for `torch.nn.Sequential`.
+
+    Shape:
+        - inputs: x, followed by the extra inputs of all operations in order
+        - output: output of the last operation, or a tuple of the output and all extra outputs
+
+    Examples:
+        >>> mlp = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, (128, 128)), ops.SwiGLU(), ops.Linear(128, 64))
+        >>> mlp(torch.randn(16, 64)).shape
+        torch.Size([16, 64])
     """
 
     def __init__(self, *modules: nn.Module | OrderedDict[str, nn.Module] | dict[str, nn.Module]) -> None:

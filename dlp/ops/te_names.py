@@ -40,13 +40,25 @@ def names_of(module: nn.Module, path: str, te: str) -> TeNames:
 
 
 def from_te(model: nn.Module, state: Mapping[str, Tensor], *, qkv_weight_interleaved: bool = True) -> dict[str, Tensor]:
-    """A state dict for `model`, which is or contains such modules, from one with TE's names.
+    """Return a state dict for a model from a state dict with Transformer Engine's names.
 
-    A tensor that tp cuts may be whole in `state`, or this rank's part, as each rank of TE saves it. q, k and v may be one
-    tensor or three; qkv_weight_interleaved: the order of the one, as of TE's option. TE's states of recipes (`_extra_state`)
-    are left out: those of dlp are saved by `dlp.state_dict`. Tensors of other modules stay as they are.
+    A tensor that tp shards may be complete in `state`, or the part of this rank, as each rank of Transformer Engine saves the
+    tensor. Recipe states of Transformer Engine (`_extra_state`) are left out; tensors of other modules stay.
 
-    Raises ValueError for a tensor of another shape.
+    Args:
+        model: model that is, or contains, modules with names of Transformer Engine.
+        state: tensors by Transformer Engine's names. q, k and v may be one tensor or three.
+        qkv_weight_interleaved: order of q, k and v in one tensor, as the option of Transformer Engine.
+
+    Returns:
+        State dict for `model.load_state_dict`.
+
+    Raises:
+        ValueError: for a tensor of another shape.
+
+    Examples:
+        >>> model = ops.LayerNormLinear(64, 128)
+        >>> result = model.load_state_dict(ops.from_te(model, ops.to_te(model)))
     """
     found, own = dict(state), dict(model.named_parameters())
     for prefix, module in _named(model):
@@ -63,10 +75,21 @@ def from_te(model: nn.Module, state: Mapping[str, Tensor], *, qkv_weight_interle
 
 
 def to_te(model: nn.Module, *, fuse_qkv_params: bool = False, qkv_weight_interleaved: bool = True) -> dict[str, Tensor]:
-    """The state dict of `model` with TE's names: of tensors that tp cuts this rank's part, as each rank of TE loads it.
+    """Return the state dict of a model with Transformer Engine's names.
 
-    fuse_qkv_params          q, k and v become one tensor
-    qkv_weight_interleaved   its order, as of TE's option
+    Tensors that tp shards are the part of this rank, as each rank of Transformer Engine loads them.
+
+    Args:
+        model: model that is, or contains, modules with names of Transformer Engine.
+        fuse_qkv_params: join q, k and v into one tensor.
+        qkv_weight_interleaved: order of q, k and v in the joined tensor, as the option of Transformer Engine.
+
+    Returns:
+        Tensors by name.
+
+    Examples:
+        >>> sorted(ops.to_te(ops.LayerNormLinear(64, 128)))
+        ['bias', 'layer_norm_bias', 'layer_norm_weight', 'weight']
     """
     found = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in model.state_dict().items()}
     for prefix, module in _named(model):

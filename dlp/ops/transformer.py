@@ -24,26 +24,50 @@ QK_NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm, "L2Normalization": L2Nor
 
 
 class TransformerLayer(nn.Module):
-    """A layer of a decoder, or with self_attn_mask_type="no_mask" of an encoder.
+    """Layer of a decoder, or of an encoder with self_attn_mask_type="no_mask", under the keywords of Transformer Engine.
+
+    Computes h = x + proj(attention(qkv(norm(x)))), then h + mlp(norm(h)).
 
     Args:
-        hidden_size, ffn_hidden_size, num_attention_heads: Sizes.
-        num_gqa_groups: Heads of k and v, as many as of q by default.
-        kv_channels: Features of a head; hidden_size / num_attention_heads by default.
-        hidden_dropout, attention_dropout: Probabilities, of the output of attention and MLP, and of weights of attention.
-        self_attn_mask_type, window_size, bottom_right_diagonal: As of `DotProductAttention`.
-        attn_input_format: "bshd": hidden states are [B, S, H]; "sbhd": [S, B, H].
-        qk_norm_type: "RMSNorm", "LayerNorm" or "L2Normalization" of each head of q and k; None: no norm.
-        qk_norm_before_rope: Whether that norm comes before rotary_pos_emb.
-        rotary_pos_interleaved: Rotate pairs of neighbours in place of the halves of a head.
-        output_layernorm: Whether a norm follows the layer.
-        output_layer_init_method: The init_method of proj and of the second linear of the MLP.
-        options: normalization, zero_centered_gamma, bias, activation, activation_params and those of `LayerNormMLP`.
+        hidden_size: size of the last dimension of x and y.
+        ffn_hidden_size: size between the linears of the MLP.
+        num_attention_heads: number of query heads.
+        num_gqa_groups: number of key and value heads; None: as many as query heads.
+        layernorm_epsilon: number added in the norms.
+        hidden_dropout: probability of dropout of the outputs of attention and MLP.
+        attention_dropout: probability of dropout of attention weights.
+        kv_channels: features of a head; None: hidden_size / num_attention_heads.
+        self_attn_mask_type: mask, as of `ops.DotProductAttention`.
+        window_size: window, as of `ops.DotProductAttention`.
+        bottom_right_diagonal: alignment of the causal mask, as of `ops.DotProductAttention`.
+        bias: whether the linears have biases.
+        normalization: "LayerNorm" or "RMSNorm".
+        zero_centered_gamma: multiply by 1 + weight in the norms.
+        activation: activation of the MLP, as of `ops.LayerNormMLP`.
+        activation_params: keywords of the activation.
+        set_parallel_mode: shard heads and the MLP over `tp_group`.
+        attn_input_format: "bshd" for hidden states [B, S, H], "sbhd" for [S, B, H].
+        qk_norm_type: norm of each head of q and k: "RMSNorm", "LayerNorm" or "L2Normalization"; None: no norm.
+        qk_norm_eps: number added in this norm.
+        qk_norm_before_rope: apply this norm before the rotary embedding.
+        rotary_pos_interleaved: rotate pairs of neighbours instead of the halves of a head.
+        output_layernorm: apply a norm after the layer.
+        output_layer_init_method: init_method of proj and of the second linear of the MLP.
+        **options: tp_group, sequence_parallel, recipe, overlap, device, params_dtype and further options of
+            `ops.LayerNormMLP`.
+
+    Shape:
+        - x, y: [B, S, hidden_size], or [S, B, hidden_size] for "sbhd"
 
     Raises:
-        ValueError: For heads that do not divide hidden_size, or that tp or the groups do not divide, and for a qk_norm_type
-            with weights where tp cuts the heads.
-        TypeError: For an argument of Transformer Engine that has no counterpart, with a sentence.
+        ValueError: for heads that do not divide `hidden_size`, or that tp or the groups do not divide, and for a qk_norm_type
+            with weights where tp shards the heads.
+        TypeError: for an option of Transformer Engine without counterpart, with the way out.
+
+    Examples:
+        >>> layer = ops.TransformerLayer(64, 128, 4, activation="swiglu", recipe="fp8_current")
+        >>> layer(torch.randn(2, 8, 64)).shape
+        torch.Size([2, 8, 64])
     """
 
     def __init__(

@@ -90,9 +90,18 @@ def prove(  # many parameters: what is compared and how, all by keyword but thre
         ValueError: for a name that is no mesh, a mesh whose ranks do not divide those of torchrun, and, without torchrun, for
             arguments that cannot be pickled.
 
-    Example:
-        >>> report = dlp.prove(build_model, batch, loss, meshes=["tp2", "tp2+sp"])  # doctest: +SKIP
-        >>> print(report)  # doctest: +SKIP
+    Examples:
+        >>> def build_model(mesh, case):
+        ...     torch.manual_seed(0)
+        ...     model = nn.Sequential(nn.Linear(64, 64)).to(mesh.device_type)
+        ...     plan = dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="fp8_current")], mesh)
+        ...     dlp.attach(model, optimizer := torch.optim.AdamW(model.parameters()))
+        ...     return model, optimizer
+        >>> def loss(model, batch, mesh):
+        ...     return model(batch).square().mean()
+        >>> report = dlp.prove(build_model, torch.randn(4, 64), loss, meshes=["accumulate2"])
+        >>> report.ok
+        True
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"dlp.prove: reduction {reduction!r}: expected mean or sum")

@@ -27,9 +27,31 @@ ROLES = ("linear_input", "linear_weight", "linear_grad_output", "linear_output",
 
 @dataclass(frozen=True)
 class CustomRecipe:
-    """A recipe that a function chooses for each layer. `qfactory(role)`, or `qfactory(role, layer)`, returns the quantizer of
-    linear_input, linear_weight and linear_grad_output, and of linear_output and linear_grad_input, whose rounding is applied to
-    y and dx. Options as in `Recipe`."""
+    """Recipe whose quantizers are chosen by a function, for each layer and tensor.
+
+    Args:
+        qfactory: `qfactory(role)` or `qfactory(role, layer)` returns a quantizer, an `Operand` of two quantizers, or None for
+            high precision. Roles are "linear_input", "linear_weight" and "linear_grad_output"; and "linear_output" and
+            "linear_grad_input", whose rounding is applied to y and dx.
+        name: name in plans and checkpoints.
+        fprop: options of the fprop GEMM.
+        dgrad: options of the dgrad GEMM.
+        wgrad: options of the wgrad GEMM.
+        amax_scope: "table": ranks agree on the amax of an operand that is gathered; "all": wherever tp shards a dimension that
+            a scale spans.
+        reduce_amax: with delayed scaling, ranks agree on amaxes at the step boundary.
+
+    Raises:
+        ValueError: when the recipe is resolved, for two operands that one GEMM cannot multiply.
+
+    Examples:
+        >>> from dlp.quant.fp8 import CurrentScaling
+        >>> def forward_only(role):
+        ...     return CurrentScaling() if role in ("linear_input", "linear_weight") else None
+        >>> layer = dlp.Linear(64, 64, recipe=dlp.CustomRecipe(forward_only, name="fp8_forward"))
+        >>> layer(torch.randn(16, 64)).shape
+        torch.Size([16, 64])
+    """
 
     qfactory: Callable[..., Any]
     name: str = "custom"

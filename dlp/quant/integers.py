@@ -136,15 +136,23 @@ _format = cache(Int)  # one of its kind
 
 @dataclass(frozen=True)
 class IntScaling:
-    """Current scaling: of whole rows with agreed amaxes, of groups without agreement.
+    """Quantizer to integers with current scales: of rows, with agreed amaxes, or of groups, without agreement.
 
-    symmetric   scale by the largest magnitude, with 0 in the middle of the codes; else from the least to the largest value,
-                with a zero point, for which [max, -min] are observed, fp32 [2, rows]
-    narrow      leave the least code out, so that x and -x have opposite codes; else the largest magnitude stands half a code
-                beyond the largest code, as in torchao
-    epsilon     the least scale_inv; 0: the smallest normal number
+    Args:
+        bits: bits of a code.
+        group: length of a group along the contraction; 0: complete rows.
+        symmetric: scale by the largest magnitude, with 0 in the middle of the codes; False: scale from the smallest to the
+            largest value, with a zero point.
+        narrow: do not use the smallest code, so that x and -x have opposite codes; False: the largest magnitude lies half
+            a code beyond the largest code, as in torchao.
+        epsilon: smallest scale_inv; 0: the smallest normal number.
 
-    Raises ValueError for narrow without symmetric, and for what `Int` refuses.
+    Raises:
+        ValueError: for `narrow` without `symmetric`, and for bits or a group that the format does not support.
+
+    Examples:
+        >>> dlp.quant.integers.IntScaling(bits=4, group=32).format.name
+        'int4[32]'
     """
 
     bits: int = 8

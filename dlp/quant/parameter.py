@@ -41,7 +41,24 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 class QuantizedParameter(Tensor):
-    """A quantized matrix as a tensor: it reads as the values [N, K] of a QuantizedTensor, or as their transpose, in `dtype`."""
+    """Quantized matrix as a tensor that reads as decoded values, or as their transpose.
+
+    Args:
+        q: the quantized matrix.
+        dtype: dtype of decoded values.
+        use: forward pass of linears with this weight; None: GEMMs read decoded values.
+        x_scale: static scale of x.
+        turned: read as the transpose.
+        shape: shape of decoded values, where the quantized matrix is padded.
+
+    Shape:
+        - decoded values: [N, K], or [K, N] if `turned`
+
+    Examples:
+        >>> model = dlp.quantize_(nn.Sequential(nn.Linear(64, 128)), "fp8_current")
+        >>> type(model[0].weight).__name__, model[0].weight.shape
+        ('QuantizedParameter', torch.Size([128, 64]))
+    """
 
     use: Use
     names: tuple[str, ...]

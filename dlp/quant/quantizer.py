@@ -98,26 +98,33 @@ class Origin:
 
 @dataclass(frozen=True)
 class QuantizerCaps:
-    """What a quantizer offers or needs besides `observe` and `cast`. It declares that by a class attribute or property `caps`;
-    without one it has none of it. `check_caps` raises where a declared method or argument is missing.
+    """Abilities and needs of a quantizer besides `observe` and `cast`.
 
-    one_read       methods `both` and `observe_both`: the operands of x and of x.t() from one read (`OneRead`), for a columnwise
-                   quantizer that is equal to it
-    one_read_with  further columnwise quantizers that these methods take
-    gate_grads     methods `observe_grads` and `both_grads`: the operands of both gradients of a gate (`ops.GatedGrads`) and of
-                   their transposes from one read, for a columnwise quantizer that is equal to it
-    one_launch     a method `batch(xs, outs, slots, flags)`: prepares launches of `cast`, or `both`, for matrices that
-                   `ops.has_batches`, into existing operands (of x, of x.t()), None for one that is not wanted
-    slot           its casts take `slot`: delayed scaling, with these options
-    origin         its casts take `at`: stochastic rounding
-    flag           its casts take `flag`, fp32 [], and set it to NaN where a value of x is not finite
-    values         a method `values(x)`: what is quantized, where that is not x itself
-    op             the name of the cast in `dlp.kernels.ops` that it runs, by which plans say whether that has a kernel; else ""
-    pure           its methods only run ops of `dlp.kernels.ops` and depend on nothing but their arguments, so that their
-                   launches may be captured and replayed
-    lazy           its methods take an `ops.LazyMatrix` for x, whose elements the cast computes
-    clips          a method `clipped(x, amax)`: where a cast of x clips, bool of x's shape; training on decoded values
-                   (`dlp.quant.fake`) passes no gradient there
+    A quantizer declares a class attribute or property `caps`; without `caps` the quantizer has none of these abilities.
+    `check_caps` raises where a declared method or argument is missing.
+
+    Args:
+        one_read: methods `both` and `observe_both` return the operands of x and of x.t() from one read (`OneRead`), for an
+            equal columnwise quantizer.
+        one_read_with: further columnwise quantizers that these methods accept.
+        gate_grads: methods `observe_grads` and `both_grads` return the operands of both gradients of a gate (`ops.GatedGrads`)
+            and of their transposes from one read, for an equal columnwise quantizer.
+        one_launch: a method `batch(xs, outs, slots, flags)` prepares launches of `cast`, or `both`, for several matrices, into
+            existing operands; None for an operand that is not needed.
+        slot: casts take `slot`: delayed scaling, with these options.
+        origin: casts take `at`: stochastic rounding.
+        flag: casts take `flag`, fp32 [], and set the flag to NaN where a value of x is not finite.
+        values: a method `values(x)` returns the matrix that is quantized, where this is not x.
+        op: name of the cast in `dlp.kernels.ops`, by which plans say whether a kernel exists.
+        pure: methods run only operations of `dlp.kernels.ops` and depend only on their arguments, so that their launches may be
+            captured and replayed.
+        lazy: methods take an `ops.LazyMatrix` as x, whose elements the cast computes.
+        clips: a method `clipped(x, amax)` returns where a cast of x clips; training on decoded values passes no gradient there.
+
+    Examples:
+        >>> from dlp.quant.fp8 import CurrentScaling
+        >>> CurrentScaling().caps.op
+        'cast_fp8_tensor'
     """
 
     one_read: bool = False
@@ -151,11 +158,21 @@ _PLAIN = QuantizerCaps()
 
 @runtime_checkable
 class Quantizer(Protocol):
-    """Makes QuantizedTensors of one format. A frozen dataclass, so that equal settings compare equal.
+    """Protocol of quantizers, which make `QuantizedTensor` objects of one format.
 
-    `reduces` lists the dimensions of the matrix that one observed value spans: () for block scales, (1,) for one scale a row,
-    (0, 1) for one scale a tensor. Ranks that cut such a dimension must agree. What else it can do it declares as `caps`, see
+    A quantizer is a frozen dataclass, so that equal settings compare equal. Optional abilities are declared as `caps`, see
     `QuantizerCaps`.
+
+    Attributes:
+        format: format of the results.
+        reduces: dimensions of the matrix that one observed value spans: () for block scales, (1,) for one scale per row, (0, 1)
+            for one scale per tensor. Ranks that shard such a dimension agree on the observed value.
+
+    Examples:
+        >>> from dlp.quant.fp8 import CurrentScaling
+        >>> quantizer, x = CurrentScaling(), torch.randn(16, 64)
+        >>> quantizer.cast(x, quantizer.observe(x)).format.name
+        'fp8_tensor[e4m3]'
     """
 
     @property
@@ -314,7 +331,17 @@ def one_read(rowwise: Quantizer, columnwise: Quantizer) -> OneRead | None:
 
 @dataclass(frozen=True)
 class KeepHighPrecision:
-    """The identity: the values in their own dtype."""
+    """Quantizer that keeps the values in their own dtype.
+
+    Args:
+        format: format of the results.
+        reduces: dimensions that one observed value spans; none.
+
+    Examples:
+        >>> layer = dlp.Linear(64, 64, recipe=dlp.CustomRecipe(lambda role: dlp.quant.quantizer.KeepHighPrecision()))
+        >>> layer(torch.randn(16, 64)).shape
+        torch.Size([16, 64])
+    """
 
     format: Format = HighPrecision()
     reduces: tuple[int, ...] = ()

@@ -45,7 +45,17 @@ GemmName = Literal["fprop", "dgrad", "wgrad"]
 
 @dataclass(frozen=True)
 class Operand:
-    """The two quantizers of one operand: along its last dimension, and along its first (applied to the transpose)."""
+    """Pair of quantizers of one GEMM operand.
+
+    Args:
+        rowwise: quantizer along the last dimension.
+        columnwise: quantizer along the first dimension; it is applied to the transpose.
+
+    Examples:
+        >>> from dlp.quant.fp8 import CurrentScaling
+        >>> from dlp.quant.mxfp8 import MxScaling
+        >>> operand = dlp.quant.recipe.Operand(rowwise=CurrentScaling(), columnwise=MxScaling())
+    """
 
     rowwise: Quantizer
     columnwise: Quantizer
@@ -68,20 +78,51 @@ class Operand:
 
 
 def both(quantizer: Quantizer) -> Operand:
-    """An operand whose two orientations use the same quantizer."""
+    """Return an operand with the same quantizer in both orientations.
+
+    Args:
+        quantizer: the quantizer.
+
+    Returns:
+        The operand.
+
+    Examples:
+        >>> from dlp.quant.mxfp8 import MxScaling
+        >>> dlp.quant.recipe.both(MxScaling()).columnwise == MxScaling()
+        True
+    """
     return Operand(quantizer, quantizer)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Quantizers for x, w and dy, and the options of fprop, dgrad and wgrad.
+    """Quantizers of x, w and dy, and options of the GEMMs fprop, dgrad and wgrad.
 
-    amax_scope   "table": amaxes are agreed where an operand is gathered; "all": wherever tp cuts what a scale spans
-    reduce_amax  delayed scaling agrees on its amaxes at the step boundary
-    gather_dy    "quantized", or "high_precision": where dy is gathered, it travels once as it is and is then quantized
-    y, dx        quantizers whose rounding is applied to the results of fprop and dgrad; None: no rounding
-    options      what was asked for by name, for printing
-    Raises ValueError, naming the GEMM, where two operands must not meet in it, and where a quantizer lacks what it declares.
+    `dlp.recipe(name)` returns a shipped recipe.
+
+    Args:
+        name: name in plans and checkpoints.
+        x: quantizers of x: rowwise for fprop, columnwise for wgrad.
+        w: quantizers of the weight: rowwise for fprop, columnwise for dgrad.
+        dy: quantizers of the gradient of y: rowwise for dgrad, columnwise for wgrad.
+        fprop: options of the fprop GEMM.
+        dgrad: options of the dgrad GEMM.
+        wgrad: options of the wgrad GEMM.
+        amax_scope: "table": ranks agree on the amax of an operand that is gathered; "all": wherever tp shards a dimension that
+            a scale spans.
+        reduce_amax: with delayed scaling, ranks agree on amaxes at the step boundary.
+        y: quantizer whose rounding is applied to y; None: no rounding.
+        dx: quantizer whose rounding is applied to dx; None: no rounding.
+        gather_dy: "quantized", or "high_precision": a gathered dy travels in its own dtype and is quantized afterwards.
+        options: options by which the recipe was requested, for printing.
+
+    Raises:
+        ValueError: for two operands that one GEMM cannot multiply, naming the GEMM, and for a quantizer without a capability
+            that it declares.
+
+    Examples:
+        >>> dlp.recipe("fp8_block").name
+        'fp8_block'
     """
 
     name: str
@@ -293,9 +334,22 @@ def _options(build: Callable[..., Recipe]) -> tuple[Mapping[str, inspect.Paramet
 
 
 def load(name: str, *, recipes_path: str | Path | None = None, **options: Any) -> Recipe:
-    """The recipe of that name with these options, its own and SHARED_OPTIONS; `recipes_path`: a folder with more.
+    """Return the recipe of a name, with options.
 
-    Raises ValueError for an unknown name or option, or a value that the option does not allow.
+    Args:
+        name: "bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "int8", "mxfp8", "nvfp4", or a file of
+            `recipes_path`.
+        recipes_path: folder of Python files with further recipes.
+        **options: options of the recipe, and options that all recipes share.
+
+    Returns:
+        The `Recipe`.
+
+    Raises:
+        ValueError: for an unknown name or option, or a value that the option does not allow.
+
+    Examples:
+        >>> layer = dlp.Linear(64, 64, recipe=dlp.recipe("fp8_block", power_of_two=True))
     """
     build = factory(name, recipes_path)
     own, hints = _options(build)

@@ -26,9 +26,19 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a QuantizedTensor. `rows` / `contraction`: the part's dimension that concatenates when the operand
-    is cut along its rows / its contraction, SHARED, or UNSAID: such an operand is never gathered quantized. `dtype`
-    None: the dtype of the source tensor."""
+    """Description of one tensor of a `QuantizedTensor`.
+
+    Args:
+        name: name of the tensor.
+        dtype: dtype; None: the dtype of the source tensor.
+        rows: dimension of the tensor that is concatenated when the operand is sharded along its rows; SHARED: equal on all
+            ranks; UNSAID: the operand is never gathered quantized.
+        contraction: the same for the contraction dimension.
+
+    Examples:
+        >>> from dlp.quant.tensor import SHARED
+        >>> scale = dlp.quant.tensor.Part("scale_inv", torch.float32, rows=SHARED, contraction=SHARED)
+    """
 
     name: str
     dtype: torch.dtype | None
@@ -47,7 +57,18 @@ def as_bytes(part: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A GEMM operand [rows, contraction]: the parts of `format`, in its order. A plain record, unknown to autograd."""
+    """Quantized GEMM operand [rows, contraction]: a plain record that autograd does not know.
+
+    Args:
+        format: the format.
+        parts: tensors in the order of `format.parts`.
+
+    Examples:
+        >>> from dlp.quant.fp8 import CurrentScaling
+        >>> quantizer, x = CurrentScaling(), torch.randn(16, 64)
+        >>> quantizer.cast(x, quantizer.observe(x)).dequantize(torch.float32).shape
+        torch.Size([16, 64])
+    """
 
     format: Format
     parts: tuple[Tensor, ...]
@@ -71,12 +92,17 @@ class QuantizedTensor:
 
 
 class Format:
-    """Base of all formats. A subclass is a frozen dataclass that gives `name`, `parts` and `block`, as attributes or
-    properties, and the methods `part_shapes` and `dequantize`; the rest has defaults.
+    """Base class of formats.
 
-    It may also bring its own GEMM, which is then the one that runs wherever it is an operand:
-    `gemm(which, a, b, *, out_dtype, bias=None, accumulate=None)`, `which` in fprop, dgrad, wgrad, D = A @ B.T. One that takes
-    `options`, too, is given the `GemmOptions` of the recipe for this GEMM.
+    A subclass is a frozen dataclass with `name`, `parts` and `block`, as attributes or properties, and with the methods
+    `part_shapes` and `dequantize`. A format may bring a GEMM, which then runs wherever the format is an operand:
+    `gemm(which, a, b, *, out_dtype, bias=None, accumulate=None)` with `which` in fprop, dgrad, wgrad, and D = A @ B.T. A GEMM
+    that takes `options` receives the `GemmOptions` of the recipe.
+
+    Examples:
+        >>> from dlp.quant.fp8 import CurrentScaling
+        >>> isinstance(CurrentScaling().format, dlp.quant.tensor.Format)
+        True
     """
 
     @property

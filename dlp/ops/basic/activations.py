@@ -41,31 +41,71 @@ class _Activation(BasicOperation):
 
 
 class GELU(_Activation):
-    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
+    """Compute GELU with the tanh approximation: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
+
+    Shape:
+        - input, output: [...]
+
+    Examples:
+        >>> ops.GELU()(torch.zeros(2))
+        tensor([0., 0.])
+    """
 
     act = "gelu"
 
 
 class QGELU(_Activation):
-    """x / (1 + exp(-1.702 x)), the sigmoid approximation of GELU."""
+    """Compute x / (1 + exp(-1.702 x)), the sigmoid approximation of GELU.
+
+    Shape:
+        - input, output: [...]
+
+    Examples:
+        >>> ops.QGELU()(torch.zeros(2))
+        tensor([0., 0.])
+    """
 
     act = "qgelu"
 
 
 class ReLU(_Activation):
-    """max(x, 0)."""
+    """Compute max(x, 0).
+
+    Shape:
+        - input, output: [...]
+
+    Examples:
+        >>> ops.ReLU()(torch.tensor([-1.0, 2.0]))
+        tensor([0., 2.])
+    """
 
     act = "relu"
 
 
 class SiLU(_Activation):
-    """x / (1 + exp(-x))."""
+    """Compute x / (1 + exp(-x)).
+
+    Shape:
+        - input, output: [...]
+
+    Examples:
+        >>> ops.SiLU()(torch.zeros(2))
+        tensor([0., 0.])
+    """
 
     act = "silu"
 
 
 class SReLU(_Activation):
-    """max(x, 0)^2."""
+    """Compute max(x, 0)^2.
+
+    Shape:
+        - input, output: [...]
+
+    Examples:
+        >>> ops.SReLU()(torch.tensor([-1.0, 2.0]))
+        tensor([0., 4.])
+    """
 
     act = "srelu"
 
@@ -126,53 +166,131 @@ class _Gate(BasicOperation):
 
 
 class SwiGLU(_Gate):
-    """silu(gate) * up."""
+    """Compute silu(gate) * up.
+
+    Shape:
+        - input: siblings (gate [..., F], up [..., F]), or one tensor [gate, up] of [..., 2 F]
+        - output: [..., F]
+
+    Raises:
+        ValueError: for three tensors, siblings of different shapes, or an odd number of features.
+
+    Examples:
+        >>> ops.Sequential(ops.Linear(64, (128, 128)), ops.SwiGLU())(torch.randn(16, 64)).shape
+        torch.Size([16, 128])
+    """
 
     act = "silu"
 
 
 class GEGLU(_Gate):
-    """gelu(gate) * up."""
+    """Compute gelu(gate) * up, with the tanh approximation of GELU.
+
+    Shape:
+        - input: siblings (gate [..., F], up [..., F]), or one tensor [gate, up] of [..., 2 F]
+        - output: [..., F]
+
+    Raises:
+        ValueError: for three tensors, siblings of different shapes, or an odd number of features.
+
+    Examples:
+        >>> ops.Sequential(ops.Linear(64, (128, 128)), ops.GEGLU())(torch.randn(16, 64)).shape
+        torch.Size([16, 128])
+    """
 
     act = "gelu"
 
 
 class QGEGLU(_Gate):
-    """qgelu(gate) * up."""
+    """Compute gate * sigmoid(1.702 gate) * up.
+
+    Shape:
+        - input: siblings (gate [..., F], up [..., F]), or one tensor [gate, up] of [..., 2 F]
+        - output: [..., F]
+
+    Raises:
+        ValueError: for three tensors, siblings of different shapes, or an odd number of features.
+
+    Examples:
+        >>> ops.QGEGLU()(torch.randn(16, 128)).shape
+        torch.Size([16, 64])
+    """
 
     act = "qgelu"
 
 
 class ReGLU(_Gate):
-    """relu(gate) * up."""
+    """Compute relu(gate) * up.
+
+    Shape:
+        - input: siblings (gate [..., F], up [..., F]), or one tensor [gate, up] of [..., 2 F]
+        - output: [..., F]
+
+    Raises:
+        ValueError: for three tensors, siblings of different shapes, or an odd number of features.
+
+    Examples:
+        >>> ops.ReGLU()(torch.randn(16, 128)).shape
+        torch.Size([16, 64])
+    """
 
     act = "relu"
 
 
 class SReGLU(_Gate):
-    """srelu(gate) * up."""
+    """Compute relu(gate)^2 * up.
+
+    Shape:
+        - input: siblings (gate [..., F], up [..., F]), or one tensor [gate, up] of [..., 2 F]
+        - output: [..., F]
+
+    Raises:
+        ValueError: for three tensors, siblings of different shapes, or an odd number of features.
+
+    Examples:
+        >>> ops.SReGLU()(torch.randn(16, 128)).shape
+        torch.Size([16, 64])
+    """
 
     act = "srelu"
 
 
 class GLU(_Gate):
-    """sigmoid(gate) * up."""
+    """Compute sigmoid(gate) * up.
+
+    Shape:
+        - input: siblings (gate [..., F], up [..., F]), or one tensor [gate, up] of [..., 2 F]
+        - output: [..., F]
+
+    Raises:
+        ValueError: for three tensors, siblings of different shapes, or an odd number of features.
+
+    Examples:
+        >>> ops.GLU()(torch.randn(16, 128)).shape
+        torch.Size([16, 64])
+    """
 
     act = "sigmoid"
 
 
 class ClampedSwiGLU(_Gate):
-    """g * sigmoid(alpha * g) * (u + glu_linear_offset), with g = min(gate, limit) and u = up clamped to [-limit, limit].
+    """Compute g * sigmoid(alpha * g) * (u + glu_linear_offset), with g = min(gate, limit) and u = clamp(up, -limit, limit).
 
     Args:
-        limit: Bound of gate from above, and of up from both sides.
-        alpha: Factor inside the sigmoid.
-        glu_linear_offset: Constant added to u.
+        limit: upper bound of gate, and bound of the magnitude of up.
+        alpha: factor inside the sigmoid.
+        glu_linear_offset: constant added to u.
 
-    Shape: (gate, up), each [..., F], or one tensor [..., 2 F] -> [..., F].
+    Shape:
+        - input: siblings (gate [..., F], up [..., F]), or one tensor [gate, up] of [..., 2 F]
+        - output: [..., F]
 
     Raises:
-        ValueError: If limit is not positive.
+        ValueError: for a limit that is not positive.
+
+    Examples:
+        >>> ops.ClampedSwiGLU(limit=7.0)(torch.randn(16, 128)).shape
+        torch.Size([16, 64])
     """
 
     launches = False  # plain torch operations, which a recording of launches does not repeat

@@ -29,10 +29,22 @@ def added(x: Tensor, other: Tensor) -> Tensor:
 
 
 class AddExtraInput(BasicOperation):
-    """input + extra input, of equal shapes. in_place: the sum is written to the extra input, whose former values nothing else
-    may read.
+    """Add an extra input to the input.
 
-    Raises ValueError for other shapes, and in place for a leaf that needs a gradient.
+    Args:
+        in_place: write the sum into the extra input; nothing else may read the former values.
+
+    Shape:
+        - input, extra input, output: [...], equal shapes
+
+    Raises:
+        ValueError: for different shapes, and in place for a leaf tensor that requires a gradient.
+
+    Examples:
+        >>> model = ops.Sequential(ops.Linear(64, 64), ops.AddExtraInput())
+        >>> x, residual = torch.randn(16, 64), torch.randn(16, 64)
+        >>> model(x, residual).shape
+        torch.Size([16, 64])
     """
 
     num_extra_inputs = 1
@@ -75,9 +87,20 @@ class AddExtraInput(BasicOperation):
 
 
 class MakeExtraOutput(BasicOperation):
-    """The input twice: as the output and as an extra output. in_place: backward writes the sum of both gradients to the
-    gradient of the extra output, whose former values nothing else may read; to new memory where another output has the same
-    gradient."""
+    """Return the input as output and as an extra output; backward adds both gradients.
+
+    Args:
+        in_place: write the sum of the gradients into the gradient of the extra output; nothing else may read the former values.
+            New memory is used where another output has the same gradient.
+
+    Shape:
+        - input, output, extra output: [...]
+
+    Examples:
+        >>> y, residual = ops.Sequential(ops.MakeExtraOutput(), ops.Linear(64, 128))(torch.randn(16, 64))
+        >>> y.shape, residual.shape
+        (torch.Size([16, 128]), torch.Size([16, 64]))
+    """
 
     num_extra_outputs = 1
     none_grads = True
@@ -118,7 +141,18 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
 
 
 class ConstantScale(BasicOperation):
-    """scale * x."""
+    """Multiply by a constant.
+
+    Args:
+        scale: the constant.
+
+    Shape:
+        - input, output: [...]
+
+    Examples:
+        >>> ops.ConstantScale(0.5)(torch.ones(2))
+        tensor([0.5000, 0.5000])
+    """
 
     launches = True
     settings = ("scale",)
@@ -148,7 +182,21 @@ class ConstantScale(BasicOperation):
 
 
 class Dropout(BasicOperation):
-    """In training, zeroes each element with probability p and multiplies the others by 1 / (1 - p)."""
+    """In training, set each element to zero with probability p and multiply the others by 1 / (1 - p).
+
+    Args:
+        p: probability.
+
+    Shape:
+        - input, output: [...]
+
+    Raises:
+        ValueError: for p outside [0, 1).
+
+    Examples:
+        >>> ops.Dropout(0.1)(torch.randn(16, 64)).shape
+        torch.Size([16, 64])
+    """
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -172,7 +220,19 @@ class Dropout(BasicOperation):
 
 
 class Reshape(BasicOperation):
-    """x.reshape(shape); one size may be -1."""
+    """Return x.reshape(shape).
+
+    Args:
+        shape: sizes, of which one may be -1.
+
+    Shape:
+        - input: [...]
+        - output: `shape`
+
+    Examples:
+        >>> ops.Reshape((-1, 32))(torch.randn(16, 64)).shape
+        torch.Size([32, 32])
+    """
 
     launches = True
     settings = ("shape",)
@@ -193,7 +253,15 @@ class Reshape(BasicOperation):
 
 
 class Identity(BasicOperation):
-    """Its input."""
+    """Return the input.
+
+    Shape:
+        - input, output: [...]
+
+    Examples:
+        >>> ops.Identity()(torch.zeros(2))
+        tensor([0., 0.])
+    """
 
     takes = frozenset({LAZY, MANY, HANDED})
     launches = none_grads = True

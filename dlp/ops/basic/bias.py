@@ -58,10 +58,26 @@ def _biased(x: Tensor, bias: Tensor) -> Tensor:
 
 
 class Bias(_BiasVectors):
-    """x [..., size] + bias [size], or of siblings one vector for each.
+    """Add a bias.
 
-    Backward passes dy on; the cast of dy, if the op before has one, sums its columns in the same read: db, fp32, then rounded.
-    Raises ValueError for other sizes, and for another number of tensors than there are vectors.
+    Backward passes dy on. The cast of dy in the operation before, if there is one, sums the columns of dy in the same read; db
+    is summed in fp32 and then rounded.
+
+    Args:
+        size: number of features; one bias for each of several siblings.
+        device: device of the bias.
+        dtype: dtype of the bias.
+
+    Shape:
+        - input, output: [..., size]
+        - bias: [size]
+
+    Raises:
+        ValueError: for an input of another size, and for another number of tensors than there are biases.
+
+    Examples:
+        >>> ops.Bias(64)(torch.randn(16, 64)).shape
+        torch.Size([16, 64])
     """
 
     takes = frozenset({LAZY, MANY, HANDED})

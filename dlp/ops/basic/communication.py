@@ -80,6 +80,22 @@ class _OverGroup(OfRanks):
 
 
 class AllGather(_OverGroup):
+    """Gather rows of all ranks; backward reduce-scatters the gradient, summed in fp32 in the order of ranks.
+
+    Next to a linear that is not tensor-parallel, the gather is fused with the linear and sends quantized x.
+
+    Args:
+        process_group: ranks; None: this rank alone, and the operation returns its input.
+
+    Shape:
+        - input: [M, C]
+        - output: [R*M, C] with R ranks
+
+    Examples:
+        >>> ops.AllGather()(torch.randn(16, 64)).shape  # one rank
+        torch.Size([16, 64])
+    """
+
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
         return self.run(traced.all_gather, input_, self.keep_group(ctx))
 
@@ -88,6 +104,22 @@ class AllGather(_OverGroup):
 
 
 class ReduceScatter(_OverGroup):
+    """Sum rows over ranks in fp32, in the order of ranks, and keep the rows of this rank; backward gathers the gradient.
+
+    Next to a linear that is not tensor-parallel, the sum is fused with the linear and its overlap strategy.
+
+    Args:
+        process_group: ranks; None: this rank alone, and the operation returns its input.
+
+    Shape:
+        - input: [R*M, C] with R ranks
+        - output: [M, C]
+
+    Examples:
+        >>> ops.ReduceScatter()(torch.randn(16, 64)).shape  # one rank
+        torch.Size([16, 64])
+    """
+
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
         return self.run(traced.reduce_scatter, input_, self.keep_group(ctx))
 
@@ -96,6 +128,19 @@ class ReduceScatter(_OverGroup):
 
 
 class AllReduce(_OverGroup):
+    """Sum a tensor over ranks in fp32, in the order of ranks; backward passes the gradient on.
+
+    Args:
+        process_group: ranks; None: this rank alone, and the operation returns its input.
+
+    Shape:
+        - input, output: [...]
+
+    Examples:
+        >>> ops.AllReduce()(torch.randn(16, 64)).shape
+        torch.Size([16, 64])
+    """
+
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
         return self.run(traced.all_reduce, input_, self.keep_group(ctx))
 

@@ -91,7 +91,25 @@ class _Norm(BasicOperation):
 
 
 class RMSNorm(_Norm):
-    """x / sqrt(mean(x^2) + eps) * weight."""
+    """Root-mean-square normalization: x / sqrt(mean(x^2) + eps) * weight.
+
+    Before a linear, the normalization is fused into the cast of x.
+
+    Args:
+        normalized_shape: size of the last dimension.
+        eps: number added to the mean square.
+        zero_centered_gamma: multiply by 1 + weight.
+        device: device of the weight.
+        dtype: dtype of the weight.
+
+    Shape:
+        - input, output: [..., C]
+        - weight: [C]
+
+    Examples:
+        >>> ops.RMSNorm(64)(torch.randn(16, 64)).shape
+        torch.Size([16, 64])
+    """
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
         return self.normed(ctx, ops.RmsNormed(self.rows(input_), self.scale_by_launch(), self.eps), input_.shape)
@@ -117,7 +135,25 @@ class RMSNorm(_Norm):
 
 
 class LayerNorm(_Norm):
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias."""
+    """Layer normalization: (x - mean(x)) / sqrt(var(x) + eps) * weight + bias.
+
+    Before a linear, the normalization is fused into the cast of x.
+
+    Args:
+        normalized_shape: size of the last dimension.
+        eps: number added to the variance.
+        zero_centered_gamma: multiply by 1 + weight.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+
+    Shape:
+        - input, output: [..., C]
+        - weight, bias: [C]
+
+    Examples:
+        >>> ops.Sequential(ops.LayerNorm(64), ops.Linear(64, 128, recipe="fp8_current"))(torch.randn(16, 64)).shape
+        torch.Size([16, 128])
+    """
 
     biased = True
 
@@ -139,7 +175,18 @@ class LayerNorm(_Norm):
 
 
 class L2Normalization(BasicOperation):
-    """x / sqrt(sum(x^2) + eps)."""
+    """Normalize over the last dimension: x / sqrt(sum(x^2) + eps).
+
+    Args:
+        eps: number added to the sum of squares.
+
+    Shape:
+        - input, output: [..., C]
+
+    Examples:
+        >>> ops.L2Normalization()(torch.randn(16, 64)).shape
+        torch.Size([16, 64])
+    """
 
     def __init__(self, *, eps: float = 1e-6) -> None:
         super().__init__()

@@ -22,11 +22,25 @@ from dlp.quant.recipe import Recipe
 
 
 class Quantize(OfRanks):
-    """forward: quantize the output; backward: quantize the gradient of the input.
+    """Quantize the output in forward, the gradient of the input in backward, or both.
 
-    recipe          None: that of the autocast region
-    strict          a linear that cannot read the operands raises ValueError; else it decodes and quantizes again, with a note
-    process_group   where a linear gathers token shards: the ranks that have them, which agree on scales as it would
+    A linear reads the quantized tensor if its recipe quantizes in the same way. Otherwise the linear decodes and quantizes
+    again, with a note in the plan. Tensors of fp8_delayed, padded and stochastically rounded operands stay in high precision.
+
+    Args:
+        forward: quantize the output.
+        backward: quantize the gradient of the input.
+        recipe: name of a recipe, or a `Recipe`; None: the recipe of the `dlp.autocast` region.
+        strict: raise ValueError where a linear cannot read the quantized tensor.
+        process_group: where a linear gathers token shards: the ranks with these shards, which agree on scales.
+
+    Shape:
+        - input, output: [..., C]
+
+    Examples:
+        >>> quantize = ops.Sequential(ops.LayerNorm(64), ops.Quantize(recipe="fp8_current"))
+        >>> isinstance(quantize(torch.randn(16, 64)), ops.Handed)
+        True
     """
 
     takes = frozenset({LAZY, HANDED})
