@@ -292,12 +292,25 @@ def autocast(
     calibrating: bool = False,
     amax_reduction_group: ProcessGroup | None = None,
 ) -> Iterator[None]:
-    """Run the linears inside under this recipe.
+    """Run the linears of a region under another recipe. A context manager.
 
-    enabled               False: in high precision
-    recipe                a name, a Recipe or a CustomRecipe; None: each layer's own
-    calibrating           with enabled=False: record the amaxes that delayed scaling will need
-    amax_reduction_group  the ranks that share scales; it must contain the tp group of sequence-parallel layers
+    Args:
+        enabled: False runs the region in high precision.
+        recipe: name of a recipe, a `Recipe` or a `CustomRecipe`; None: the recipe of each layer.
+        calibrating: with enabled=False, record the amaxes that delayed scaling needs.
+        amax_reduction_group: ranks that share scales; the group must contain the tp group of sequence-parallel layers.
+
+    Yields:
+        None.
+
+    Raises:
+        TypeError: for an `enabled` that is not a bool.
+        ValueError: inside torch.compile, and for an unknown recipe.
+
+    Examples:
+        >>> layer = dlp.Linear(64, 64)
+        >>> with dlp.autocast(recipe="fp8_current"):
+        ...     y = layer(torch.randn(16, 64))
     """
     if torch.compiler.is_dynamo_compiling():
         raise ValueError(

@@ -65,7 +65,21 @@ WEIGHT_CACHES = ("step", "forward")
 
 
 def end_step(model: nn.Module) -> None:
-    """Run the step boundary now: after something else than an attached optimizer's step has changed the weights."""
+    """Run the step boundary: update delayed scales, cast weights, advance random counters, apply scheduled recipe changes.
+
+    `dlp.attach` runs the step boundary after each optimizer step. Call `end_step` after weights were changed otherwise.
+
+    Args:
+        model: converted model.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> plan = dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="fp8_current")], dlp.build_mesh())
+        >>> dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with torch.no_grad():
+        ...     _ = model[0].weight.mul_(0.5)
+        >>> dlp.end_step(model)
+    """
     model = converted_root(model) or model
     layers = list(cores(model))
     for core in layers:
@@ -87,36 +101,41 @@ def attach(
     model: nn.Module, optimizer: Optimizer, *, mesh: DeviceMesh | None = None, seed: int = 0, weight_cache: str = "step",
     on_nonfinite: str = "raise", main_grads: str = "off",
 ) -> None:  # fmt: skip
-    """Run `end_step(model)` after every step of the optimizer; weights are then cast once per step.
+    """Run the step boundary after every step of the optimizer, so that weights are cast once per step.
 
-    Call it after `convert` and `fully_shard`, with parameters in memory, once for each optimizer. `model`: what `convert`
-    was given, or a module around it. From here on FSDP gathers weights as the step boundary quantized them (see
-    `fully_shard`). ValueError for an optimizer that holds none of its parameters, or some as they were before these calls
-    replaced them, or is attached already, and for layers
-    that are no part of what was converted.
+    Call `attach` after `dlp.convert` and `dlp.fully_shard`, once for each optimizer, with parameters in memory. Afterwards FSDP
+    gathers weights as the step boundary quantized them (see `dlp.fully_shard`). A step raises RuntimeError when tp-partial
+    gradients were not summed, when delayed wgrads wait (see `dlp.backward_dw`), and when replicas of a parameter differ
+    between ranks (compared in the first ten steps and then in every hundredth step). In the first step all ranks must run the
+    same forwards.
 
-    A step then raises RuntimeError inside of a backward, when tp-partial gradients were not summed, wgrads still wait (see
-    `backward_dw`), or replicas of a parameter differ between ranks (`dlp.parallel.model.replicas`; compared in the first ten
-    steps and in each hundredth). In the first step ranks must run the same forwards.
+    Args:
+        model: module that `dlp.convert` was called with, or a module around it.
+        optimizer: optimizer of parameters of `model`.
+        mesh: for a model of layers that were constructed explicitly: mesh of `dlp.build_mesh`, which defines the tokens of
+            this rank.
+        seed: for a model of layers that were constructed explicitly: seed of stochastic rounding.
+        weight_cache: "step": weights are cast once per step in both orientations, and the operands are kept. "forward":
+            weights are cast in each forward and backward, with equal bits and less memory. FSDP keeps quantized shards in
+            either case, unless `quantized_gather` is False.
+        on_nonfinite: action when a cast read a NaN or Inf. "raise": FloatingPointError at the end of the next step, with
+            layer, tensor, rank and step; "warn": a line in the log; "ignore": nothing, see `dlp.not_finite`.
+        main_grads: accumulation of weight gradients over microbatches. "off": by autograd. "grad": by the wgrad GEMM into
+            existing fp32 gradients, with equal bits. "main_grad": by the wgrad GEMM into `weight.main_grad`, which the user
+            allocates.
 
-    weight_cache   "step": weights are cast once a step, in both orientations, and the operands are kept. "forward": to save
-                   memory nothing is kept; weights are cast wherever they are used, rowwise in forward and columnwise in
-                   backward, with the same bits. Casts of shards under FSDP are kept in either case, unless `quantized_gather`
-                   is False.
+    Raises:
+        ValueError: for an optimizer without parameters of `model`, with parameters from before `dlp.convert` or
+            `dlp.fully_shard`, or that is attached already; for layers outside the converted model; and for another
+            `weight_cache`, `on_nonfinite` or `main_grads`.
 
-    on_nonfinite   what happens when a cast met a NaN or Inf, which quantization may turn into finite values. "raise":
-                   FloatingPointError at the end of the next step, on the ranks that saw it, naming layer, tensor, rank and
-                   step; "warn": a line in the log each time; "ignore": nothing (see `not_finite`). Tensors in high precision
-                   are not looked at.
-
-    main_grads     who accumulates gradients of weights over microbatches. "off": autograd. "grad": the GEMM of wgrad, into
-                   fp32 gradients that exist already, with the same bits. "main_grad": the GEMM of wgrad, into
-                   `weight.main_grad`, which the user allocates (`dlp.parallel.weight.base`). The plan notes which weights
-                   cannot have it.
-
-    For a model of layers made by hand, not by `convert`: `mesh`, from `build_mesh`, says which tokens of a global batch
-    this rank has, and `seed` is that of stochastic rounding; delayed scales are shared by all ranks. ValueError for another
-    `weight_cache`, `on_nonfinite` or `main_grads`.
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> plan = dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="fp8_current")], dlp.build_mesh())
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> dlp.attach(model, optimizer)
+        >>> model(torch.randn(32, 64)).square().mean().backward()
+        >>> optimizer.step()  # then the step boundary
     """
     if weight_cache not in WEIGHT_CACHES:
         raise ValueError(f"weight_cache must be one of {', '.join(WEIGHT_CACHES)}; got {weight_cache!r}")
@@ -315,12 +334,27 @@ def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Sessi
 
 
 def set_recipe(model: nn.Module, pattern: str, recipe: Any) -> Swap:
-    """From now on the layers that `pattern` matches, as in a layer group, run under this recipe.
+    """Change the recipe of matching layers.
 
-    `recipe`: a name, a table {"name": ..., option: value}, a Recipe or a CustomRecipe. Call it between an optimizer step
-    and the next forward, on all ranks. Raises ValueError, before anything is changed, for a pattern that matches no
-    layer or only some of a set of siblings, for a recipe that a layer cannot run under, and where tp ranks ask for different
-    recipes.
+    All ranks call `set_recipe` between an optimizer step and the next forward.
+
+    Args:
+        model: converted model.
+        pattern: pattern of module names, as in a layer group.
+        recipe: name of a recipe, a dict {"name": ..., option: value}, a `Recipe` or a `CustomRecipe`.
+
+    Returns:
+        A record of the change: step, pattern, recipe and layers.
+
+    Raises:
+        ValueError: before anything is changed, for a pattern that matches no layer or only some of a set of siblings, a recipe
+            that a layer cannot run under, and recipes that differ between tp ranks.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> plan = dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="fp8_current")], dlp.build_mesh())
+        >>> dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> change = dlp.set_recipe(model, "0", "bf16")
     """
     resolved, modules = recipes.as_recipe(recipe), layer_modules(model)
     names = {id(module): name for name, module in _by_own_name(model).items()}
@@ -454,11 +488,27 @@ def _swap(layers: Sequence[str], step: int, recipe: Any, resolved: Any) -> Swap:
 
 
 def record_stats(model: nn.Module, *patterns: str) -> list[str]:
-    """From now on measure the casts of the layers that these patterns match, of no others; no pattern: stop. Returns them.
+    """Measure the casts of matching layers from now on, and of no other layer.
 
-    Siblings are measured together, under the name of the first. Casts of forwards without gradients do not count, unless
-    no layer learns, as in a frozen model. Call it on all ranks, at a step boundary. Raises ValueError for a pattern that
-    matches no layer.
+    Siblings are measured together under the name of the first. Casts of forwards without gradients do not count, unless no
+    layer learns. All ranks call `record_stats` at a step boundary.
+
+    Args:
+        model: converted model.
+        *patterns: patterns of module names; no pattern ends the measurement.
+
+    Returns:
+        Names of the measured layers.
+
+    Raises:
+        ValueError: for a pattern that matches no layer.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> plan = dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="fp8_current")], dlp.build_mesh())
+        >>> dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> dlp.record_stats(model, "**")
+        ['0']
     """
     session, modules = session_of(model), layer_modules(model)
     names = [name for pattern in patterns for name in match_layers(model, pattern, "record_stats")]
@@ -474,8 +524,27 @@ def record_stats(model: nn.Module, *patterns: str) -> list[str]:
 
 
 def read_stats(model: nn.Module) -> dict[str, dict[str, float | None]]:
-    """The statistics of the last step, by tensor, over all ranks; without tensors that were not cast. All ranks call it
-    together, after the step boundary. Waits for the device."""
+    """Return statistics of the casts of the last step, over all ranks.
+
+    All ranks call `read_stats` together, after the step boundary. Waits for the device.
+
+    Args:
+        model: model with recorded statistics, see `dlp.record_stats`.
+
+    Returns:
+        Statistics by tensor; tensors that were not cast are left out.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> plan = dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="fp8_current")], dlp.build_mesh())
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> dlp.attach(model, optimizer)
+        >>> measured = dlp.record_stats(model, "**")
+        >>> model(torch.randn(32, 64)).sum().backward()
+        >>> optimizer.step()
+        >>> "amax" in dlp.read_stats(model)["0.x"]
+        True
+    """
     table = session_of(model).stats
     if table is None:
         return {}

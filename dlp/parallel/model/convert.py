@@ -99,25 +99,41 @@ def convert(
     batch: tuple[int, int] | None = None, amax_group: str | ProcessGroup = "auto", seed: int = 0,
     overlap_table: Times | str | Path | None = None,
 ) -> Plan:  # fmt: skip
-    """Make the model parallel over the mesh's tp axis, in place, and return the printable plan.
+    """Make a model parallel over the tp axis of a mesh, in place, and quantize its linears by layer groups.
 
-    model           plain modules, materialised alike on all ranks or on the meta device
-    groups          layer groups, ordered; for each layer and field the last that matches wins
-    mesh            from `build_mesh`
-    batch           (B, S) of a microbatch; needed with sequence parallelism
-    amax_group      which ranks share scales: "auto" (what correctness needs; for delayed scaling all ranks), "tp", "tp+dp",
-                    "world", or a process group
-    seed            of stochastic rounding
-    overlap_table   by which `overlap = "auto"` is chosen: a file of `dlp.parallel.tune`, which rank 0 reads, or `Times` that
-                    all ranks have read; None: "auto" is "serial"
+    Modules, hooks, names and attributes stay; `nn.Linear` and `nn.Embedding` modules are replaced. Layers of dlp that were
+    constructed explicitly join the step boundary of the model. Also without `dlp.attach`, an optimizer step raises RuntimeError
+    where replicas of a parameter differ between ranks, and inside a backward that has not summed gradients over tp.
 
-    Modules, their hooks, names and attributes stay; layers of dlp that were made by hand join the model's step boundary. Raises
-    ValueError, before anything is changed, for a group that matches nothing or has no effect, a size that tp does not divide,
-    siblings that cannot run as one layer, sequence parallelism without `batch`, modules that would compute something else
-    afterwards, naming the module, and ranks that plan different things.
+    Args:
+        model: plain modules, materialized with equal values on all ranks or on the meta device.
+        groups: ordered layer groups; for each layer and option the last matching group wins.
+        mesh: mesh of `dlp.build_mesh`.
+        batch: (B, S) of a microbatch; required with sequence parallelism.
+        amax_group: ranks that share scales: "auto" (the ranks that correctness needs; all ranks for delayed scaling), "tp",
+            "tp+dp", "world", or a process group.
+        seed: seed of stochastic rounding.
+        overlap_table: times by which overlap = "auto" is decided: a file of `dlp.parallel.tune`, which rank 0 reads, or
+            `Times` that all ranks have read; None: "auto" is "serial".
 
-    Without `attach`, too, an optimizer's step raises RuntimeError where replicas of a parameter differ between ranks, and
-    inside of a backward that has not summed the gradients of the optimizer's parameters over tp.
+    Returns:
+        The printable `Plan`.
+
+    Raises:
+        ValueError: before anything is changed, for a group that matches no layer or has no effect, a size that tp does not
+            divide, siblings that cannot run as one layer, sequence parallelism without `batch`, modules that would compute
+            something else afterwards, and ranks whose plans differ.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+        >>> groups = [
+        ...     dlp.LayerGroup("all", "**", recipe="fp8_current"),
+        ...     dlp.LayerGroup("up", "0", style="column"),
+        ...     dlp.LayerGroup("down", "2", style="row"),
+        ... ]
+        >>> plan = dlp.convert(model, groups, dlp.build_mesh())
+        >>> model(torch.randn(16, 64)).shape
+        torch.Size([16, 64])
     """
     dims = ParallelDims.from_mesh(mesh)
     tp = dims.tp_mesh

@@ -76,10 +76,29 @@ class _Lookup(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(SpreadModule, nn.Embedding):
-    """tokens [B, S] int64 -> [B, S, H], or this rank's token shard [B*S/tp, H] with sequence parallelism; dtype of `weight`.
+    """Embedding whose vocabulary is sharded over tp. `dlp.convert` creates this module from `nn.Embedding`.
 
-    `weight` [V, H], cut over tp along V. The row `padding_idx` gets no gradient. Raises IndexError for tokens outside of
-    [0, V): on a GPU in the call behind, and the rows are NaN meanwhile.
+    Args:
+        weight: embedding table, sharded over tp along the vocabulary.
+        tp: mesh of the tensor-parallel ranks.
+        sequence_parallel: return the token shard of this rank.
+        name: name in messages.
+        padding_idx: row that gets no gradient.
+
+    Shape:
+        - tokens: int64 [B, S], each in [0, V)
+        - output: [B, S, H]; with sequence parallelism the token shard [B*S/tp, H]; dtype of `weight`
+        - weight on each rank: [V/tp, H]
+
+    Raises:
+        IndexError: for tokens outside [0, V). On a GPU the next call raises; until then the rows are NaN.
+
+    Examples:
+        >>> mesh = dlp.build_mesh()
+        >>> model = nn.Sequential(nn.Embedding(256, 64))
+        >>> plan = dlp.convert(model, [dlp.LayerGroup("embedding", "0", style="column")], mesh)
+        >>> model(torch.randint(256, (2, 8))).shape
+        torch.Size([2, 8, 64])
     """
 
     dlp_made = "vocabulary"
@@ -169,9 +188,25 @@ class _Gather(torch.autograd.Function):
 
 
 def scatter_tokens(x: Tensor, tp: DeviceMesh | ProcessGroup) -> Tensor:
-    """x [B, S, H] or [M, H], equal on all tp ranks -> this rank's token shard [M/tp, H].
+    """Return the token shard of this rank; backward gathers the gradient.
 
-    Raises ValueError when tp does not divide the number of tokens.
+    Args:
+        x: tokens, equal on all tp ranks.
+        tp: tensor-parallel ranks.
+
+    Shape:
+        - x: [B, S, H] or [M, H]
+        - output: [M/tp, H]
+
+    Returns:
+        The token shard.
+
+    Raises:
+        ValueError: when tp does not divide the number of tokens.
+
+    Examples:
+        >>> dlp.scatter_tokens(torch.randn(2, 8, 64), dlp.build_mesh()).shape  # tp = 1
+        torch.Size([16, 64])
     """
     group, tokens = tp_group_of(tp), x.numel() // x.shape[-1]
     if tokens % group.size():
@@ -184,7 +219,23 @@ def scatter_tokens(x: Tensor, tp: DeviceMesh | ProcessGroup) -> Tensor:
 
 
 def gather_tokens(x: Tensor, tp: DeviceMesh | ProcessGroup) -> Tensor:
-    """Token shards [M/tp, H] -> [M, H], whole on every tp rank; view it with B and S from configuration."""
+    """Gather token shards of all tp ranks; backward returns the gradient of this rank's shard.
+
+    Args:
+        x: token shard of this rank.
+        tp: tensor-parallel ranks.
+
+    Shape:
+        - x: [M/tp, H]
+        - output: [M, H], equal on all tp ranks
+
+    Returns:
+        All tokens. Restore B and S with `view`.
+
+    Examples:
+        >>> dlp.gather_tokens(torch.randn(16, 64), dlp.build_mesh()).shape  # tp = 1
+        torch.Size([16, 64])
+    """
     result: Tensor = _Gather.apply(x, tp_group_of(tp))
     return result
 
@@ -231,28 +282,35 @@ def cross_entropy(
     logits: Tensor, targets: Tensor, tp: DeviceMesh | ProcessGroup | None = None, *, ignore_index: int = IGNORED,
     z_loss: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Return the cross entropy summed over tokens, in nats, fp32 scalar, equal on all tp ranks.
+    """Return the cross entropy summed over tokens, for logits whose vocabulary is sharded over tp.
 
-    Divide by the global number of tokens that count once. fp32 logits are nowhere stored, but on a CPU for a chunk of tokens at
-    a time.
+    The sum is in nats and equal on all tp ranks. Divide by the global number of tokens that count. fp32 logits are not stored,
+    except on a CPU for a chunk of tokens at a time.
 
     Args:
-        logits: of a column-parallel head, any float dtype.
-        targets: int64, each in [0, V) or `ignore_index`.
-        tp: the ranks that share the vocabulary; None: this rank has all of it.
+        logits: output of a column-parallel head, any floating dtype.
+        targets: each in [0, V) or `ignore_index`.
+        tp: ranks that share the vocabulary; None: this rank has the complete vocabulary.
         ignore_index: tokens with this target add nothing to the loss and get no gradient, whatever their logits are.
-        z_loss: weight of each token's squared logsumexp, which is added and keeps logits from drifting (arXiv 2204.02311).
+        z_loss: weight of the squared logsumexp of each token, which keeps logits from drifting (arXiv 2204.02311).
 
     Shape:
-        logits [M, V/tp], targets [M] or any shape of M elements.
+        - logits: [M, V/tp]
+        - targets: int64 [M], or any shape with M elements
+        - output: fp32 scalar
+
+    Returns:
+        The summed loss.
 
     Raises:
-        ValueError: for another number of targets than there are rows.
+        ValueError: when the number of targets differs from the number of rows.
         TypeError: for targets that are not int64.
-        IndexError: for targets outside of [0, V): on a CPU at once, on a GPU in the next call; the loss is NaN meanwhile.
+        IndexError: for targets outside [0, V): on a CPU at once, on a GPU in the next call; until then the loss is NaN.
 
-    Example:
-        >>> loss = dlp.cross_entropy(head(x).flatten(0, 1), targets, mesh) / tokens
+    Examples:
+        >>> logits = torch.randn(8, 256, requires_grad=True)
+        >>> loss = dlp.cross_entropy(logits, torch.randint(256, (8,))) / 8
+        >>> loss.backward()
     """
     if len(logits) != targets.numel():
         raise ValueError(f"cross_entropy: {len(logits)} rows of logits, but {targets.numel()} targets")

@@ -256,11 +256,26 @@ class PartialGradients:
 
 @torch.no_grad()
 def backward_dw(model: nn.Module) -> int:
-    """Run all delayed wgrads of `model` and add them to its parameters' `grad`, as backward would have. Returns how many there
-    were. Hooks on a parameter's gradient are not called.
+    """Compute all delayed wgrads of a model and accumulate them into `grad`.
 
-    Call it after backward, of one microbatch or of several, and before gradients are clipped or read. ValueError for a model
-    that was not converted and has no layer of dlp.
+    Call `backward_dw` after backward, of one or several microbatches, and before gradients are clipped or read. Hooks on
+    gradients of parameters are not called.
+
+    Args:
+        model: model with layers of `delay_wgrad`.
+
+    Returns:
+        Number of wgrads.
+
+    Raises:
+        ValueError: for a model that was not converted.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> plan = dlp.convert(model, [dlp.LayerGroup("all", "**", delay_wgrad=True)], dlp.build_mesh())
+        >>> model(torch.randn(32, 64, requires_grad=True)).sum().backward()
+        >>> dlp.backward_dw(model)
+        1
     """
     return sum(_run_delayed(session) for session in _sessions_of(model))
 

@@ -195,43 +195,37 @@ class GraphedStep(Generic[Result]):
 
 
 def graphed_step(step: Callable[..., Result], example_batch: Sequence[Any]) -> GraphedStep[Result]:
-    """Return `step` as a callable that replays it as a CUDA graph, which takes the host out of a training step.
+    """Return a training step that is replayed as a CUDA graph, which removes host time from the step.
 
-    The first three calls run `step` eagerly; the fourth captures it, and that call and all later ones replay the graph. Before
-    a recipe changes (`dlp.set_recipe`), call `reset()`; the step is then captured anew. Results are bitwise equal to those of
-    eager steps.
+    The first three calls run `step` eagerly; the fourth call captures a graph, and all later calls replay the graph. Before
+    a recipe changes (`dlp.set_recipe`), call `reset()`; the step is then captured again. Results are bitwise equal to results
+    of eager steps.
+
+    Inside `step`, Python must not depend on values on the device: no `.item()`, no printing of a tensor, no branch on a loss.
+    Random numbers of torch's CUDA generator are drawn anew in each replay. The optimizer needs `capturable=True`, and a
+    learning rate in a CUDA tensor if the rate changes. Validate, save and read losses outside `step`.
 
     Args:
-        step: forward, backward, the optimizer's step and `zero_grad(set_to_none=True)`, called as `step(*batch)`. It returns
-            tensors (a loss, say) that stay on the device.
-        example_batch: tensors on a GPU, of the shapes and dtypes of all later batches.
-
-    Inside `step` nothing may depend on values on the device in Python: no `.item()`, no printing of a tensor, no branch on a
-    loss. Random numbers of torch's CUDA generator are drawn anew in each replay. The optimizer needs `capturable=True` and a
-    learning rate that is a CUDA tensor if the rate changes. Validation, saving and reading a loss happen outside.
+        step: forward, backward, the optimizer's step and `zero_grad(set_to_none=True)`, called as `step(*batch)`. `step`
+            returns tensors that stay on the device.
+        example_batch: tensors on a GPU, with the shapes and dtypes of all later batches.
 
     Returns:
-        A `GraphedStep`: call it as `step`; `captured` tells whether a graph exists; `reset()` frees the graph.
+        A `GraphedStep`, called like `step`. `captured` tells whether a graph exists; `reset()` frees the graph.
 
     Raises:
-        ValueError: the batch lies on a CPU, a later batch has another shape, or a learning rate that is a Python number
+        ValueError: for a batch on a CPU, a later batch of another shape, or a learning rate that is a Python number and
             changed after the capture.
 
-    Example::
-
-        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3, device="cuda"), fused=True, capturable=True)
-        dlp.attach(model, optimizer)
-
-        def step(x, target):
-            loss = torch.nn.functional.mse_loss(model(x), target)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            return loss.detach()
-
-        step = dlp.graphed_step(step, example_batch=(x, target))
-        for x, target in batches:
-            loss = step(x, target)
-        step.reset()
+    Examples:
+        >>> def step(x, target):  # doctest: +SKIP
+        ...     loss = torch.nn.functional.mse_loss(model(x), target)
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad(set_to_none=True)
+        ...     return loss.detach()
+        >>> step = dlp.graphed_step(step, example_batch=(x, target))  # doctest: +SKIP
+        >>> for x, target in batches:  # doctest: +SKIP
+        ...     loss = step(x, target)
     """
     return GraphedStep(step, example_batch)

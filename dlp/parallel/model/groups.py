@@ -48,11 +48,33 @@ OF_LINEARS = tuple(name for name in FIELDS if name not in ("style", "sequence_pa
 
 @dataclass(frozen=True)
 class LayerGroup(LayerFields):
-    """Patterns of layers and the fields that are set for them; a field that is not set keeps an earlier group's value.
+    """Layers that match a pattern, and the options that are set for these layers.
 
-    match   one pattern or several (see `dlp.quant.patterns`); kept as a tuple
+    Groups are ordered: for each layer and option the last matching group that sets the option wins.
 
-    Raises ValueError for a group without patterns or without fields, an unknown style, or a malformed pattern.
+    Args:
+        name: name in plans and messages.
+        match: pattern of module names, or several; "*" matches inside one component, "**" matches any number of components.
+        delay_wgrad: compute wgrad in `dlp.backward_dw` instead of in backward.
+        save_original_input: save x in high precision for wgrad, and quantize x again in backward.
+        recipe: name of a recipe, a dict {"name": ..., option: value}, or a `Recipe`.
+        style: "column", "row" or "local".
+        sequence_parallel: whether these layers work on token shards.
+        siblings: run the matching linears of one block, which read the same x, as one layer.
+        overlap: "auto", "serial" or "chunked", or a dict of these by GEMM.
+        return_bias: return (y, bias) instead of adding the bias.
+        convert: False leaves these modules as they are.
+
+    Raises:
+        ValueError: for a group without patterns or options, an unknown style, or a malformed pattern.
+
+    Examples:
+        >>> mesh = dlp.build_mesh()
+        >>> model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+        >>> groups = [dlp.LayerGroup("all", "**", recipe="fp8_current"), dlp.LayerGroup("last", "2", recipe="bf16")]
+        >>> plan = dlp.convert(model, groups, mesh)
+        >>> [layer.recipe.name for layer in plan.layers]
+        ['fp8_current', 'bf16']
     """
 
     name: str

@@ -52,14 +52,22 @@ from dlp.quant.recipe import GEMMS
 
 @dataclass(frozen=True)
 class Plan:
-    """All layers of a converted model; `print(plan)` shows tables, in which equal blocks are one row.
+    """Record of every decision of a conversion; `print(plan)` shows tables in which equal blocks share a row.
 
-    layers, others   rows of linears, and of other modules with parameters
-    tp, device_type  what it was made for
-    weights          every parameter, once
-    left_out         by module: the modules with parameters that are left out with it
-    warnings         what groups set and layers will not have, and recipes that are known to need another choice of layers
-    times            by which "auto" was chosen; None: there were none
+    Args:
+        layers: one row for each linear.
+        others: one row for each other module with parameters.
+        tp: number of tensor-parallel ranks.
+        device_type: "cpu" or "cuda".
+        weights: one entry for each parameter.
+        left_out: modules with parameters that are not converted, by the module that caused the exclusion.
+        warnings: options of groups that layers cannot have, and recipes that are known to need other layers.
+        times: measured times by which overlap = "auto" was decided; None: no times.
+
+    Examples:
+        >>> plan = dlp.make_plan(nn.Sequential(nn.Linear(64, 64)), [dlp.LayerGroup("all", "**", recipe="mxfp8")], tp=1)
+        >>> [(layer.name, layer.recipe.name) for layer in plan.layers]
+        [('0', 'mxfp8')]
     """
 
     layers: tuple[LayerPlan, ...]
@@ -113,12 +121,30 @@ def make_plan(
     model: nn.Module, groups: Sequence[LayerGroup | Mapping[str, Any]], tp: int, *, device_type: str = "cpu",
     batch: tuple[int, int] | None = None, overlap_table: Times | str | Path | None = None, transport: str = "", board: str = "",
 ) -> Plan:  # fmt: skip
-    """Decide and check the conversion of a model, which may be on the meta device. Raises ValueError as `convert` does.
+    """Decide and check a conversion without changing the model, which may be on the meta device.
 
-    overlap_table   times of `dlp.parallel.tune`, by which `overlap = "auto"` is chosen; None: the table that dlp ships for
-                    the GPU
-    transport       what will carry transfers over tp, "mapped", "nccl" or "gloo"; "": that of the table
-    board           for a `device_type` that this machine does not have: a word of its GPUs' name
+    Args:
+        model: plain modules.
+        groups: ordered layer groups.
+        tp: number of tensor-parallel ranks.
+        device_type: "cpu" or "cuda".
+        batch: (B, S) of a microbatch; required with sequence parallelism.
+        overlap_table: times of `dlp.parallel.tune`, by which overlap = "auto" is decided; None: the shipped table of the GPU.
+        transport: carrier of transfers over tp: "mapped", "nccl" or "gloo"; "": the transport of the table.
+        board: for a `device_type` that this machine does not have: part of the GPU's name.
+
+    Returns:
+        The printable `Plan`.
+
+    Raises:
+        ValueError: as `dlp.convert`.
+
+    Examples:
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(64, 64))
+        >>> plan = dlp.make_plan(model, [dlp.LayerGroup("all", "**", recipe="nvfp4", style="column")], tp=2)
+        >>> plan.tp
+        2
     """
     typed = [group if isinstance(group, LayerGroup) else LayerGroup(**group) for group in groups]
     seen = survey(model)

@@ -533,17 +533,50 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def not_finite(model: nn.Module) -> list[str]:
-    """The tensors that held a NaN or Inf when this rank cast them in the last step or since, such as
-    "x of model.layers.3.mlp.up_proj", in the order of forward. Waits for the device. Tensors in high precision are not looked
-    at, since NaN and Inf stay in them. ValueError before `convert` or `attach`."""
+    """Return names of tensors that contained a NaN or Inf when this rank cast them in the last step or since.
+
+    Waits for the device. Tensors in high precision are not checked, since NaN and Inf stay in them.
+
+    Args:
+        model: converted and attached model.
+
+    Returns:
+        Names such as "x of model.layers.3.mlp.up_proj", in the order of forward.
+
+    Raises:
+        ValueError: before `dlp.convert` or `dlp.attach`.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> plan = dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="fp8_current")], dlp.build_mesh())
+        >>> dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> dlp.not_finite(model)
+        []
+    """
     return session_of(model).flags.bad_now()
 
 
 @contextmanager
 def watch_scales(model: nn.Module) -> Iterator[None]:
-    """For debugging: inside, each gather first checks that the parts that it does not send, since all ranks should have equal
-    ones, are equal. RuntimeError on all ranks of the tp group where they are not. Costs one small reduction and a wait for the
-    device for each gather; all ranks enter it together."""
+    """Check in each gather that parts which are not sent are equal on all ranks. A context manager for debugging.
+
+    Each gather costs one small reduction and a wait for the device. All ranks enter the region together.
+
+    Args:
+        model: converted model.
+
+    Yields:
+        None.
+
+    Raises:
+        RuntimeError: on all ranks of the tp group, where these parts differ.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> plan = dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="fp8_current")], dlp.build_mesh())
+        >>> with dlp.watch_scales(model):
+        ...     y = model(torch.randn(16, 64))
+    """
     session = session_of(model)
     session.watches_scales = check_gathered
     try:
@@ -554,22 +587,26 @@ def watch_scales(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def graphing(model: nn.Module) -> Iterator[None]:
-    """Around calls of `torch.cuda.make_graphed_callables` for layers of `model`:
+    """Prepare layers of a model for `torch.cuda.make_graphed_callables`. A context manager.
 
-        with dlp.graphing(model):
-            model.block = torch.cuda.make_graphed_callables(model.block, (x,))
+    Warm-up passes inside the region leave no amaxes, no non-finite flags and no microbatches behind. Replays run kernels and no
+    Python: the step boundary, outside the graph, updates operands of weights and delayed scales in place, and a recipe stays as
+    captured. Afterwards a recipe change of these layers raises ValueError. To change a recipe, delete `model.block.forward`,
+    set the recipe inside a new region, and capture again. Release results of earlier passes, such as a loss, before the
+    capture: autograd nodes that they keep alive belong to the default stream, for which a capture must not wait.
 
-    The passes inside, which warm up with gradients of whatever lies in memory, leave no amax, no flag of something not finite
-    and no microbatch behind. From then on, a swap of a recipe of these layers raises ValueError. Graphs made before are
-    forgotten: swap inside, in front of the capture, after `del model.block.forward`.
+    Args:
+        model: converted and attached model.
 
-    A replay runs launches and no Python. What these read stays where it is, and the step boundary, outside of the graph, writes
-    there: operands of weights and delayed scales. What Python decided, as a recipe, is in the graph for good.
+    Yields:
+        None.
 
-    Let go of what earlier passes returned, a loss say, before: autograd's nodes of parameters live as long as it does and keep
-    the stream they were made on, and CUDA refuses a capture for which the default stream would have to wait.
+    Raises:
+        ValueError: for delayed scales without `dlp.attach`, and before `dlp.convert` or `dlp.attach`.
 
-    Raises ValueError for delayed scales without `attach`, and before `convert` or `attach`.
+    Examples:
+        >>> with dlp.graphing(model):  # doctest: +SKIP
+        ...     model.block = torch.cuda.make_graphed_callables(model.block, (x,))
     """
     session = session_of(model)
     delayed = session.has_slots()

@@ -45,9 +45,27 @@ PREFIX, MASTERS, TARGET = "slots.", "masters.", "target"
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state of a model's session, as copies on the model's device; all ranks call it together. A model of layers made by
-    hand that no `attach` has joined has the names that it would have then. ValueError for a model without layers; RuntimeError
-    where ranks that share scales have different ones, or replicas of a parameter differ."""
+    """Return the state of recipes and scales of a model, as copies on the device of the model.
+
+    All ranks call `state_dict` together. A model of layers that were constructed explicitly has the names that `dlp.attach`
+    would give.
+
+    Args:
+        model: converted model.
+
+    Returns:
+        Tensors by name: delayed scales and amax histories, recipe changes, masters, random counters.
+
+    Raises:
+        ValueError: for a model without layers of dlp.
+        RuntimeError: where ranks that share scales have different scales, or replicas of a parameter differ.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> plan = dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="fp8_delayed")], dlp.build_mesh())
+        >>> dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> state = dlp.state_dict(model)
+    """
     sessions = _sessions(model)
     first = sessions[0].session
     for named in sessions:
@@ -74,11 +92,26 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_files: Collection[Path] = ()) -> list[str]:
-    """Restore what `state_dict` returned, on this or another mesh: first the swaps of recipes, then the rest.
+    """Restore the result of `dlp.state_dict` on this or another mesh: recipe changes first, then scales, masters and counters.
 
-    recipe_files: Python files, resolved, from which a saved swap may import its recipe, as recipes_path/NAME.py; by default
-    only dlp's own. Returns lines for the log: slots that start anew, since their layer has another recipe than when it was
-    saved; held weights whose masters are missing. ValueError for a swap that cannot be repeated.
+    Args:
+        model: converted model.
+        state: tensors by name.
+        recipe_files: resolved paths of Python files from which a saved recipe change may import a recipe; by default only
+            recipes of dlp are imported.
+
+    Returns:
+        Lines for the log: scales that start anew because the recipe of a layer is another, and masters that are missing.
+
+    Raises:
+        ValueError: for a recipe change that cannot be repeated.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> plan = dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="fp8_delayed")], dlp.build_mesh())
+        >>> dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> dlp.load_state_dict(model, dlp.state_dict(model))
+        []
     """
     model = converted_root(model) or model
     sessions = _sessions(model)
@@ -216,9 +249,27 @@ def _by_rank(flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_scales(model: nn.Module) -> int:
-    """Compare over ranks what they must have equal between steps: delayed scales, scales of cast weights that were agreed on,
-    and the parts of cast shards that are not gathered. Returns how many tensors were compared. All ranks call it together; one
-    reduction for each group. RuntimeError, on all ranks of the group, for a tensor that differs."""
+    """Compare quantization state that must be equal on all ranks.
+
+    The state is delayed scales, agreed scales of weights, and parts of quantized shards that are not gathered. All ranks call
+    `check_scales` together.
+
+    Args:
+        model: converted model.
+
+    Returns:
+        Number of tensors that were compared.
+
+    Raises:
+        RuntimeError: on all ranks of the group, for a tensor that differs.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> plan = dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="fp8_delayed")], dlp.build_mesh())
+        >>> dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> dlp.check_scales(model) >= 0
+        True
+    """
     return _check_scales(session_of(model))
 
 

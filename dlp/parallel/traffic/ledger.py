@@ -118,9 +118,22 @@ def activation_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def wire_report(model: nn.Module | Plan, load: Workload) -> dict[str, dict[str, int]]:
-    """Planned bytes that a rank sends in a step, by layer and pass: {"layers.0.mlp.up_proj": {"fprop": ..., ...}}; under ""
-    what belongs to no layer (weights, gradients, delayed scales). `model`: a plan, or a converted model with the recipes that
-    it has now."""
+    """Return the planned bytes that a rank sends in a step.
+
+    Args:
+        model: a `Plan`, or a converted model with its current recipes.
+        load: sizes of the step.
+
+    Returns:
+        Bytes by layer and pass, such as {"layers.0.mlp.up_proj": {"fprop": ...}}; "" stands for traffic of no layer (weights,
+        gradients, delayed scales).
+
+    Examples:
+        >>> plan = dlp.make_plan(nn.Sequential(nn.Linear(64, 64)), [dlp.LayerGroup("all", "**", style="row")], tp=2)
+        >>> report = dlp.wire_report(plan, dlp.Workload({"dp_replicate": 1, "dp_shard": 1, "tp": 2}, tokens=32))
+        >>> report["0"]["fprop"] > 0
+        True
+    """
     report: dict[str, Counter[str]] = {}
     for sent, nbytes in step_traffic(model if isinstance(model, Plan) else plan_of(model), load).items():
         report.setdefault(sent.layer, Counter())[sent.direction] += nbytes

@@ -81,23 +81,31 @@ Sends = Iterator[tuple[Sent, int]]
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step adds to a plan.
+    """Sizes of a training step that a `Plan` does not contain, for the prediction of bytes on the wire.
 
-    sizes          ranks of dp_replicate, dp_shard, tp
-    tokens         B*S of a microbatch
-    microbatches   of one rank in a step
-    dtype          of activations; `dtypes`: of the x of single layers, by name, where it is another
-    weight_dtype   of weights as embeddings read them and FSDP gathers those that travel as values
-    reduce_dtype   of gradients that FSDP reduces
-    units          FSDP's units by module name, "" for the root; () without FSDP
-    gather         whether FSDP gathers weights as their recipes quantize them
-    weight_cache   as of `attach`
-    reductions     of FSDP's gradients in a step: 1, or one a microbatch
-    grad_wire      what carries FSDP's gradients over dp_shard (see `dlp.parallel.transfer`); None: FSDP's own reduction
-    recomputed     modules whose forward runs again in backward, their linears too
-    resharded      units other than the root gather once for forward and once for backward
-    amax_group     an axis or "world" that agrees on every scale; None: the style table decides
-    dp_shard_rank  whose part of uneven shards is meant
+    Args:
+        sizes: number of ranks of "dp_replicate", "dp_shard" and "tp".
+        tokens: tokens B*S of a microbatch.
+        microbatches: microbatches of one rank in a step.
+        dtype: dtype of activations.
+        dtypes: dtype of x by layer name, where the dtype differs from `dtype`.
+        weight_dtype: dtype in which embeddings read weights and FSDP gathers weights that are not quantized.
+        reduce_dtype: dtype in which FSDP reduces gradients.
+        units: module names of the FSDP units, "" for the root; () without FSDP.
+        gather: whether FSDP gathers quantized weights.
+        weight_cache: "step" or "forward", as of `dlp.attach`.
+        reductions: number of FSDP gradient reductions in a step: 1, or one for each microbatch.
+        grad_wire: codec of FSDP gradients over dp_shard; None: the reduce-scatter of FSDP.
+        recomputed: modules whose forward runs again in backward.
+        resharded: FSDP units other than the root gather once for forward and once for backward.
+        amax_group: mesh axis, or "world", that agrees on every scale; None: as the style requires.
+        dp_shard_rank: rank whose part of unevenly sharded parameters is counted.
+
+    Examples:
+        >>> plan = dlp.make_plan(nn.Sequential(nn.Linear(64, 64)), [dlp.LayerGroup("all", "**", style="column")], tp=2)
+        >>> report = dlp.wire_report(plan, dlp.Workload({"dp_replicate": 1, "dp_shard": 1, "tp": 2}, tokens=32))
+        >>> report["0"]["dgrad"] > 0
+        True
     """
 
     sizes: Mapping[str, int]

@@ -67,18 +67,29 @@ def fully_shard(
     module: nn.Module, *, mesh: DeviceMesh, quantized_gather: bool = True, quantize_from_master: bool = False,
     **fsdp2_keywords: Any,
 ) -> nn.Module:  # fmt: skip
-    """Shard the module's parameters over dp_shard and replicate them over dp_replicate, where that is more than 1.
+    """Shard parameters of a module over dp_shard by FSDP2, and replicate them over dp_replicate where dp_replicate > 1.
 
-    mesh                  the mesh of `build_mesh`
-    quantized_gather      after `dlp.attach`, weights are gathered as their recipe's codes and scales, which each rank casts of
-                          its shard after every optimizer step. The gathered operand equals the cast of the whole weight bit
-                          for bit, so that losses do not depend on this. Weights for which it would not, and all where this is
-                          False, are gathered in `mp_policy.param_dtype` and cast where they are used; a note says why
-    quantize_from_master  casts read the parameters as they are stored, not rounded to `param_dtype` first; weights that are
-                          cast where they are used are then gathered as they are stored
+    Call `fully_shard` after `dlp.convert`, for each block and then for the model. Gradients are averaged over data-parallel
+    ranks, as by `torch.distributed.fsdp.fully_shard`.
 
-    The other keywords, and all the rest (gradients are averaged over data-parallel ranks), are those of
-    `torch.distributed.fsdp.fully_shard`. Call it after `convert`, for each block, then for the model.
+    Args:
+        module: FSDP unit.
+        mesh: mesh of `dlp.build_mesh`.
+        quantized_gather: after `dlp.attach`, FSDP gathers codes and scales, which each rank casts from its shard after every
+            optimizer step. The gathered operand equals the cast of the complete weight bit for bit. Weights for which this
+            does not hold, and all weights with False, are gathered in `mp_policy.param_dtype` and cast where they are used;
+            the plan says why.
+        quantize_from_master: casts read parameters as they are stored, not rounded to `param_dtype` first.
+        **fsdp2_keywords: keywords of `torch.distributed.fsdp.fully_shard`.
+
+    Returns:
+        `module`.
+
+    Examples:
+        >>> mesh = dlp.build_mesh()
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+        >>> plan = dlp.convert(model, [dlp.LayerGroup("all", "0", recipe="fp8_current")], mesh)
+        >>> model = dlp.fully_shard(model, mesh=mesh)
     """
     dims = ParallelDims.from_mesh(mesh)
     _check_order(module)

@@ -54,15 +54,28 @@ LOG = logging.getLogger("dlp")
 def quantized_model_init(
     enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """Linears that are made inside hold their weights quantized only.
+    """Create linears that hold quantized weights only. A context manager.
 
-    enabled                           False: it does nothing
-    recipe                            a name, a Recipe or a CustomRecipe, which the layers then run under; None: their own. In
-                                      `dlp.convert` it is the recipe of linears for which no layer group sets one
-    preserve_high_precision_init_val  keep the values before quantization, in host memory, for `with_master_weights`
+    A layer whose recipe does not quantize weights stays as it is.
 
-    A layer whose recipe quantizes no weights is left as it is. ValueError for weights without memory (meta device), for
-    a weight that other modules share, and for recipes with delayed scales of weights.
+    Args:
+        enabled: False: the region has no effect.
+        recipe: name of a recipe, a `Recipe` or a `CustomRecipe`, under which the layers then run; None: the recipe of each
+            layer. `dlp.convert` uses this recipe for linears without a recipe from layer groups.
+        preserve_high_precision_init_val: keep the initial values in host memory for `dlp.with_master_weights`.
+
+    Yields:
+        None.
+
+    Raises:
+        ValueError: for weights on the meta device, weights that other modules share, and recipes with delayed scales of
+            weights.
+
+    Examples:
+        >>> with dlp.quantized_model_init(recipe="fp8_current"):
+        ...     layer = dlp.Linear(64, 64)
+        >>> layer(torch.randn(16, 64)).shape
+        torch.Size([16, 64])
     """
     chosen = None if recipe is None else recipes.as_recipe(recipe)
     region = Region(chosen, preserve_high_precision_init_val) if enabled else None
@@ -270,12 +283,24 @@ def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Closure
 
 
 def with_master_weights(model: nn.Module, make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:
-    """`make(parameters)`, an optimizer, over the model's parameters with fp32 masters in the place of those that are held
-    quantized. Masters start from the preserved initial values, or from the decoded ones. A step moves gradients to them, steps,
-    and quantizes them into the layers.
+    """Create an optimizer over fp32 masters of the parameters that a model holds quantized.
 
-    Masters are part of `dlp.state_dict`; weights that are loaded without masters become the masters. The optimizer's
-    `zero_grad` clears the gradients of held parameters as well."""
+    Masters start from preserved initial values, or from decoded values. A step moves gradients to the masters, steps, and
+    quantizes masters into the layers. Masters are part of `dlp.state_dict`; weights that are loaded without masters become the
+    masters. `zero_grad` of the optimizer clears gradients of the quantized parameters as well.
+
+    Args:
+        model: model with layers of `dlp.quantized_model_init`.
+        make: `make(parameters)` returns the optimizer.
+
+    Returns:
+        The optimizer.
+
+    Examples:
+        >>> with dlp.quantized_model_init(recipe="fp8_current"):
+        ...     model = nn.Sequential(dlp.Linear(64, 64))
+        >>> optimizer = dlp.with_master_weights(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+    """
     held = [weight for weight in _held(model) if weight.parameter.requires_grad]  # not those of `dlp.freeze`
     pairs = [(weight, weight.take_master()) for weight in held]
     masters = {id(weight.parameter): master for weight, master in pairs}
