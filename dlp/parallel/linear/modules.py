@@ -339,22 +339,41 @@ class ConvertedLinear(ParallelLinear, nn.Linear):
 
 
 class Linear(ParallelLinear):
-    """y = x @ weight.T + bias, whole on every rank. x [..., in_features] -> [..., out_features].
+    """Apply y = x @ weight.T + bias, with quantized GEMM operands; every rank holds the complete weight.
 
-    tp                    a DeviceMesh with the axis tp, or a ProcessGroup
-    sequence_parallel     tokens are cut over tp: x [M/tp, in_features]
-    recipe                a name, or a Recipe
-    overlap               "auto", "serial" or "chunked", or names by GEMM. "auto" is chosen when the layer is constructed, by
-                          the times that dlp ships, for 8192 tokens of all ranks; `convert` chooses again for its `batch`
-    return_bias           forward returns (y, bias), for a caller that adds the bias later; of siblings a tuple of each
-    save_original_input   x itself is saved for wgrad, and quantized again in backward
-    delay_wgrad           weight gradients wait until `dlp.backward_dw(layer)`, or `backward_dw` of a model with the layer
-    init_method           called with each full weight, which it fills in place; as nn.Linear draws weights by default
-    name                  name of the layer in plans and messages; the class by default
-    options               arguments of Transformer Engine are refused, with a sentence (`dlp.te_arguments`)
+    Args:
+        in_features: size of the last dimension of x.
+        out_features: size of the last dimension of y. A tuple creates sibling weights (`weight_0`, `weight_1`, ...) that
+            read the same x; forward then returns a tuple.
+        bias: whether to add a learnable bias.
+        tp: tensor-parallel ranks: a DeviceMesh with one axis, such as `mesh["tp"]`, or a ProcessGroup. None: this rank
+            alone.
+        sequence_parallel: x is a token shard of this rank, and gradients of parameters are summed over tp.
+        recipe: name of a recipe ("fp8_current"), or a `Recipe`.
+        overlap: "auto", "serial" or "chunked", or a dict of these by GEMM. "auto" is decided at construction from the
+            shipped tables for 8192 tokens of all ranks; `dlp.convert` decides again for its `batch`.
+        return_bias: return (y, bias) instead of adding the bias; tuples for siblings.
+        save_original_input: save x in high precision for wgrad, and quantize x again in backward.
+        delay_wgrad: compute wgrad in `dlp.backward_dw` instead of in backward.
+        init_method: function that fills each complete weight in place; None: the initialization of `torch.nn.Linear`.
+        name: name of the layer in plans and messages; None: name of the class.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        **options: options of Transformer Engine, which are refused with the way out.
 
-    ValueError for an unknown recipe or strategy, and for options that exclude each other (`LinearSpec`). TypeError
-    for an unknown option.
+    Shape:
+        - x: [..., in_features]
+        - y: [..., out_features]
+        - weight: [out_features, in_features], bias: [out_features]
+
+    Raises:
+        ValueError: for an unknown recipe or overlap strategy, and for options that exclude each other.
+        TypeError: for an unknown option; for an option of Transformer Engine, with the way out.
+
+    Examples:
+        >>> layer = dlp.Linear(64, 128, bias=True, recipe="fp8_current")
+        >>> layer(torch.randn(16, 64)).shape
+        torch.Size([16, 128])
     """
 
     _style = "local"
@@ -436,19 +455,71 @@ class Linear(ParallelLinear):
 
 
 class ColumnParallelLinear(Linear):
-    """out_features are cut over tp: x [..., K] (with sequence parallelism token shards [M/tp, K]) -> y [..., N/tp].
+    """Linear whose out_features are sharded over tp: rank r computes features r*N/tp to (r+1)*N/tp of y.
 
-    `out_features` may be a tuple: several weights (`weight_0`, `weight_1`, ...) that read the same x; forward then
-    returns a tuple. Raises ValueError when tp does not divide an out_features.
+    The arguments are those of `dlp.Linear`. Backward sums dx over tp; with sequence parallelism forward gathers the tokens of
+    x, quantized, and backward reduce-scatters dx.
+
+    Args:
+        in_features: size K of the last dimension of x.
+        out_features: number N of output features of all ranks; a tuple creates sibling weights that read the same x.
+        bias: whether to add a learnable bias.
+        tp: tensor-parallel ranks: a DeviceMesh with one axis, such as `mesh["tp"]`, or a ProcessGroup. None: this rank
+            alone.
+        sequence_parallel: x is a token shard of this rank.
+        recipe: name of a recipe, or a `Recipe`.
+        overlap: "auto", "serial" or "chunked", or a dict of these by GEMM.
+        return_bias: return (y, bias) instead of adding the bias.
+        save_original_input: save x in high precision for wgrad, and quantize x again in backward.
+        delay_wgrad: compute wgrad in `dlp.backward_dw` instead of in backward.
+        init_method: function that fills each complete weight in place; None: the initialization of `torch.nn.Linear`.
+        name: name of the layer in plans and messages; None: name of the class.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        **options: options of Transformer Engine, which are refused with the way out.
+
+    Shape:
+        - x: [..., K]; with sequence parallelism the token shard [M/tp, K]
+        - y: [..., N/tp]; with sequence parallelism [M, N/tp]
+        - weight on each rank: [N/tp, K]
+
+    Raises:
+        ValueError: when tp does not divide `out_features`.
+
+    Examples:
+        >>> up = dlp.ColumnParallelLinear(64, 128, tp=dlp.build_mesh()["tp"], recipe="fp8_current")
+        >>> up(torch.randn(16, 64)).shape  # tp = 1
+        torch.Size([16, 128])
     """
 
     _style = "column"
 
 
 class RowParallelLinear(Linear):
-    """in_features are cut over tp: x [..., K/tp] -> y [..., N] (with sequence parallelism token shards [M/tp, N]).
+    """Linear whose in_features are sharded over tp; forward sums the partial products of all tp ranks.
 
-    Raises ValueError when tp does not divide in_features.
+    With sequence parallelism the sum is a reduce-scatter over tokens, and backward gathers dy, quantized. The bias is added
+    once, after the sum.
+
+    Args:
+        in_features: number K of input features of all ranks.
+        out_features: size N of the last dimension of y.
+        bias: whether to add a learnable bias.
+        **options: tp, sequence_parallel, recipe, overlap, return_bias, save_original_input, delay_wgrad, init_method, name,
+            device and dtype, as of `dlp.ColumnParallelLinear`.
+
+    Shape:
+        - x: [..., K/tp]
+        - y: [..., N]; with sequence parallelism the token shard [M/tp, N]
+        - weight on each rank: [N, K/tp]
+
+    Raises:
+        ValueError: when tp does not divide `in_features`.
+
+    Examples:
+        >>> down = dlp.RowParallelLinear(128, 64, tp=dlp.build_mesh()["tp"], recipe="fp8_current")
+        >>> down(torch.randn(16, 128)).shape  # tp = 1
+        torch.Size([16, 64])
     """
 
     _style = "row"
