@@ -206,8 +206,12 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
         )
     if unknown := sorted(state.keys() - into.keys() - formats.keys()):
         raise ValueError(f"the saved codes have {unknown[0]!r}, which the model lacks ({len(unknown)} in all)")
+    for name in (*into, *formats):
+        kind = state[name].device if isinstance(state[name], Tensor) else type(state[name]).__name__
+        if str(kind) == "meta" or not isinstance(state[name], Tensor):
+            raise ValueError(f"{name} must be a tensor with memory, as dlp.quantized_state_dict returns it; got {kind}")
     for name, wanted in formats.items():
-        if (saved := bytes(state[name].tolist()).decode(errors="replace")) != wanted:
+        if (saved := bytes(state[name].byte().tolist()).decode(errors="replace")) != wanted:
             raise ValueError(
                 f"{name.removesuffix(f'.{FORMAT}')} was saved as codes of {saved}, and the model has codes of {wanted}: "
                 f"quantize the model as it was saved"

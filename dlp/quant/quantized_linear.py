@@ -75,7 +75,11 @@ def quantized_linear(
 
 
 def _out_features(x: Tensor, parts: Sequence[Tensor], use: int) -> int:
-    """N of a weight [N, K]. ValueError for x of other features than K."""
+    """N of a weight [N, K]. ValueError for x of other features than K, and for x that holds no floats of 2 bytes or more."""
+    if not x.is_floating_point() or x.dtype.itemsize == 1:
+        raise ValueError(
+            f"x of a quantized weight must be bf16, fp16, fp32 or fp64; got {x.dtype}: convert it before the layer"
+        )
     rows, columns = _USES[use].values_shape(parts)
     if x.shape[-1] != columns:
         raise ValueError(

@@ -187,6 +187,18 @@ def test_copies_of_placeholders_have_no_memory():
             alone.requires_grad_(False).lerp_(torch.zeros(128, 64, dtype=torch.bfloat16), 0.5)
 
 
+def test_held_weights_train_compiled():
+    whole, model = held(), held()
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x, given = x_of().requires_grad_(), x_of().requires_grad_()
+    whole(x).square().sum().backward()
+    compiled(given).square().sum().backward()
+    torch.compiler.reset()
+    assert_bit_equal(given.grad, x.grad)
+    assert_bit_equal(model[0].weight.grad, whole[0].weight.grad)
+
+
 GATHERED = r"0: \w+ needs values of a weight that FSDP has gathered as codes only: call reshard\(\) of the modules"
 
 

@@ -304,7 +304,7 @@ def cross_entropy(
 
     Raises:
         ValueError: when the number of targets differs from the number of rows.
-        TypeError: for targets that are not int64.
+        TypeError: for targets that are not int64, or logits that are not floating-point.
         IndexError: for targets outside [0, V): on a CPU at once, on a GPU in the next call; until then the loss is NaN.
 
     Examples:
@@ -318,6 +318,8 @@ def cross_entropy(
         raise TypeError(
             f"cross_entropy: targets are token numbers, int64; got {targets.dtype}: convert them by .long()"
         )
+    if not logits.is_floating_point():
+        raise TypeError(f"cross_entropy: logits must be floats; got {logits.dtype}: convert them before")
     group, flat = None if tp is None else tp_group_of(tp), targets.reshape(-1)
     vocabulary = logits.shape[1] * (1 if group is None else group.size())
     counted = flat != ignore_index

@@ -104,7 +104,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
         Lines for the log: scales that start anew because the recipe of a layer is another, and masters that are missing.
 
     Raises:
-        ValueError: for a recipe change that cannot be repeated.
+        ValueError: for the state of something else, and for a recipe change that cannot be repeated.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -115,6 +115,11 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
     """
     model = converted_root(model) or model
     sessions = _sessions(model)
+    if missing := [key for key in ("steps", "microbatch", "swaps") if key not in state]:
+        raise ValueError(
+            f"load_state_dict: the state lacks {missing[0]!r}: pass what dlp.state_dict returned (parameters are in "
+            f"model.state_dict())"
+        )
     swaps = _saved_swaps(state["swaps"], recipe_files)
     for named in sessions:
         named.session.steps = int(state["steps"])

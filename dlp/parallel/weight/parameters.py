@@ -126,7 +126,7 @@ def _needs_values(function: Any, args: Sequence[Any]) -> str | None:
     if name in ("__get__", "__set__", "__delete__"):
         attribute = str(function.__self__.__name__)
         return attribute if attribute in VALUES else None
-    if name in METADATA or name in OURS:
+    if name in METADATA or name.removesuffix(".default") in OURS:  # compiled code calls overloads of ops
         return None
     if name in ("view_as", "expand_as") and args[0] is args[1]:  # how autograd finds the node of a gradient
         return None
@@ -295,9 +295,12 @@ class SpreadModule(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Of a whole plain tensor in the place of a DTensor each rank takes its part."""
+        """Of a whole plain tensor in the place of a DTensor each rank takes its part. ValueError for codes of a quantized
+        checkpoint, which torch would take for values."""
         for name, parameter in self._parameters.items():
             given = state_dict.get(f"{prefix}{name}")
+            if parameter is not None and type(given) in (Tensor, nn.Parameter):
+                check_are_values(f"{prefix}{name}", given)
             whole = isinstance(given, Tensor) and not isinstance(given, DTensor)
             if isinstance(parameter, DTensor) and whole and given.shape == parameter.shape:
                 mesh, values = parameter.device_mesh, given.detach().to(parameter.device)
@@ -425,6 +428,15 @@ def check_without_history(name: str, recipe: Recipe) -> None:
         raise ValueError(
             f"{name}: {recipe} scales weights by their history, of which a held weight has none: choose fp8_current or another "
             f"recipe with current or block scales"
+        )
+
+
+def check_are_values(name: str, given: Tensor) -> None:
+    """ValueError for a tensor to load into a parameter that holds codes, or integers, in the place of values."""
+    if not given.is_floating_point() or given.dtype.itemsize == 1:
+        raise ValueError(
+            f"{name}: the tensor to load holds {given.dtype}, codes that mean nothing without their scales: decode them to "
+            f"bf16 or fp32 before load_state_dict"
         )
 
 

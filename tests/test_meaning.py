@@ -1,0 +1,70 @@
+"""Equal shapes are not equal meanings: loads and calls that torch would carry out on codes, integers or other states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dlp
+
+X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+
+
+def quantized(recipe: str = "fp8_current") -> nn.Module:
+    torch.manual_seed(0)
+    return dlp.quantize_(nn.Sequential(nn.Linear(64, 64)), recipe, mode="dynamic")
+
+
+def layer(recipe: str) -> nn.Module:
+    return nn.Sequential(dlp.Linear(64, 64, True, recipe=recipe))
+
+
+def load_codes(recipe: str, part: str, wrong: Callable[[Tensor], Any]) -> None:
+    model = quantized(recipe)
+    state: dict[str, Any] = dlp.quantized_state_dict(model)
+    dlp.load_quantized_state_dict(model, state | {f"0.weight.{part}": wrong(state[f"0.weight.{part}"])})
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_x_that_holds_no_floats_is_refused_by_codes_and_by_layers(dtype: torch.dtype):
+    for model in (quantized(), quantized("int8"), layer("fp8_current"), layer("bf16")):
+        with pytest.raises(ValueError, match=rf"must be bf16, fp16.*; got {dtype}: convert it before the layer"):
+            model(X.to(dtype))
+    assert quantized()(X.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.float8_e8m0fnu])
+def test_codes_are_not_loaded_as_values(dtype: torch.dtype):
+    model = layer("fp8_current")
+    with pytest.raises(ValueError, match=rf"0.weight: the tensor to load holds {dtype}, codes .*: decode them to bf16"):
+        model.load_state_dict({"0.weight": X.repeat(8, 1).to(dtype)}, strict=False)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+def test_a_file_of_codes_holds_tensors_with_memory(recipe: str):
+    for part, wrong, got in (
+        ("codes", lambda each: each.tolist() if recipe == "nvfp4" else [1], "list"),
+        ("codes", lambda each: each.to("meta"), "meta"),
+        ("format", lambda each: "fp8", "str"),
+    ):
+        with pytest.raises(ValueError, match=rf"0.weight.{part} must be a tensor with memory, .*; got {got}"):
+            load_codes(recipe, part, wrong)
+    with pytest.raises(ValueError, match=r"was saved as codes of .*, and the model has codes of"):
+        load_codes(recipe, "format", lambda each: torch.tensor([1.5]))
+
+
+def test_a_state_of_parameters_is_no_state_of_dlp():
+    model = layer("fp8_delayed")
+    with pytest.raises(
+        ValueError, match=r"load_state_dict: the state lacks 'steps': pass what dlp.state_dict returned"
+    ):
+        dlp.load_state_dict(model, model.state_dict())
+
+
+def test_logits_are_floats():
+    with pytest.raises(TypeError, match=r"cross_entropy: logits must be floats; got torch.int64"):
+        dlp.cross_entropy(torch.ones(2, 5, dtype=torch.int64), torch.tensor([0, 1]))
