@@ -116,7 +116,8 @@ METADATA = frozenset({
     "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage_offset", "stride", "to_local_shape",
     "untyped_storage", "zeros_like",
 })  # fmt: skip
-OURS = frozenset({"linear_fwd", "linear_bwd"})  # dlp's ops that take weights, and read codes in place of placeholders
+# dlp's ops that take weights, and read codes in place of placeholders; compiled code calls their overloads
+OURS = frozenset({"linear_fwd", "linear_bwd", "linear_fwd.default", "linear_bwd.default"})
 VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # the properties that are views of values
 
 
@@ -126,7 +127,7 @@ def _needs_values(function: Any, args: Sequence[Any]) -> str | None:
     if name in ("__get__", "__set__", "__delete__"):
         attribute = str(function.__self__.__name__)
         return attribute if attribute in VALUES else None
-    if name in METADATA or name.removesuffix(".default") in OURS:  # compiled code calls overloads of ops
+    if name in METADATA or name in OURS:
         return None
     if name in ("view_as", "expand_as") and args[0] is args[1]:  # how autograd finds the node of a gradient
         return None
