@@ -93,7 +93,7 @@ def generated() -> Iterator[tuple[str, str]]:
     """(path in the site, Markdown or text) of every page that does not lie in docs/."""
     yield "index.md", relink((ROOT / "README.md").read_text(), "README.md")
     for file in sorted((ROOT / "bench" / "results").glob("*")):
-        if file.suffix in (".md", ".csv"):
+        if file.suffix in (".md", ".csv", ".json"):
             path = f"bench/results/{file.name}"
             yield site_path(path) or "", relink(file.read_text(), path) if file.suffix == ".md" else file.read_text()
     yield "results/index.md", results_index()

@@ -1,9 +1,8 @@
-"""The configuration of a training run: one TOML file, read into typed and checked dataclasses.
+"""Configuration of a training run: one TOML file, read into typed and checked dataclasses.
 
 `load("tiny", ["--train.lr", "1e-3"])` finds `launch/configs/tiny.toml` (or takes a path), applies the overrides and
-returns a `Config`. A setting's own range is in its field (sections.py); what several settings must agree on is in
-`_agreements`, and what depends on the number of ranks in `validate_world`. `to_toml` writes a file that loads as an
-equal `Config`.
+returns a `Config`. The range of a setting is in its field (sections.py), rules across settings are in `_agreements`, and
+rules that depend on the number of ranks in `validate_world`. `to_toml` writes a file that loads as an equal `Config`.
 """
 
 import argparse
@@ -29,7 +28,7 @@ TABLES = {name: cls for name, cls in SCHEMA.items() if cls is not Group}
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All sections. `source` names the file in errors and does not take part in comparison."""
+    """All sections of a configuration. `source`: name of the file in messages; not compared."""
 
     mesh: Mesh
     model: Model
@@ -49,7 +48,7 @@ class Config:
 
 
 def _agreements(config: Config) -> Iterator[tuple[bool, str]]:
-    """What several settings must agree on on any number of ranks, each with the sentence for when they do not."""
+    """Yield (whether the rule holds, message) for each rule across settings that does not depend on the number of ranks."""
     mesh, model, train = config.mesh, config.model, config.train
     yield (mesh.dp_replicate, mesh.dp_shard) != (-1, -1), "[mesh] dp_replicate, dp_shard: expected one -1, got two"
     yield (
@@ -92,7 +91,7 @@ def _agreements(config: Config) -> Iterator[tuple[bool, str]]:
 
 
 def cannot_capture(config: Config) -> str:
-    """Why no step of this config can be captured in a CUDA graph, and the setting to change; empty: steps can be captured."""
+    """Return why steps cannot be captured as a CUDA graph, with the setting to change; "" if steps can be captured."""
     measured = [group.name for group in config.groups if group.stats]
     if measured:
         return f"statistics are read in each step of group {', '.join(measured)}; leave stats out of the group"
@@ -104,7 +103,7 @@ def cannot_capture(config: Config) -> str:
 
 
 def _check_group(group: Group, source: str) -> None:
-    """Builds the layer group and its recipe once, so that what is wrong in them is found before any work starts."""
+    """Construct the layer group and its recipes once, so that mistakes are found before any work starts."""
     layer_fields = group.layer_fields()
     steps = [entry["at_step"] for entry in group.swap or ()]
     if twice := next((step for step in steps if steps.count(step) > 1), None):
@@ -119,15 +118,19 @@ def _check_group(group: Group, source: str) -> None:
 
 
 def recipe_files(config: Config) -> frozenset[Path]:
-    """The Python files of recipes that the config names: code that it wants to run."""
+    """Return the Python files of recipes that the configuration names; a run may import only these."""
     found = (source(recipe) for group in config.groups for recipe in group.recipes())
     return frozenset(path for path in found if path is not None)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """How a step's sequences are spread: `micro` sequences a microbatch, `num_micro` microbatches on each of `dp_size`
-    data-parallel ranks."""
+    """Partition of the sequences of a step.
+
+    micro      sequences of a microbatch
+    num_micro  microbatches of each data-parallel rank
+    dp_size    data-parallel ranks
+    """
 
     micro: int
     num_micro: int
@@ -135,7 +138,7 @@ class Batch:
 
 
 def parallel_dims(config: Config, world_size: int) -> ParallelDims:
-    """The mesh on this many ranks. Raises ConfigError if it does not fit them."""
+    """Return the mesh sizes for `world_size` ranks; raise ConfigError if the mesh does not fit this number."""
     mesh = config.mesh
     try:
         return ParallelDims.build(world_size, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp)
@@ -144,7 +147,7 @@ def parallel_dims(config: Config, world_size: int) -> ParallelDims:
 
 
 def validate_world(config: Config, world_size: int) -> Batch:
-    """The batch on this many ranks; raises ConfigError if the mesh or the batch does not fit them."""
+    """Return the batch for `world_size` ranks; raise ConfigError if mesh or batch do not fit this number."""
     micro_batch, global_batch = config.train.micro_batch, config.train.global_batch
     dp_size = parallel_dims(config, world_size).dp_size
     least = abs(micro_batch)  # -1 stands for at least one sequence

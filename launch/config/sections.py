@@ -1,7 +1,7 @@
-"""The settings of a training run, section by section: names, ranges, defaults and what they mean.
+"""Settings of a training run: names, ranges, defaults and descriptions, one class for each section of the TOML file.
 
-Each class is one table of the TOML file, and each field one key. The page docs/config.md and `--help` are made from
-what is written here; what several settings must agree on is in run_config.py.
+docs/config.md and `--help` are generated from these classes. Rules across settings are in run_config.py; the section [model]
+is in launch/models/settings.py.
 """
 
 from dataclasses import dataclass
@@ -17,34 +17,38 @@ from launch.settings.schema import Rule, Section, choice, flag, integer, number,
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(Section):
-    """How ranks are laid out: world size = dp_replicate x dp_shard x tp. One dp axis may be -1: what is left."""
+    """Device mesh: world size = dp_replicate x dp_shard x tp. One dp axis may be -1: the remaining ranks."""
 
     dp_replicate: int = setting(integer(">= 1", also=(-1,)), "replicas of the whole model", 1)
-    dp_shard: int = setting(integer(">= 1", also=(-1,)), "ranks that share parameters and optimizer by FSDP", -1)
-    tp: int = setting(integer(">= 1"), "tensor-parallel ranks, which cut every layer", 2)
-    sequence_parallel: bool = setting(flag(), "between layers, tokens are cut over the tp ranks", True)
+    dp_shard: int = setting(integer(">= 1", also=(-1,)), "ranks that shard parameters and optimizer states by FSDP", -1)
+    tp: int = setting(integer(">= 1"), "tensor-parallel ranks", 2)
+    sequence_parallel: bool = setting(
+        flag(), "sequence parallelism: between layers, tokens are sharded over the tp ranks", True
+    )
     transport: str = setting(
         choice(*TRANSPORTS),
-        "carrier of transfers over tp; mapped: memory that the GPUs of one host map from each other; auto: mapped where the tp "
-        "ranks can, else NCCL (gloo on CPUs)",
+        "carrier of transfers over tp; mapped: memory that the GPUs of one host map from each other; auto: mapped where all tp "
+        "ranks can map each other's memory, else NCCL (gloo on CPUs)",
         "auto",
     )
     overlap_table: str | None = setting(
         text(),
-        'a file of dlp.parallel.tune, by which overlap = "auto" is chosen; unset: the tables that dlp ships',
+        'file of measured times from dlp.parallel.tune, by which overlap = "auto" is decided; unset: the shipped tables',
         None,
     )
     amax_group: str = setting(
-        choice("auto", TP, "tp+dp", WORLD), "ranks that share a scale; auto agrees only what must be", "auto"
+        choice("auto", TP, "tp+dp", WORLD),
+        "ranks that share scales; auto: only the ranks that correctness requires",
+        "auto",
     )
-    quantized_gather: bool = setting(flag(), "FSDP gathers weights as their recipe quantizes them", True)
+    quantized_gather: bool = setting(flag(), "FSDP gathers quantized weights", True)
     reshard_after_forward: bool = setting(
-        flag(), "FSDP frees a block's gathered weights after its forward; false: they stay until its backward", True
+        flag(), "FSDP frees the gathered weights of a block after forward; false: after backward", True
     )
     grad_wire: str = setting(
         choice("auto", "fp32", "bf16", "fp8"),
-        "dtype in which FSDP's gradients travel; fp32: by FSDP's own reduce-scatter, the others are summed in fp32; auto: bf16 "
-        "where gradients are bf16 before they are reduced (the same values), else fp32",
+        "dtype in which gradients are sent by FSDP; fp32: reduce-scatter of FSDP; bf16, fp8: summed in fp32; auto: bf16 where "
+        "gradients are bf16 before the reduction (equal values), else fp32",
         "auto",
     )
 
@@ -72,159 +76,177 @@ SOURCES = Rule(
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Section):
-    """What is read. See data.md for the formats."""
+    """Training data. See data.md for the formats."""
 
     path: str | tuple[dict[str, Any], ...] = setting(
-        SOURCES, "where the tokens are; of several, a step has each as often as its weight says", "builtin:stdlib"
+        SOURCES, "source of tokens; with several sources, each is sampled in proportion to its weight", "builtin:stdlib"
     )
     validation: float = setting(
-        number("> 0", "< 1"), "share of builtin:stdlib's files held out; a prepared folder has its own split", 0.05
+        number("> 0", "< 1"),
+        "share of files of builtin:stdlib that is held out; a prepared folder has a split of its own",
+        0.05,
     )
     reset_attention: bool = setting(
         flag(),
-        "attention and positions begin anew with each document of a sequence, and see none of those before",
+        "attention and positions restart at each document; tokens do not attend to earlier documents of the sequence",
         False,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Section):
-    """The steps. A sequence is one row of a batch; a step reads global_batch x sequence tokens on any mesh."""
+    """Training steps. A sequence is one row of a batch; a step reads global_batch x sequence tokens on any mesh."""
 
     steps: int = setting(integer(">= 1"), "optimizer steps")
     micro_batch: int = setting(
         integer(">= 1", also=(-1,)),
-        "sequences per data-parallel rank in one forward; -1: its whole share of a step",
+        "sequences per data-parallel rank in one forward; -1: all sequences of the rank in a step",
         -1,
     )
-    global_batch: int = setting(integer(">= 1"), "sequences per step over all ranks, the rest is accumulated")
+    global_batch: int = setting(
+        integer(">= 1"), "sequences per step over all ranks; gradients of further microbatches are accumulated"
+    )
     sequence: int = setting(integer(">= 1"), "tokens per sequence")
     reduce_gradients: str = setting(
         choice("auto", "step", "microbatch"),
-        "when FSDP reduces gradients; step: they wait whole in fp32 for the last microbatch; microbatch: shards wait, and "
-        "each microbatch reduces; auto: step where that fits",
+        "when FSDP reduces gradients; step: once, after the last microbatch, with unsharded fp32 gradients until then; "
+        "microbatch: after each microbatch, with sharded gradients; auto: step where memory suffices",
         "auto",
     )
-    seed: int = setting(integer(">= 0"), "of the initial weights and the order of the data", 0)
+    seed: int = setting(integer(">= 0"), "seed of the initial weights and of the order of the data", 0)
     optimizer: str = setting(
         choice("adamw", "muon", *ENCODINGS),
-        "muon: for matrices of blocks; adamw8bit, adamw4bit, adamwfp8: averages in so many bits, by torchao",
+        "muon: Muon for matrices of blocks, AdamW for other parameters; adamw8bit, adamw4bit, adamwfp8: optimizer states "
+        "stored in 8 or 4 bits, by torchao",
         "adamw",
     )
     init_from: str | None = setting(
         text("a checkpoint's folder"),
-        "the weights of step 0: a checkpoint of the same [model], as launch.convert_hf makes; unset: random ones",
+        "initial weights: a checkpoint of the same [model], for example from launch.convert_hf; unset: random weights",
         None,
     )
     lr: float = setting(number("> 0"), "peak learning rate")
     min_lr: float = setting(
-        number(">= 0", "<= 1"), "the last step's learning rate, as a fraction of lr; constant ignores it", 0.1
+        number(">= 0", "<= 1"),
+        "learning rate of the last step, as a fraction of lr; not used by the schedule constant",
+        0.1,
     )
     warmup: int = setting(integer(">= 0"), "steps of linear warm-up", 0)
     schedule: str = setting(
         choice("cosine", "linear", "wsd", "constant"),
-        "the learning rate after the warm-up; wsd: constant, then a straight line down in the last part of the steps",
+        "learning rate after the warm-up; wsd: constant, then a linear decay over the last part of the steps",
         "cosine",
     )
-    decay: float = setting(number("> 0", "<= 1"), "that last part of wsd, as a share of all steps", 0.2)
-    weight_decay: float = setting(number(">= 0"), "AdamW's, on matrices only", 0.1)
-    betas: tuple[float, float] = setting(numbers(2, ">= 0", "< 1"), "AdamW's averages", (0.9, 0.95))
-    eps: float = setting(number("> 0"), "AdamW's denominator", 1e-8)
+    decay: float = setting(number("> 0", "<= 1"), "length of the decay of wsd, as a share of all steps", 0.2)
+    weight_decay: float = setting(number(">= 0"), "weight decay of matrices; other parameters have none", 0.1)
+    betas: tuple[float, float] = setting(numbers(2, ">= 0", "< 1"), "decay rates of the averages of AdamW", (0.9, 0.95))
+    eps: float = setting(number("> 0"), "number added to the denominator of AdamW", 1e-8)
     z_loss: float = setting(
         number(">= 0"),
-        "weight of each token's squared logsumexp of logits in the training loss, which has it; validation does not",
+        "weight of the squared logsumexp of the logits of each token in the training loss; not part of the validation loss",
         0.0,
     )
-    clip: float = setting(number("> 0"), "largest global gradient norm", 1.0)
+    clip: float = setting(number("> 0"), "gradients are scaled down to this global norm if the norm is larger", 1.0)
     skip_spikes: float = setting(
         Rule("a number > 1, or 0", (int, float), lambda value: value == 0 or 1 < value < float("inf"), float),
-        "steps whose gradient norm is over so many times the median of the last 100 are not made, 5 in a row at most; 0: all "
-        "are made",
+        "the optimizer step is skipped, at most 5 times in a row, if the gradient norm exceeds this multiple of the median of "
+        "the last 100 norms; 0: never",
         0.0,
     )
-    dtype: str = setting(choice("bf16", "fp32"), "of activations and of layers that are not quantized", "bf16")
+    dtype: str = setting(choice("bf16", "fp32"), "dtype of activations and of layers that are not quantized", "bf16")
     checkpointing: str = setting(
         choice("none", "selective", "full"),
-        "what runs again in backward; full: blocks, of which only inputs are kept; selective: all of them but GEMMs and "
-        "attention",
+        "recomputation in backward; full: complete blocks, whose inputs are saved; selective: all operations of a block except "
+        "GEMMs and attention",
         "none",
     )
-    recompute_every: int = setting(integer(">= 1"), "with checkpointing: every n-th block does, the others keep all", 1)
-    compile: bool = setting(flag(), "torch.compile, block by block; blocks that torch gives up on end the run", False)
+    recompute_every: int = setting(
+        integer(">= 1"), "with checkpointing: every n-th block is recomputed, the other blocks save all activations", 1
+    )
+    compile: bool = setting(
+        flag(), "torch.compile, block by block; the run ends if torch cannot compile a block", False
+    )
     attention: str = setting(
         choice("auto", "flash", "cudnn"),
-        "backend of scaled_dot_product_attention on GPUs; auto: the fastest by measurement that fits the run",
+        "backend of scaled_dot_product_attention on GPUs; auto: the fastest measured backend that supports the run",
         "auto",
     )
     weight_cache: str = setting(
         choice("step", "forward"),
-        "step: weights are cast once a step and kept; forward: wherever they are used, which keeps nothing",
+        "step: weights are cast once per step, and the operands are kept; forward: weights are cast in each forward and "
+        "backward, which saves memory",
         "step",
     )
     main_grads: str = setting(
         choice("off", "grad"),
-        "who adds the gradients of microbatches; grad: wgrads do in their GEMM, for weights that FSDP has not, uncompiled",
+        "accumulation of weight gradients over microbatches; off: by autograd; grad: by the wgrad GEMM, only for weights that "
+        "FSDP does not manage, without torch.compile",
         "off",
     )
     cuda_graph: bool | str = setting(
-        GRAPH, "steps are captured in a CUDA graph and replayed; auto: on GPUs, wherever nothing forbids it", "auto"
+        GRAPH,
+        "steps are captured as a CUDA graph and replayed; auto: on GPUs, where no other setting forbids a graph",
+        "auto",
     )
     sentinel: int = setting(
         integer(">= 1", also=(0,)),
-        "in every n-th step the first microbatch runs twice, and other bits end the run before the update; 0: never",
+        "in every n-th step the first microbatch runs twice, and the run ends before the update if the bits differ; 0: never",
         0,
     )
-    profile: int = setting(integer(">= 1", also=(0,)), "the step that is profiled; 0: none", 0)
+    profile: int = setting(integer(">= 1", also=(0,)), "number of the step that is profiled; 0: none", 0)
     profiler: str = setting(
         choice("torch", "nvtx"),
-        "torch: a trace of that step, and the time of exposed communication; nvtx: ranges for NVIDIA's profilers, on GPUs",
+        "torch: a trace of this step and the time of exposed communication; nvtx: ranges for profilers of NVIDIA, on GPUs",
         "torch",
     )
     memory_history: bool = setting(
-        flag(), "the snapshot of a GPU that is out of memory has the stack of each allocation, slower", False
+        flag(), "record the stack of each allocation for the snapshot that a GPU out of memory leaves; slower", False
     )
-    deterministic: bool = setting(flag(), "the same bits on every run on GPUs too, slower", False)
+    deterministic: bool = setting(flag(), "equal bits in every run, on GPUs as well; slower", False)
     ledger: str = setting(
         choice("first", "always", "off"),
-        "steps whose bytes on the wire are counted and compared with the plan; first: the third of a run and after a swap",
+        "steps in which the bytes on the wire are counted and compared with the plan; first: the third step of a run and the "
+        "third step after a recipe change",
         "first",
     )
-    eval_every: int = setting(integer(">= 1"), "steps between validations; the last step always has one", 100)
-    eval_batches: int = setting(integer(">= 1"), "batches of global_batch sequences in one validation", 4)
+    eval_every: int = setting(integer(">= 1"), "steps between validations; the last step always validates", 100)
+    eval_batches: int = setting(integer(">= 1"), "batches of global_batch sequences in a validation", 4)
     log_every: int = setting(
         integer(">= 1"),
-        "steps between lines in a file or a pipe, and between statistics of casts; metrics.jsonl has every step",
+        "steps between progress lines in a file or a pipe, and between statistics of casts; metrics.jsonl records every step",
         10,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(Section):
-    """When to save and what to continue from."""
+    """Checkpoints: when to save, and where to continue."""
 
-    every: int = setting(integer(">= 0"), "steps between checkpoints; 0: none before the last step", 100)
+    every: int = setting(integer(">= 0"), "steps between checkpoints; 0: no checkpoint before the last step", 100)
     at_end: bool = setting(
         flag(),
-        "the last step has a checkpoint; false: it has none, and steps after the newest checkpoint are lost",
+        "save after the last step; false: steps after the newest checkpoint are lost",
         True,
     )
-    keep: int = setting(integer(">= 1"), "newest checkpoints kept", 3)
+    keep: int = setting(integer(">= 1"), "number of newest checkpoints that are kept", 3)
     asynchronous: bool = setting(
         flag(),
-        "a checkpoint is copied to the host's memory and written while the next steps run; false: training waits",
+        "copy checkpoints to host memory and write them while the next steps run; false: training waits",
         True,
     )
     resume: str = setting(
-        text('"auto", "none" or a path'), "auto: the newest complete checkpoint of the run, if any", "auto"
+        text('"auto", "none" or a path'),
+        "checkpoint to continue from; auto: the newest complete checkpoint of the run, if there is one",
+        "auto",
     )
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether step `step`, which is the run's last or not, has a checkpoint."""
+        """Return whether a checkpoint is saved after `step`; `last`: whether this is the last step of the run."""
         return self.at_end if last else self.every > 0 and step % self.every == 0
 
     @property
     def none(self) -> bool:
-        """Whether the run saves nothing, not even when it is stopped."""
+        """Whether the run saves no checkpoint, not even when the run is stopped."""
         return not (self.every or self.at_end)
 
 
@@ -236,16 +258,16 @@ METRICS = Rule(
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Section):
-    """Where a run leaves its files."""
+    """Output of a run."""
 
     dir: str = setting(text(), "folder of the run: config, plan, logs, metrics, plots, checkpoints")
     hang_after: float = setting(
         number("> 0"),
-        "seconds without a move of any rank in a step, after which each rank's place is said and the run ends; six times as "
-        "long where things are slow",
+        "seconds without progress on any rank before the run stops and reports where each rank is; slow phases (compilation, "
+        "saving) are given six times as long",
         50.0,
     )
-    metrics: tuple[str, ...] = setting(METRICS, "where the numbers of metrics.jsonl go besides", ())
+    metrics: tuple[str, ...] = setting(METRICS, "further outputs of the numbers in metrics.jsonl", ())
 
 
 def _names_a_recipe(value: Any) -> bool:
@@ -276,37 +298,44 @@ OVERLAP = Rule("auto, a strategy's name or { fprop = ..., dgrad = ..., wgrad = .
 
 @dataclass(frozen=True, kw_only=True)
 class _Choices(Section):
-    """The settings of a group that stand before the switches of layers."""
+    """Settings of a group that come before the options of layers."""
 
-    name: str = setting(text(), "for messages, the plan and --groups.NAME.key")
+    name: str = setting(text(), "name in messages, in the plan and in --groups.NAME.key")
     match: tuple[str, ...] = setting(texts(), "patterns of layer names, as in layer-groups.md")
-    recipe: str | dict[str, Any] | None = setting(RECIPE, "how the three GEMMs are quantized", None)
-    style: str | None = setting(choice("column", "row", "local"), "how tp cuts the weight", None)
-    sequence_parallel: bool | None = setting(flag(), "its tokens are cut over the tp ranks", None)
-    siblings: bool | None = setting(flag(), "layers of one parent read the same x and share its quantization", None)
-    overlap: str | dict[str, str] | None = setting(OVERLAP, "who schedules GEMMs and collectives", None)
+    recipe: str | dict[str, Any] | None = setting(RECIPE, "recipe: quantization of the three GEMMs", None)
+    style: str | None = setting(
+        choice("column", "row", "local"), "dimension of the weight that is sharded over tp", None
+    )
+    sequence_parallel: bool | None = setting(flag(), "tokens are sharded over the tp ranks", None)
+    siblings: bool | None = setting(
+        flag(), "layers of one parent module read the same x, which is quantized once", None
+    )
+    overlap: str | dict[str, str] | None = setting(OVERLAP, "overlap strategy: schedule of GEMMs and transfers", None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group(LayerOptions, _Choices):
-    """Layers chosen by name. Groups are a list: the last match wins, key by key; what is unset stays as it was."""
+    """Settings of layers, chosen by name. For each layer and key the last matching group that sets the key wins."""
 
     swap: tuple[dict[str, Any], ...] | None = setting(
         SWAP,
-        "recipes that take over when so many steps are done; a later group's recipe ends them for its layers",
+        "scheduled recipe changes: at_step is the number of completed steps; a recipe of a later group cancels the changes of "
+        "the layers in this group",
         None,
     )
-    stats: bool | None = setting(flag(), "scale, underflow, saturation and SQNR of each cast go into the metrics", None)
+    stats: bool | None = setting(
+        flag(), "record scale, underflow, saturation and SQNR of each cast in the metrics", None
+    )
 
     def title(self) -> str:
         return f"[[groups]] {self.name!r}"
 
     def layer_fields(self) -> dict[str, Any]:
-        """What this group sets of the layers themselves, for `dlp.LayerGroup`. Prologues are the model's."""
+        """Return the options of this group that are options of `dlp.LayerGroup`."""
         return {name: value for name in FIELDS if (value := getattr(self, name, None)) is not None}
 
     def recipes(self) -> list[str | dict[str, Any]]:
-        """All recipes that are named here."""
+        """Return all recipes that this group names."""
         return [
             recipe for recipe in (self.recipe, *(entry["recipe"] for entry in self.swap or ())) if recipe is not None
         ]

@@ -62,13 +62,13 @@ class LayerOptions:
     `LinearSpec.options` hold a LayerOptions. None: off by default, so that another layer group may set it."""
 
     delay_wgrad: bool | None = _switch(
-        "weight gradients wait in backward until `dlp.backward_dw(model)`",
+        "weight gradients are computed in `dlp.backward_dw(model)` instead of in backward",
         "wgrad waits for dlp.backward_dw",
         _sums_at_the_end,
     )
 
     save_original_input: bool | None = _switch(
-        "forward keeps x itself for wgrad, which quantizes it again: for layers whose x something else keeps anyway",
+        "save x in high precision and quantize x again for wgrad; for layers whose x another operation saves anyway",
         "x is kept as it is, and quantized again in backward",
     )
 
