@@ -22,7 +22,7 @@ NEEDS   = @$(PYTHON) tools/check_env.py
 ORDER  ?= forward
 
 # exec: a signal to the shell of a verb reaches the program, which would else run on without it.
-.PHONY: help pretrain plan ledger fidelity test test-fast multigpu lint docs kernels-compile gpu-test emulate sanitize bench bench-quantize bench-gemm bench-linear bench-comm
+.PHONY: help pretrain plan ledger fidelity test test-all test-fast multigpu lint docs kernels-compile gpu-test emulate sanitize bench bench-quantize bench-gemm bench-linear bench-comm
 
 help: ## this list
 	@echo "make VERB [PYTHON=python3] [ARGS=\"...\"]"
@@ -47,11 +47,15 @@ fidelity: $(READY) ## gradients of every recipe beside bf16's and an independent
 # A worker takes file by file, as tests/conftest.py orders them. Bytecode is kept, whatever the shell says: compiling the tests
 # anew is half of what starting a worker takes.
 SPREAD := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-test test-fast: export PYTHONDONTWRITEBYTECODE :=
+test test-all test-fast: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(READY) ## run the tests, multi-rank ones on gloo: ARGS="-k groups"
 	$(NEEDS) pytest hypothesis xdist
 	@$(PYTHON) -m pytest $(SPREAD) $(ARGS)
+
+test-all: $(READY) ## the same with all cases of each test (tests/conftest.py), as a nightly run does
+	$(NEEDS) pytest hypothesis xdist
+	@$(PYTHON) -m pytest $(SPREAD) --all-cases $(ARGS)
 
 test-fast: $(READY) ## the tests for daily work, in about two minutes: nothing that compiles or starts programs, a case of each with ranks
 	$(NEEDS) pytest hypothesis xdist
@@ -59,7 +63,7 @@ test-fast: $(READY) ## the tests for daily work, in about two minutes: nothing t
 
 multigpu: $(READY) ## run the multi-rank tests over NCCL, a GPU per rank (without GPUs: gloo)
 	$(NEEDS) pytest
-	@$(PYTHON) -m pytest tests/multigpu --device $(DEVICE) $(ARGS)
+	@$(PYTHON) -m pytest tests/multigpu --all-cases --device $(DEVICE) $(ARGS)
 
 lint: $(READY) ## ruff, mypy, and the number of parameters
 	$(NEEDS) ruff mypy
@@ -78,11 +82,11 @@ kernels-compile: $(READY) ## compile the CUDA kernels for ARCHS="sm_90a sm_100a"
 
 gpu-test: $(READY) ## test the CUDA kernels against the reference, bit for bit, on this machine's GPU
 	$(NEEDS) pytest ninja pybind11
-	@$(PYTHON) -m pytest tests/gpu $(ARGS)
+	@$(PYTHON) -m pytest tests/gpu --all-cases $(ARGS)
 
 emulate: $(READY) ## the same on this machine's CPU, but for cuBLASLt's GEMMs: ORDER=backward or a number, in which the threads of a block run
 	$(NEEDS) pytest ninja pybind11
-	@exec env EMULATOR_ORDER=$(ORDER) $(PYTHON) -m pytest tests/gpu --emulated $(ARGS)
+	@exec env EMULATOR_ORDER=$(ORDER) $(PYTHON) -m pytest tests/gpu --all-cases --emulated $(ARGS)
 
 sanitize: $(READY) ## small GPU cases under compute-sanitizer: ARGS="memcheck --cases 8"; exit 3 where a tool does not work
 	$(NEEDS) pytest ninja pybind11

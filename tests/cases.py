@@ -8,10 +8,11 @@ same wherever a shard is cut, and every product and sum is exact, so where no su
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -26,6 +27,20 @@ RECIPES = [name for name in recipes.names() if name != "qat"]  # that makes noth
 BY_SCALES = [name for name in RECIPES if name != "int8"]
 # a recipe of each kind of scale (shared, in blocks, of two levels) stands for the others on 4 ranks
 FOUR = ("fp8_current", "fp8_block", "nvfp4")
+KINDS = ("bf16", *FOUR)
+
+
+def few(cases: Iterable[Any], kinds: Sequence[str] = KINDS) -> list[Any]:
+    """Cases of which, without `--all-cases`, those run whose recipe (the case, or the name of a recipe in the case) is of
+    `kinds`, or is no name of a recipe."""
+    found = []
+    for case in cases:
+        values = case if isinstance(case, tuple) else (case,)
+        mine = [value for value in values if isinstance(value, str) and value in RECIPES]
+        found.append(pytest.param(*values, marks=[] if not mine or set(mine) & set(kinds) else [pytest.mark.full]))
+    return found
+
+
 ON_RANKS = [(world, recipe) for world in (2, 4) for recipe in BY_SCALES if world < 4 or recipe in FOUR]
 STYLE_KEYS = list(STYLES)  # (name, sequence_parallel)
 # every recipe in every style on 2 ranks; on 4, where only sizes differ, each of FOUR where tokens are cut, else one
@@ -35,6 +50,17 @@ IN_STYLES = [
     for key in STYLE_KEYS
     if world < 4 or (key[0] != "local" and (key[1] or recipe == FOUR[0]))
 ]
+
+
+def in_styles(cases: Iterable[tuple[int, str, tuple[str, bool]]]) -> list[Any]:
+    """Cases of IN_STYLES. Without `--all-cases` a recipe that is not of KINDS runs in every third style."""
+    return [
+        pytest.param(*case, marks=[] if recipe in KINDS or number % 3 == 0 else [pytest.mark.full])
+        for case in cases
+        for recipe, number in [(case[1], BY_SCALES.index(case[1]) + STYLE_KEYS.index(case[2]))]
+    ]
+
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EPSILON = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative Frobenius error of a few roundings
 

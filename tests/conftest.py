@@ -7,6 +7,15 @@
     @pytest.mark.parametrize("world", [2, 4])              # a parameter of this name counts as the mark
     def test_sums(ranks, world): ...
 
+A run covers the cases of each test; `--all-cases` runs all of them, as `make test-all`, `make multigpu` and `make gpu-test` do:
+
+    several decorators `parametrize`   without ranks each two rows of different decorators meet in one case; with ranks, where
+                                       a case costs a second and not milliseconds, each row of a decorator is in one case
+    @pytest.mark.full, or `few` of     left out: cases of one decorator that others stand for, such as recipes whose scales lie
+    tests/cases.py                     where those of another recipe lie
+
+The choice is the same in every run. One decorator alone is never thinned: a list that somebody wrote is run as it is.
+
 Ranks are gloo processes on the CPU; with `--device cuda` they are NCCL processes with one GPU each, with `--share-gpu` as well
 they share one (tests/shared_gpu.py). With pytest-xdist (`-n 2 --dist loadfile --no-loadscope-reorder`) a worker takes file by
 file, so that what tests of a file share is made once, those that take long first. Each worker has pools of its own: half of the
@@ -19,6 +28,8 @@ import gc
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +49,7 @@ if importlib.util.find_spec("hypothesis"):  # the tests that run on GPUs do with
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where multi-rank tests run")
     parser.addoption("--share-gpu", action="store_true", help="with --device cuda: all ranks of a test on one GPU")
+    parser.addoption("--all-cases", action="store_true", help="all cases of each test, not a choice that covers them")
     parser.addoption(
         "--fast",
         action="store_true",
@@ -78,6 +90,41 @@ def met_by(item: pytest.Item) -> set[tuple[tuple[str, str], ...]]:
     return {*combinations(values, 1), *combinations(values, 2)}
 
 
+def rows_of(item: pytest.Item, strength: int) -> set[tuple[tuple[str, str], ...]]:
+    """The rows of the decorators `parametrize` of which a case is made, one by one and, for strength 2, in pairs."""
+    callspec = getattr(item, "callspec", None)
+    params = dict(callspec.params) if callspec else {}
+    rows = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        rows.append((str(mark.args[0]), repr([params.pop(name.strip(), None) for name in names])))
+    rows += [(name, repr(value)) for name, value in params.items()]  # of parametrized fixtures
+    return {combination for size in range(1, strength + 1) for combination in combinations(sorted(rows), size)}
+
+
+def thinned(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Without `--all-cases`: a choice of the cases of each test that covers its decorators."""
+    by_function: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("full") is None:
+            by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = set[int]()
+    for cases in by_function.values():
+        strength = 1 if any(map(world_of, cases)) else 2
+        left = {i: rows_of(case, strength) for i, case in enumerate(cases)}
+        if min(map(len, left.values())) < 2:  # one decorator, or none
+            chosen |= set(map(id, cases))
+            continue
+        pairs = {i: rows_of(case, 2) for i, case in enumerate(cases)}
+        missing, new = set[Any]().union(*left.values()), set[Any]().union(*pairs.values())
+        while missing:
+            best = max(left, key=lambda i: (len(left[i] & missing), len(pairs[i] & new)))
+            missing -= left.pop(best)
+            new -= pairs[best]
+            chosen.add(id(cases[best]))
+    return [item for item in items if id(item) in chosen]
+
+
 def covering(items: Sequence[pytest.Item], least: int) -> list[pytest.Item]:
     """So many cases of one test, or as many as it takes to meet every value of its parameters: always the case with the
     most values and pairs of values that were not met yet, the first of equals."""
@@ -107,6 +154,15 @@ def fast_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return [item for item in quick if item in kept]
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """tests/gpu, where there is no device and nobody names the folder: its cases are more than a quarter of all cases, and
+    collecting them takes as long as collecting the rest. That the files can be imported is for tests/test_imports.py."""
+    if collection_path.name != "gpu" or torch.cuda.is_available() or config.getoption("--emulated"):
+        return None
+    named = [Path(arg.partition("::")[0]).resolve() for arg in config.args]
+    return None if any(collection_path in (path, *path.parents) for path in named) else True
+
+
 def without_a_device(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Of tests/gpu, which are imported all the same, one test a file that says that it is skipped."""
     found: dict[object, pytest.Item] = {}
@@ -127,6 +183,8 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all-cases") and not config.getoption("--cases"):
+        items[:] = thinned(items)
     if config.getoption("--fast"):
         items[:] = fast_ones(items)
     if cases := config.getoption("--cases"):

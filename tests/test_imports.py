@@ -327,3 +327,11 @@ def test_one_file_touches_what_is_private_in_fsdp2():
     }
     assert {"_sharded_param_data", "_unsharded_param", "_module_info", "_init_extensions"} <= set(uses[THE_FILE])
     assert uses.keys() == {THE_FILE}, uses
+
+
+def test_the_tests_of_gpus_can_be_imported():
+    """Without a device pytest does not collect these tests, so that a wrong import would show on a GPU alone."""
+    files = sorted((ROOT / "tests" / "gpu").glob("*.py"))
+    assert len(files) > 20
+    for file in files:
+        importlib.import_module(f"tests.gpu.{file.stem}")

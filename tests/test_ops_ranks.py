@@ -18,7 +18,7 @@ from dlp import ops
 from dlp.ops.fusions import REGISTERED
 from dlp.parallel.linear import core
 from tests import pool as worker
-from tests.cases import RECIPES
+from tests.cases import KINDS, RECIPES, few
 from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, assert_close, relative_error
 from tests.ops_programs import PROGRAMS, WIDTH, codes_only
@@ -138,7 +138,7 @@ def explicit(recipe: str, basic: bool) -> tuple[dict[str, Tensor], list[str], st
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", few(RECIPES, (*KINDS, "fp8_delayed")))
 def test_collectives_of_the_users_are_those_of_the_linear_beside(recipe: str, ranks: Any):
     fused, basic = (ranks(2).run(explicit, recipe, basic) for basic in (False, True))
     for (found, sent, plan), (expected, nothing, _) in zip(fused, basic, strict=True):
@@ -531,7 +531,7 @@ def fusions_on_shards(recipe: str) -> list[str]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", few(RECIPES))
 def test_every_fusion_on_token_shards_equals_its_basic_ops(recipe: str, ranks: Any):
     """Also where nobody used the output, or the extra output."""
     assert ranks(2).run(fusions_on_shards, recipe) == [[], []]
@@ -556,8 +556,8 @@ def te_state(kind: str) -> dict[str, Tensor]:
 
 def cut(tensor: Tensor, shape: torch.Size, rank: int) -> Tensor:
     """This rank's half along the dimension that `shape` has half of, if there is one."""
-    for dim, (many, few) in enumerate(zip(tensor.shape, shape, strict=True)):
-        if many != few:
+    for dim, (all_of, half) in enumerate(zip(tensor.shape, shape, strict=True)):
+        if all_of != half:
             return tensor.chunk(2, dim)[rank].clone()
     return tensor.clone()
 

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dlp.kernels import loader
-from tests.conftest import some_cases
+from tests.cases import few
+from tests.conftest import some_cases, thinned
 from tools import check_env, parameters, sanitize
 
 ROOT = Path(__file__).parent.parent
@@ -91,8 +93,9 @@ def test_help_lists_every_verb():
     run = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
     verbs = [line.split()[0] for line in run.stdout.splitlines()[1:]]
     assert verbs == [
-        "help", "pretrain", "plan", "ledger", "fidelity", "test", "test-fast", "multigpu", "lint", "docs", "kernels-compile",
-        "gpu-test", "emulate", "sanitize", "bench", "bench-quantize", "bench-gemm", "bench-linear", "bench-comm",
+        "help", "pretrain", "plan", "ledger", "fidelity", "test", "test-all", "test-fast", "multigpu", "lint", "docs",
+        "kernels-compile", "gpu-test", "emulate", "sanitize", "bench", "bench-quantize", "bench-gemm", "bench-linear",
+        "bench-comm",
     ]  # fmt: skip
 
 
@@ -254,3 +257,33 @@ def test_a_plain_install_brings_what_compiles_the_kernels():
     listed = (ROOT / "docs" / "dependencies.md").read_text().partition("## Optional")[0]
     for needed in project["dependencies"]:
         assert f"`{needed.split('>')[0].split('<')[0]}`" in listed, needed
+
+
+def marked(
+    items: Sequence[SimpleNamespace], *decorators: str, full: Sequence[int] = (), ranks: bool = False
+) -> list[Any]:
+    """Fake cases as `thinned` reads them: with their decorators, marks `full` and the fixture `ranks`."""
+    marks = [SimpleNamespace(args=(names,)) for names in decorators]
+    for number, item in enumerate(items):
+        own = {*(["ranks"] if ranks else []), *(["full"] if number in full else [])}
+        item.iter_markers = lambda name: marks
+        item.get_closest_marker = lambda name, own=own: (
+            SimpleNamespace(args=(2,)) if name in own or name == "ranks" else None
+        )
+        item.fixturenames = ["ranks"] if ranks else []
+    return list(items)
+
+
+def test_a_run_covers_pairs_of_rows_and_on_ranks_rows():
+    cases = marked(fake_cases("f.py::cast", a=[0, 1, 2], b=list("xyz"), c=[False, True]), "a", "b", "c")
+    found = thinned(cases)
+    assert pairs_of(found) == pairs_of(cases) and 9 <= len(found) < 18 and found == thinned(cases)
+    found = thinned(marked(fake_cases("f.py::sum", a=[0, 1, 2], b=list("xyz")), "a", "b", ranks=True))
+    assert sorted(tuple(case.callspec.params.values()) for case in found) == [(0, "x"), (1, "y"), (2, "z")]
+
+
+def test_the_cases_of_one_decorator_run_but_for_those_that_others_stand_for():
+    cases = marked(fake_cases("f.py::one", a=[0, 1], b=[0, 1]), "a, b", full=[2], ranks=True)
+    assert thinned(cases) == [cases[0], cases[1], cases[3]]
+    values = few(["bf16", ("fp8_rowwise", 2), ("nvfp4", 2), "of mine"])
+    assert [[mark.name for mark in value.marks] for value in values] == [[], ["full"], [], []]

@@ -32,7 +32,7 @@ from dlp.parallel.weight.base import Use
 from dlp.quant.integers import IntScaling
 from dlp.quant.recipe import Recipe, both
 from tests import pool as worker
-from tests.cases import BY_SCALES, RECIPES
+from tests.cases import BY_SCALES, KINDS, RECIPES, few
 from tests.metrics import assert_bit_equal
 from tests.net import Net
 from tests.shardnet import BATCH, SEQUENCE, backward, shardnet, tensors, train, whole
@@ -67,7 +67,9 @@ def trained(recipe: Any, sizes: dict[str, int], keywords: dict[str, Any]) -> tup
     return losses, tensors(model), gathered.total
 
 
-@pytest.mark.parametrize(("world", "recipe"), [*((2, recipe) for recipe in [*RECIPES, PACKED]), (4, "nvfp4")], ids=str)
+@pytest.mark.parametrize(
+    ("world", "recipe"), few([*((2, recipe) for recipe in [*RECIPES, PACKED]), (4, "nvfp4")]), ids=str
+)
 def test_losses_and_gradients_do_not_depend_on_what_travels(ranks, recipe, world):
     sizes = SIZES[world]
     quantized = ranks(world).run(trained, recipe, sizes, {})
@@ -125,11 +127,14 @@ def arrivals(recipe: Any, sizes: dict[str, int], how: str) -> int:
 
 @pytest.mark.parametrize(
     ("recipe", "sizes", "world"),
-    [
-        *((recipe, *MESHES[0]) for recipe in QUANTIZED),
-        *((recipe, *MESHES[1]) for recipe in ("fp8_current", "fp8_block", "nvfp4")),
-        ("mxfp8", {"dp_shard": 2, "dp_replicate": 2}, 4),
-    ],
+    few(
+        [
+            *((recipe, *MESHES[0]) for recipe in QUANTIZED),
+            *((recipe, *MESHES[1]) for recipe in ("fp8_current", "fp8_block", "nvfp4")),
+            ("mxfp8", {"dp_shard": 2, "dp_replicate": 2}, 4),
+        ],
+        (*KINDS, "mxfp8", "fp8_rowwise"),
+    ),
     ids=str,
 )
 def test_what_arrives_is_the_cast_of_the_whole_weight(ranks, recipe, sizes, world):
@@ -139,7 +144,10 @@ def test_what_arrives_is_the_cast_of_the_whole_weight(ranks, recipe, sizes, worl
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("recipe", "how"),
-    [*((recipe, "nan") for recipe in [*QUANTIZED, "int8"]), ("fp8_current", "zero shard"), ("nvfp4", "zero shard")],
+    few(
+        [*((recipe, "nan") for recipe in [*QUANTIZED, "int8"]), ("fp8_current", "zero shard"), ("nvfp4", "zero shard")],
+        (*KINDS, "int8"),
+    ),
 )
 def test_zero_shards_and_nan_arrive_as_they_would_be_cast(ranks, recipe, how):
     ranks(2).run(arrivals, recipe, MESHES[0][0], how)
@@ -336,7 +344,8 @@ def test_regions_under_other_recipes_gather_values(ranks):
 
 
 @pytest.mark.parametrize(
-    ("world", "recipe"), [*((2, recipe) for recipe in QUANTIZED), (4, "fp8_current"), (4, "nvfp4")]
+    ("world", "recipe"),
+    few([*((2, recipe) for recipe in QUANTIZED), (4, "fp8_current"), (4, "nvfp4")], (*KINDS, "fp8_delayed")),
 )
 def test_uneven_and_empty_shards(ranks, recipe, world):
     """9 rows over 4 ranks leave none to the last. What is in blocks is refused, and travels as values in any case."""

@@ -13,14 +13,14 @@ from launch.config.run_config import load
 from launch.training.build import build
 from launch.training.gradient_norm import GradientNorm
 from tests import pool as worker
-from tests.cases import RECIPES
+from tests.cases import RECIPES, few
 
 SMALL = [
     "--model.layers=1", "--model.hidden=256", "--model.ffn=256", "--model.heads=4", "--model.kv_heads=4",
     "--model.head_dim=64", "--model.vocab=256", "--train.sequence=32", "--train.compile=false",
 ]  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {"nvfp4": {"disable_stochastic_rounding": True}}  # replicas round differently
-CASES = [pytest.param(name, marks=[] if name == "fp8_current" else [pytest.mark.slow]) for name in RECIPES]
+CASES = few(RECIPES)
 STEPS = 2
 
 

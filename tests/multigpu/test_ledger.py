@@ -25,7 +25,7 @@ from launch.training.trainer import Step, Trainer
 from launch.training.wire_bytes import WARM, planned
 from tests import pool as worker
 from tests import training
-from tests.cases import BY_SCALES, RECIPES
+from tests.cases import BY_SCALES, KINDS, RECIPES, few
 
 # of bf16, of one gathered orientation; recipes that are not here have none
 MOST = {
@@ -66,7 +66,7 @@ OVER_DP = ["--mesh.tp=1", "--mesh.dp_shard=2", "--train.micro_batch=2"]  # two m
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", few(RECIPES, (*KINDS, "mxfp8")))
 def test_every_recipe_sends_what_its_plan_says_and_gathers_its_share_of_bf16(ranks, tmp_path, data, recipe):
     config = training.config(tmp_path, data, "--groups.default.recipe", recipe, *WHOLE_BLOCKS)
     for found, _ in ranks(2).run(shares, config):
@@ -76,7 +76,7 @@ def test_every_recipe_sends_what_its_plan_says_and_gathers_its_share_of_bf16(ran
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", BY_SCALES)
+@pytest.mark.parametrize("recipe", few(BY_SCALES))
 def test_every_recipe_gathers_its_share_of_weights_over_dp_shard(ranks, tmp_path, data, recipe):
     """What was counted, without the embedding, the head and the norms; all recipes have whole blocks to a rank here."""
     wide = [option.replace("hidden=128", "hidden=256").replace("head_dim=32", "head_dim=64") for option in WHOLE_BLOCKS]

@@ -30,8 +30,11 @@ from tests.cases import (
     BY_SCALES,
     EPSILON,
     IN_STYLES,
+    KINDS,
     STYLE_KEYS,
     LinearCase,
+    few,
+    in_styles,
     linear_cases,
     matrix,
     rounds_by_chance,
@@ -195,7 +198,7 @@ def crosses_ranks(case: LinearCase, result: str) -> bool:
 @pytest.mark.parametrize(
     ("world", "recipe", "style_key"),
     [
-        *IN_STYLES,
+        *in_styles(IN_STYLES),
         *((1, "fp8_block", key) for key in STYLE_KEYS),
         (2, "int8", ("column", True)),
         (2, "int8", ("row", True)),
@@ -240,7 +243,9 @@ def gathered_operands(recipe: str | Recipe, tokens: int) -> list[tuple[bool, lis
     return found
 
 
-GATHERED = [(world, name) for name in BY_SCALES if not rounds_by_chance(name) for world in (2, 4)]
+GATHERED = few(
+    ((world, name) for name in BY_SCALES if not rounds_by_chance(name) for world in (2, 4)), (*KINDS, "mxfp8")
+)
 GATHERED += [
     (2, Recipe(str(ints), *[both(ints)] * 3)) for ints in (IntScaling(symmetric=False), IntScaling(4, 32, False))
 ]
@@ -348,7 +353,7 @@ def recompute(cases: list[LinearCase]) -> list[dict[str, Error]]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", BY_SCALES)
+@pytest.mark.parametrize("recipe", few(BY_SCALES))
 def test_recomputation_repeats_the_bits(ranks, recipe):
     cases = [
         LinearCase(key, recipe, torch.bfloat16, bias=True, siblings=1 if key[0] == "row" else 3) for key in STYLE_KEYS

@@ -39,7 +39,7 @@ from dlp.parallel.transfer import WIRES
 from dlp.quant.gemm import Gemm
 from dlp.quant.quantizer import KeepHighPrecision
 from tests import pool as worker
-from tests.cases import EPSILON, IN_STYLES, STYLE_KEYS, LinearCase, linear_cases, matrix, style_id
+from tests.cases import EPSILON, IN_STYLES, STYLE_KEYS, LinearCase, in_styles, linear_cases, matrix, style_id
 from tests.metrics import relative_error
 from tests.multigpu.test_linear import Full, build, cut, make_full, run, whole_partials
 from tests.shared_slot import SharedSlot
@@ -121,7 +121,7 @@ def check(cases: list[LinearCase], of_ranks: list[list[Compared]], device_type: 
 
 
 @pytest.mark.parametrize(
-    ("world", "recipe", "style_key"), [cell for cell in IN_STYLES if cell[2][0] != "local"], ids=style_id
+    ("world", "recipe", "style_key"), in_styles(cell for cell in IN_STYLES if cell[2][0] != "local"), ids=style_id
 )
 def test_chunked_is_serial(ranks, device_type, world, recipe, style_key):
     """Whole shards, and in three pieces."""

@@ -20,7 +20,7 @@ from dlp.quant.gemm import device_kind, support
 from dlp.quant.recipe import GEMM_OPERANDS, OPERANDS, load
 from dlp.quant.tensor import QuantizedTensor
 from tests import pool as worker
-from tests.cases import IN_STYLES, matrix, style_id
+from tests.cases import IN_STYLES, in_styles, matrix, style_id
 from tests.metrics import bit_difference
 from tests.spy import Seen, spied
 
@@ -140,7 +140,7 @@ def test_a_nan_is_beyond_every_bound():
         assert found == ["fprop: 1 elements beyond the bound"]
 
 
-@pytest.mark.parametrize(("world", "name", "style_key"), IN_STYLES, ids=style_id)
+@pytest.mark.parametrize(("world", "name", "style_key"), in_styles(IN_STYLES), ids=style_id)
 def test_a_cut_layer_has_the_bits_of_the_whole_one(ranks, world, name, style_key):
     for rank, found in enumerate(ranks(world).run(differences, name, style_key)):
         assert not found, f"rank {rank}: {found}"

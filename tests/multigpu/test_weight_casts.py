@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import dlp
 from dlp.parallel.model.session import session_of
 from tests import pool as worker
-from tests.cases import BY_SCALES
+from tests.cases import BY_SCALES, few
 from tests.metrics import assert_bit_equal, relative_error
 from tests.observe import Collectives
 from tests.played import playing
@@ -99,7 +99,7 @@ def compared(recipe: Any, held: str, optimizer: str) -> tuple[Trained, Trained]:
     return trained(recipe, held, optimizer, True), trained(recipe, held, optimizer, False)
 
 
-CASES = [(recipe, held, "fused") for recipe in QUANTIZED for held in ("dtensor", "fsdp")]  # where shards are cast
+CASES = few((recipe, held, "fused") for recipe in QUANTIZED for held in ("dtensor", "fsdp"))  # where shards are cast
 CASES += [(recipe, "plain", "fused") for recipe in ("fp8_block", "nvfp4")]
 CASES += [
     ("fp8_current", "plain", "for-loop"),
