@@ -102,4 +102,4 @@ class SharedSlot:
                 if time.monotonic() > deadline:
                     wait = Wait(self._rank, peer, what, self._use)
                     raise RuntimeError(too_long(wait, self._uses, seen, self._named(self._use), self._ranks))
-                time.sleep(0)
+                time.sleep(1e-4)
