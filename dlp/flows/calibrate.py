@@ -131,9 +131,11 @@ def calibrate(
             raise ValueError(f"calibrate: x of {name} was not finite in a batch: leave that out")
         if not slot["history"].any():
             raise ValueError(
-                f"calibrate: {name} was given nothing but zeros, of which no scale follows: calibrate with other batches"
+                f"calibrate: {name} was given nothing but zeros, or no tokens, of which no scale follows: calibrate with other "
+                f"batches"
                 if name in ran
-                else f"calibrate: {name} did not run: call the model inside, or leave the layer out of {pattern!r}"
+                else f"calibrate: {name} did not run: call the model inside, not compiled (compiled code skips hooks), or "
+                f"leave the layer out of {pattern!r}"
             )
     for name, module in linears.items():
         module.register_buffer(SCALE, table.slot(name).scale.clone(), persistent=False)

@@ -14,7 +14,7 @@ from torch import nn
 
 from dlp.flows.frozen import Mode, calibrated, cast_of_x, check_mode
 from dlp.parallel.linear.modules import ParallelLinear
-from dlp.parallel.weight.parameters import check_is_parameter, check_plain, check_unshared
+from dlp.parallel.weight.parameters import check_finite, check_is_parameter, check_plain, check_unshared
 from dlp.quant import recipe as recipes
 from dlp.quant.fake import deployed
 from dlp.quant.parameter import QuantizedParameter
@@ -41,8 +41,8 @@ def quantize_(
         `model`.
 
     Raises:
-        ValueError: before anything is changed, for a weight that the format cannot hold, that another module shares or that is
-            a DTensor; for a recipe that does not support `mode`; and if no linear is left to quantize.
+        ValueError: before anything is changed, for a weight that has NaN or Inf, that another module shares or that is a
+            DTensor; for a recipe that does not support `mode`; and if no linear is left to quantize.
 
     Examples:
         >>> model = dlp.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8_current", mode="dynamic")
@@ -121,6 +121,8 @@ def _quantized(model: nn.Module, name: str, module: Any, recipe: recipes.Recipe,
     check_plain(name, module.weight)
     check_unshared(model, module)
     weight = module.weight
+    if not weight.is_meta:
+        check_finite(name, weight)
     scale = calibrated(module, name) if mode == "static" else None
     try:
         return QuantizedParameter.from_float(

@@ -84,6 +84,10 @@ def frozen(model: nn.Module) -> None:
     freeze(model, "fp8_current")
 
 
+def integers(model: nn.Module) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().to(torch.int8), requires_grad=False)
+
+
 def nothing(model: nn.Module) -> None:
     pass
 
@@ -97,6 +101,7 @@ ALREADY = (
 HISTORY = (
     r"\w+: fp8_delayed scales weights by their history, of which a held weight has none: choose fp8_current or another"
 )
+NOT_FINITE = r"(up|head): its weight has NaN or Inf, which codes would hide: load a checkpoint from before"
 # what is done to a model, the recipe, the doors, the sentence
 TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
     (tie_embedding, "fp8_current", CODES, f"embedding and head {SHARED}"),
@@ -113,6 +118,9 @@ TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
     (lambda m: m.to("meta"), "fp8_current", [hold, freeze], "codes are made of values, and its weight lies on the meta device"),
     (lambda m: fully_shard(m, mesh=worker.mesh()["dp_shard"]), "fp8_current", [*ALL, hold_by_region],
      r"its weight is a DTensor already: call dlp.convert and dlp.quantize_ before fully_shard and other parallelism"),
+    (lambda m: m.head.weight.data[0].fill_(torch.inf), "fp8_current", CODES, NOT_FINITE),
+    (lambda m: m.head.weight.data[0].fill_(torch.nan), "nvfp4", CODES, NOT_FINITE),
+    (integers, "fp8_current", ALL, r"head: its weight is torch.int8; layers take dense bf16, fp16 or fp32"),
     (nothing, "bf16", [quantize, freeze], "bf16 keeps weights in high precision; choose one that quantizes them"),
 ]  # fmt: skip
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parametrize
 
+from dlp.comm.amax import agree
 from dlp.quant.parameter import QuantizedParameter
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Recipe
@@ -405,6 +406,11 @@ def check_plain(name: str, weight: Tensor) -> None:
             f"{name}: its weight is a DTensor already: call dlp.convert and dlp.quantize_ before fully_shard and "
             f"other parallelism"
         )
+    if not weight.is_floating_point() or weight.dtype.itemsize == 1 or weight.layout != torch.strided:
+        kind = weight.dtype if weight.layout == torch.strided else weight.layout
+        raise ValueError(
+            f"{name}: its weight is {kind}; layers take dense bf16, fp16 or fp32: convert it, or {LEAVE_OUT}"
+        )
 
 
 def refuse_codes(name: str, codes: str) -> None:
@@ -415,11 +421,25 @@ def refuse_codes(name: str, codes: str) -> None:
 
 
 def check_has_values(name: str, weight: Tensor) -> None:
-    """ValueError for a weight on the meta device, of which no codes can be made."""
+    """ValueError for a weight on the meta device, of which no codes can be made, and for one that `check_finite` refuses."""
     if weight.is_meta:
         raise ValueError(
             f"{name}: codes are made of values, and its weight lies on the meta device, which has none; name a device, or give "
             f"the model memory and values first"
+        )
+    check_finite(name, weight)
+
+
+def check_finite(name: str, weight: Tensor) -> None:
+    """ValueError, on all ranks that share the weight, for NaN or Inf, which some casts turn into finite codes. Waits for the
+    device."""
+    local = (weight._local_tensor if isinstance(weight, DTensor) else weight).detach()
+    wrong = local.isfinite().all().logical_not().float()
+    for group in weight.device_mesh.get_all_groups() if isinstance(weight, DTensor) else ():
+        (wrong,) = agree([wrong], group)
+    if wrong:
+        raise ValueError(
+            f"{name}: its weight has NaN or Inf, which codes would hide: load a checkpoint from before training diverged"
         )
 
 
