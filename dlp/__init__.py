@@ -14,6 +14,7 @@ from dlp.flows.calibrate import calibrate
 from dlp.flows.codes import load_quantized_state_dict, quantized_state_dict
 from dlp.flows.export import export
 from dlp.flows.frozen import freeze
+from dlp.flows.lora import load_lora, lora, lora_groups, merge_lora, save_lora
 from dlp.flows.plain import quantize_
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 
@@ -49,7 +50,8 @@ __all__ = [
     "ColumnParallelLinear", "CustomRecipe", "LayerGroup", "Linear", "Plan", "Recipe", "RowParallelLinear",
     "VocabParallelEmbedding", "Workload", "attach", "autocast", "backward_dw", "build_mesh", "calibrate",
     "check_scales", "convert", "cross_entropy", "end_step", "export", "freeze", "fully_shard", "gather_tokens", "graphed_step",
-    "graphing", "load_quantized_state_dict", "load_state_dict", "make_plan", "not_finite", "ops", "prove", "quantize_",
-    "quantized_model_init", "quantized_state_dict", "read_stats", "recipe", "record_stats", "scatter_tokens",
+    "graphing", "load_lora", "load_quantized_state_dict", "load_state_dict", "lora", "lora_groups",
+    "make_plan", "merge_lora", "not_finite", "ops", "prove", "quantize_",
+    "quantized_model_init", "quantized_state_dict", "read_stats", "recipe", "record_stats", "save_lora", "scatter_tokens",
     "set_recipe", "state_dict", "testing", "watch_scales", "wire_report", "with_master_weights",
 ]  # fmt: skip

@@ -1,0 +1,327 @@
+"""LoRA: fine-tuning of a frozen base, whose weights may be held as codes, by low-rank adapters.
+
+    y = base(x) + alpha / rank * lora_B(lora_A(x))      lora_A [rank, K], lora_B [N, rank], trained; base [N, K], frozen
+
+    dlp.lora(model, rank=16, layers="**.{q,v}_proj", base="nvfp4")       codes and adapters, one GPU or FSDP2
+    dlp.lora(model, ...); dlp.convert(model, dlp.lora_groups(model, groups), mesh)      tp and sequence parallelism
+
+Under tp an adapter is cut as its base is, so that no further collective of full width is needed: behind a column-parallel base
+lora_A is local and lora_B column-parallel; behind a row-parallel base lora_A is row-parallel and lora_B local.
+
+Adapters are saved in the file format of Hugging Face's PEFT (adapter_config.json, adapter_model.safetensors).
+
+Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dlp.flows.plain import quantize_
+from dlp.parallel.linear.modules import ParallelLinear
+from dlp.parallel.model.groups import LayerGroup
+from dlp.quant.parameter import QuantizedParameter
+from dlp.quant.patterns import match_names, must_match
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of every name in a PEFT file
+
+
+class LoRALinear(nn.Module):
+    """A linear with a low-rank adapter, which `dlp.lora` puts in the place of an `nn.Linear`.
+
+    base      the frozen linear
+    lora_A    nn.Linear K -> rank without bias
+    lora_B    nn.Linear rank -> N without bias, zero at first, so that the model starts unchanged
+    """
+
+    def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float) -> None:
+        super().__init__()
+        factory = {"device": base.weight.device, "dtype": _dtype(base)}
+        self.base = base
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False, **factory)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False, **factory)
+        self.dropout = nn.Dropout(dropout) if dropout else None
+        self.rank, self.alpha, self.scaling = rank, alpha, alpha / rank
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> y [..., N]."""
+        dropped = x if self.dropout is None else self.dropout(x)
+        y: Tensor = self.base(x)
+        return y + self.lora_B(self.lora_A(dropped)) * self.scaling
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, alpha={self.alpha}"
+
+
+def _dtype(base: nn.Linear) -> torch.dtype:
+    return base.weight.dtype if base.weight.dtype.is_floating_point else torch.bfloat16
+
+
+def lora(
+    model: nn.Module, rank: int = 8, alpha: float | None = None, layers: str | Sequence[str] = "**", *,
+    base: Any = None, dropout: float = 0.0,
+) -> list[str]:  # fmt: skip
+    """Freeze a model and give matching linears trainable low-rank adapters.
+
+    Call `lora` before `dlp.convert`, `fully_shard`, `torch.compile` and the construction of the optimizer.
+
+    Args:
+        model: plain model, changed in place. Every parameter that it has is frozen.
+        rank: rank of the adapters.
+        alpha: the adapter is scaled by alpha / rank; `rank` by default.
+        layers: pattern of module names, as in a layer group, or several patterns.
+        base: recipe whose weight format holds the weights of these linears as codes ("nvfp4", "fp8_block", "int8", ...), as
+            `dlp.quantize_` does; None: weights stay as they are.
+        dropout: probability with which elements of x are dropped before the adapter.
+
+    Returns:
+        Names of the linears that have an adapter.
+
+    Raises:
+        ValueError: for a rank below 1, for patterns that match no `nn.Linear`, for layers of `dlp.convert`, and for weights
+            that the format cannot hold.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+        >>> dlp.lora(model, rank=4, layers="0", base="fp8_current")
+        ['0']
+        >>> sum(p.numel() for p in model.parameters() if p.requires_grad)
+        512
+    """
+    if rank < 1:
+        raise ValueError(f"lora: rank must be at least 1; got {rank}: choose 4 to 64")
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLinear | LoRALinear):
+            kind = "has an adapter already" if isinstance(module, LoRALinear) else "is a layer of dlp.convert"
+            raise ValueError(f"lora: {name} {kind}; call dlp.lora once, on the plain model, before dlp.convert")
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    patterns, lengths = [layers] if isinstance(layers, str) else layers, _lengths(model)
+    chosen = [name for pattern in patterns for name in must_match(list(linears), lengths, pattern, asked_by="lora")]
+    chosen = list(dict.fromkeys(chosen))
+    if base is not None:
+        quantize_(model, base, lambda module, name: name in chosen)
+    model.requires_grad_(False)
+    for name in chosen:
+        model.set_submodule(name, LoRALinear(linears[name], rank, rank if alpha is None else alpha, dropout))
+    return chosen
+
+
+def _lengths(model: nn.Module) -> dict[str, int]:
+    return {name: len(each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList | nn.Sequential)}
+
+
+def adapted(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
+    """Name and module of every linear with an adapter."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
+
+
+def lora_groups(model: nn.Module, groups: Sequence[LayerGroup], recipe: Any = "bf16") -> list[LayerGroup]:
+    """Return the layer groups for `dlp.convert` of a model with adapters.
+
+    Args:
+        model: plain model after `dlp.lora`.
+        groups: groups for the model without adapters.
+        recipe: recipe of lora_A and lora_B.
+
+    Returns:
+        The same groups for base layers, under their new names and without siblings, then groups for lora_A and lora_B.
+
+    Raises:
+        ValueError: for a pattern that matches no layer.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        >>> names = dlp.lora(model, rank=4, layers="0")
+        >>> groups = dlp.lora_groups(model, [dlp.LayerGroup("all", "**", style="column", recipe="fp8_current")])
+        >>> [group.match for group in groups]
+        [('0.base', '1'), ('0.lora_A',), ('0.lora_B',)]
+    """
+    with_adapter = {name for name, _ in adapted(model)}
+    inner = tuple(f"{name}." for name in with_adapter)
+    names = [
+        name for name, module in model.named_modules()
+        if name in with_adapter or (isinstance(module, nn.Linear) and not name.startswith(inner))
+    ]  # fmt: skip
+    made, cut = list[LayerGroup](), dict[str, tuple[str | None, bool | None]]()
+    for group in groups:
+        matched = [name for pattern in group.match for name in match_names(names, _lengths(model), pattern)]
+        if not matched:
+            raise ValueError(f"lora_groups: group {group.name!r} matches no linear: correct or remove {group.match}")
+        renamed = [f"{name}.base" if name in with_adapter else name for name in dict.fromkeys(matched)]
+        siblings = None if group.siblings is None else False
+        made.append(replace(group, match=renamed, siblings=siblings))
+        for name in matched:
+            style, sequence = cut.get(name, (None, None))
+            cut[name] = (group.style or style, sequence if group.sequence_parallel is None else group.sequence_parallel)
+    for side, beside in (("lora_A", "row"), ("lora_B", "column")):
+        by_cut: dict[tuple[str, bool | None], list[str]] = {}
+        for name in (name for name in names if name in with_adapter):
+            style, sequence = cut.get(name, (None, None))
+            own = style if style == beside else "local"
+            by_cut.setdefault((own or "local", sequence), []).append(f"{name}.{side}")
+        for (style, sequence), match in by_cut.items():
+            made.append(LayerGroup(f"{side}-{style}", match, recipe=recipe, style=style, sequence_parallel=sequence))
+    return made
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> list[str]:
+    """Add every adapter to the weight of its base, and put the plain linear back in its place.
+
+    The merged weight has the dtype of the adapter; codes are decoded first. Call `dlp.quantize_` afterwards for codes.
+
+    Args:
+        model: model after `dlp.lora`, not converted and not sharded.
+
+    Returns:
+        Names of the merged linears.
+
+    Raises:
+        ValueError: for a model without adapters, and for a converted or sharded one (save its adapters, and load them into a
+            plain model).
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> names = dlp.lora(model, rank=4)
+        >>> dlp.merge_lora(model)
+        ['0']
+    """
+    found = list(adapted(model))
+    if not found:
+        raise ValueError("merge_lora: the model has no adapter; call dlp.lora first")
+    for name, module in found:
+        if isinstance(module.base, ParallelLinear) or isinstance(module.lora_A.weight, DTensor):
+            raise ValueError(
+                f"merge_lora: {name} is converted or sharded; dlp.save_lora, and dlp.load_lora into a plain model with adapters"
+            )
+    for name, module in found:
+        a, b, base = module.lora_A.weight, module.lora_B.weight, module.base
+        weight = base.weight.dequantize() if isinstance(base.weight, QuantizedParameter) else base.weight
+        added = (b.float() @ a.float()) * module.scaling
+        base.weight = nn.Parameter((weight.float() + added).to(a.dtype), requires_grad=False)
+        model.set_submodule(name, base)
+    return [name for name, _ in found]
+
+
+# Files of PEFT
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    values = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return values.detach().cpu().contiguous()
+
+
+def save_lora(model: nn.Module, folder: str | Path, base_model: str = "") -> None:
+    """Write the adapters as PEFT does: adapter_config.json and adapter_model.safetensors.
+
+    All ranks call `save_lora`; rank 0 writes the full adapters, from any mesh.
+
+    Args:
+        model: model with adapters.
+        folder: folder, created if it does not exist.
+        base_model: name or path of the base model, for PEFT's config.
+
+    Raises:
+        ValueError: for a model without adapters.
+        ImportError: without the package safetensors.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> names = dlp.lora(model, rank=4)
+        >>> dlp.save_lora(model, "adapter")
+    """
+    from safetensors.torch import save_file
+
+    found = list(adapted(model))
+    if not found:
+        raise ValueError("save_lora: the model has no adapter; call dlp.lora first")
+    tensors = {
+        f"{PREFIX}{name}.{side}.weight": _whole(getattr(module, side).weight)
+        for name, module in found
+        for side in ("lora_A", "lora_B")
+    }
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return
+    first = found[0][1]
+    config = {
+        "peft_type": "LORA", "task_type": None, "base_model_name_or_path": base_model, "r": first.rank,
+        "lora_alpha": first.alpha, "lora_dropout": 0.0 if first.dropout is None else first.dropout.p, "bias": "none",
+        "target_modules": sorted(name for name, _ in found), "fan_in_fan_out": False, "use_rslora": False,
+        "use_dora": False, "inference_mode": True,
+    }  # fmt: skip
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_file(tensors, str(Path(folder) / WEIGHTS), metadata={"format": "pt"})
+    (Path(folder) / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+UNSUPPORTED = {
+    "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none", "modules_to_save": None,
+    "rank_pattern": {}, "alpha_pattern": {},
+}  # fmt: skip
+
+
+@torch.no_grad()
+def load_lora(model: nn.Module, folder: str | Path) -> None:
+    """Load adapters that `save_lora` or PEFT wrote.
+
+    Args:
+        model: model after `dlp.lora` with the same layers and rank; plain, or sharded by FSDP2.
+        folder: folder with adapter_config.json and adapter_model.safetensors.
+
+    Raises:
+        ValueError: before anything is loaded, for adapters of another kind (DoRA, rsLoRA, trained biases), rank, alpha or set
+            of layers.
+        ImportError: without the package safetensors.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> names = dlp.lora(model, rank=4)
+        >>> dlp.save_lora(model, "adapter"); dlp.load_lora(model, "adapter")
+    """
+    from safetensors.torch import load_file
+
+    config: Mapping[str, Any] = json.loads((Path(folder) / CONFIG).read_text())
+    for key, plain in UNSUPPORTED.items():
+        if config.get(key, plain) not in (plain, None) and config[key]:
+            raise ValueError(
+                f"load_lora: {folder} has {key} = {config[key]!r}, which dlp does not load; train without it"
+            )
+    tensors = {name.removeprefix(PREFIX): value for name, value in load_file(str(Path(folder) / WEIGHTS)).items()}
+    found = dict(adapted(model))
+    wanted = {f"{name}.{side}.weight" for name in found for side in ("lora_A", "lora_B")}
+    if tensors.keys() != wanted:
+        missing, other = sorted(wanted - tensors.keys()), sorted(tensors.keys() - wanted)
+        raise ValueError(
+            f"load_lora: {folder} has adapters of other layers: {len(missing)} missing ({', '.join(missing[:3])}), "
+            f"{len(other)} unknown ({', '.join(other[:3])}); call dlp.lora with layers = {config.get('target_modules')}"
+        )
+    for name, module in found.items():
+        if (config["r"], config["lora_alpha"]) != (module.rank, module.alpha):
+            raise ValueError(
+                f"load_lora: {folder} has r = {config['r']} and lora_alpha = {config['lora_alpha']}, and {name} has rank "
+                f"{module.rank} and alpha {module.alpha}; pass these values to dlp.lora"
+            )
+        for side in ("lora_A", "lora_B"):
+            parameter, value = getattr(module, side).weight, tensors[f"{name}.{side}.weight"]
+            parameter.copy_(_placed(value.to(parameter.dtype), parameter))
+
+
+def _placed(value: Tensor, parameter: Tensor) -> Tensor:
+    """A full tensor, sharded as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return value.to(parameter.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)

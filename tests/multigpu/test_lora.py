@@ -1,0 +1,107 @@
+"""Adapters over tp with sequence parallelism, and over FSDP2 with a base of codes, beside one rank."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import dlp
+from dlp.flows.lora import adapted
+from tests.test_lora import with_adapters
+
+TOKENS = 32
+
+
+class Block(nn.Module):
+    def __init__(self, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.mesh = nn.Linear(64, 128), nn.Linear(128, 64), None
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            x = dlp.scatter_tokens(x, self.mesh)
+        y = self.down(torch.relu(self.up(x)))
+        return dlp.gather_tokens(y, self.mesh) if self.sequence_parallel else y
+
+
+def inputs() -> Tensor:
+    return torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(3))
+
+
+def trained(model: nn.Module, x: Tensor, steps: int = 3) -> dict[str, Tensor]:
+    """Gradients of the first step, and adapters after all."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
+    if any(hasattr(module, "core") for module in model.modules()):
+        dlp.attach(model, optimizer)
+    found: dict[str, Tensor] = {}
+    for i in range(steps):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        if i == 0:
+            found |= {f"grad.{name}": whole(p.grad) for name, p in parameters.items()}
+        optimizer.step()
+    return found | {name: whole(p) for name, p in parameters.items()}
+
+
+def whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().float()
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest relative difference of a tensor; AssertionError for a tensor that is not finite, or zero."""
+    assert found.keys() == expected.keys()
+    assert all(bool(each.isfinite().all()) and float(each.norm()) > 0 for each in [*found.values(), *expected.values()])
+    return max(float((found[k] - expected[k]).norm() / expected[k].norm()) for k in expected)
+
+
+def cut(sequence_parallel: bool, recipe: str) -> float:
+    """The largest relative difference between tp and one rank."""
+    mesh = dlp.build_mesh(tp=dist.get_world_size())
+    expected = trained(with_adapters(Block()), inputs())
+    model = with_adapters(Block(sequence_parallel))
+    groups = [
+        dlp.LayerGroup("all", "**", recipe=recipe, sequence_parallel=sequence_parallel),
+        dlp.LayerGroup("up", "up", style="column"),
+        dlp.LayerGroup("down", "down", style="row"),
+    ]
+    dlp.convert(model, dlp.lora_groups(model, groups), mesh, batch=(1, TOKENS))
+    model.mesh = mesh["tp"]
+    found = trained(model, inputs())
+    return difference(found, expected)
+
+
+@pytest.mark.parametrize("recipe, bound", [("bf16", 1e-5), ("fp8_current", 0.1)])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.ranks(2)
+def test_tensor_parallel_adapters_train_as_on_one_rank(ranks, sequence_parallel, recipe, bound):
+    assert max(ranks(2).run(cut, sequence_parallel, recipe)) < bound
+
+
+def by_fsdp(base: str | None, folder: str) -> float:
+    model = with_adapters(Block(), base=base)
+    one = copy.deepcopy(model)
+    mesh = dlp.build_mesh(dp_shard=dist.get_world_size())
+    fully_shard(model, mesh=mesh["dp_shard"])
+    found, expected = trained(model, inputs()), trained(one, inputs())
+    dlp.save_lora(model, folder)
+    dist.barrier()
+    again = Block()
+    dlp.lora(again, rank=8, alpha=16)
+    dlp.load_lora(again, folder)
+    for name, module in adapted(again):
+        assert torch.equal(module.lora_A.weight, found[f"{name}.lora_A.weight"])
+    return difference(found, expected)
+
+
+@pytest.mark.parametrize("base", [None, "nvfp4", "fp8_current"], ids=str)
+@pytest.mark.ranks(2)
+def test_fsdp_gathers_the_codes_of_the_base_and_trains_alike(ranks, base, tmp_path):
+    assert max(ranks(2).run(by_fsdp, base, str(tmp_path))) < 1e-5

@@ -1,0 +1,148 @@
+"""LoRA: adapters over a frozen base of values or codes, PEFT's numbers and files, merging, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dlp
+from dlp.flows.lora import LoRALinear, adapted
+
+BASES = [None, "fp8_current", "fp8_block", "nvfp4", "mxfp8", "int8"]
+
+
+def made(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 64)).to(dtype)
+
+
+def with_adapters(model: nn.Module, **options) -> nn.Module:
+    """Adapters whose lora_B is not zero, so that every gradient counts."""
+    dlp.lora(model, rank=8, alpha=16, **options)
+    generator = torch.Generator().manual_seed(1)
+    for _, module in adapted(model):
+        for side in (module.lora_A, module.lora_B):
+            side.weight.data.copy_(torch.randn(side.weight.shape, generator=generator) / 8)
+    return model
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    model(x).float().square().sum().backward()
+    return [x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+def test_gradients_are_those_over_the_decoded_base(base):
+    model, x = with_adapters(made(torch.bfloat16), base=base), torch.randn(16, 128).bfloat16()
+    plain = copy.deepcopy(model)
+    for _, module in adapted(plain):
+        weight = module.base.weight
+        values = weight.dequantize() if base else weight.detach()
+        module.base.weight = nn.Parameter(values.bfloat16(), requires_grad=False)
+    for found, expected in zip(gradients(model, x), gradients(plain, x), strict=True):
+        assert (found - expected).norm() <= 0.02 * expected.norm()
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == [
+        f"{i}.{side}.weight" for i in (0, 2) for side in ("lora_A", "lora_B")
+    ]
+
+
+def test_a_new_adapter_changes_nothing_and_compiles_to_one_graph():
+    model, x = made(), torch.randn(16, 128)
+    before = model(x)
+    assert dlp.lora(model, rank=4, layers=["0", "2"]) == ["0", "2"]
+    assert torch.equal(model(x), before)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("base", [None, "nvfp4"], ids=str)
+def test_merged_weights_compute_what_adapters_did(base):
+    model, x = with_adapters(made(), base=base), torch.randn(16, 128)
+    y = model(x)
+    assert dlp.merge_lora(model) == ["0", "2"]
+    assert not list(adapted(model)) and type(model[0]) is nn.Linear
+    torch.testing.assert_close(model(x), y, rtol=1e-4, atol=1e-4)
+    dlp.quantize_(model, "fp8_current")  # and into codes again
+
+
+def test_files_are_those_of_peft_and_train_alike(tmp_path):
+    peft = pytest.importorskip("peft")
+    x, target = torch.randn(32, 128), torch.randn(32, 64)
+    theirs = peft.get_peft_model(made(), peft.LoraConfig(r=8, lora_alpha=16, target_modules=["0", "2"]))
+    for parameter in theirs.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(generator=torch.Generator().manual_seed(parameter.numel())).div_(8)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = made()
+    dlp.lora(ours, rank=8, alpha=16)
+    dlp.load_lora(ours, tmp_path / "theirs")
+    for model in (theirs, ours):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(x) - target).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6, atol=1e-6)
+    dlp.save_lora(ours, tmp_path / "ours", base_model="made")
+    again = peft.PeftModel.from_pretrained(made(), tmp_path / "ours")
+    torch.testing.assert_close(again(x), ours(x), rtol=1e-6, atol=1e-6)
+
+
+def test_what_cannot_be_adapted_or_loaded_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="rank must be at least 1; got 0: choose"):
+        dlp.lora(made(), rank=0)
+    with pytest.raises(ValueError, match="pattern 'x' matches no layer; nearest"):
+        dlp.lora(made(), layers="x")
+    model = with_adapters(made())
+    with pytest.raises(ValueError, match="0 has an adapter already; call dlp.lora once"):
+        dlp.lora(model)
+    with pytest.raises(ValueError, match="the model has no adapter; call dlp.lora first"):
+        dlp.merge_lora(made())
+    with pytest.raises(ValueError, match="the model has no adapter; call dlp.lora first"):
+        dlp.save_lora(made(), tmp_path)
+    dlp.save_lora(model, tmp_path)
+    other = made()
+    dlp.lora(other, rank=4, alpha=16)
+    with pytest.raises(ValueError, match="has r = 8 and lora_alpha = 16, and 0 has rank 4 and alpha 16; pass these"):
+        dlp.load_lora(other, tmp_path)
+    fewer = made()
+    dlp.lora(fewer, rank=8, alpha=16, layers="0")
+    with pytest.raises(ValueError, match=r"0 missing \(\), 2 unknown .* call dlp.lora with layers = \['0', '2'\]"):
+        dlp.load_lora(fewer, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(ValueError, match="has use_dora = True, which dlp does not load; train without it"):
+        dlp.load_lora(model, tmp_path)
+    with pytest.raises(ValueError, match="group 'none' matches no linear: correct or remove"):
+        dlp.lora_groups(model, [dlp.LayerGroup("none", "x", recipe="bf16")])
+
+
+def test_groups_cut_adapters_as_their_base():
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 64))
+    dlp.lora(model, rank=4, layers="{0,1}")
+    groups = [
+        dlp.LayerGroup("all", "**", recipe="fp8_current", sequence_parallel=True),
+        dlp.LayerGroup("in", "0", style="column"),
+        dlp.LayerGroup("out", "1", style="row"),
+    ]
+    found = {match: (g.style, g.sequence_parallel) for g in dlp.lora_groups(model, groups) for match in g.match}
+    assert found == {
+        "0.base": ("column", None), "1.base": ("row", None), "2": (None, True), "0.lora_A": ("local", True),
+        "0.lora_B": ("column", True), "1.lora_A": ("row", True), "1.lora_B": ("local", True),
+    }  # fmt: skip
+
+
+def test_dropout_is_of_the_adapter_alone():
+    model, x = made(), torch.ones(64, 128)
+    dlp.lora(model, rank=4, layers="0", dropout=0.5)
+    module = model[0]
+    assert isinstance(module, LoRALinear)
+    module.lora_B.weight.data.fill_(1.0)
+    assert not torch.equal(module(x), module(x))
+    model.eval()
+    assert torch.equal(module(x), module(x))
