@@ -28,7 +28,7 @@ from tools import site
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LINKING = [*PAGES, *sorted((ROOT / "bench" / "results").glob("*.md"))]
+LINKING = [*PAGES, *sorted((ROOT / "bench" / "results").glob("*.md")), ROOT / "dev" / "log.md"]
 
 _FENCE = re.compile(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", re.MULTILINE)
 _INFO = re.compile(r"python(?P<test> test(?: ranks=(?P<ranks>[124]))?)?")

@@ -168,7 +168,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 def _start_gathers(group: ProcessGroup, *tensors: Tensor) -> list[Any]:
     """Start the all-gathers of storage, part, storage, part, ..., all bytes: as one group on NCCL. One by one on gloo, whose
-    grouped all-gather corrupts the heap when two are in flight (pytorch#65231; docs/log.md, 2026-11-22)."""
+    grouped all-gather corrupts the heap when two are in flight (pytorch#65231; dev/log.md, 2026-11-22)."""
     places, first = range(0, len(tensors), 2), tensors[0]
     if len(tensors) <= 2 or not (first.is_cuda and group._get_backend(first.device).supports_coalescing):
         works = []

@@ -10,7 +10,7 @@
 // Grid: a 128x128 tile a block of 256 threads (tile.cuh). A block of 32 along a row lies in four neighbouring lanes, whose
 // amaxes are joined by shuffles. One along a column lies in two lanes of each of two warps, joined through shared memory. A
 // tile has 1024 scales: a thread makes two of rows and two of columns, and reads back the eight of its rows and the eight of
-// its columns. (Made by each thread that needs them, 16 a thread, an fp32 cast took 121 us instead of 111; docs/log.md.)
+// its columns. (Made by each thread that needs them, 16 a thread, an fp32 cast took 121 us instead of 111; dev/log.md.)
 //
 // Shared memory, bytes of bf16 (fp32): tile 32,768 (65,552), transposed codes 16,384, maxima and multipliers 8,192, scale
 // bytes 1,024. Bound by memory: 4 (6) bytes an element and 1/16 for scales; 0.90 of a copy with blocks first, 0.845 compact

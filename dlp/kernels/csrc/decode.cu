@@ -18,7 +18,7 @@ constexpr int kCols = kPieces * kStep;
 
 // How the codes and scales of an encoding are read: codes by twos, the first in the low bits. `Raw` is a scale as it is
 // stored. It becomes a number only after all loads of a thread are issued: done beside its load, decoding MXFP8 took 139 us
-// instead of 106 (docs/log.md).
+// instead of 106 (dev/log.md).
 template <class F8>
 struct Bytes {
     static constexpr int kPerByte = 1;

@@ -55,7 +55,7 @@ struct TensorScale {
 // below 2^23 and 1 apart above it, as the grid is below and above 2. So fl(|y| + 2^23 - 2) is a grid point for |y| up to 4,
 // and fl(|y| / 2 + 2^23) beyond, where the grid is 2 apart. The lesser of the two is the right one, capped at the point of 6.
 // Its last three mantissa bits are the index with bit 2 flipped, since 2 (index 4) has mantissa 0: e.g. |y| = 0 gives
-// 2^23 - 2, mantissa ...100. Verified against the definition for all fp32 from 0 to Inf (docs/log.md).
+// 2^23 - 2, mantissa ...100. Verified against the definition for all fp32 from 0 to Inf (dev/log.md).
 __device__ inline int nearest_index(float y) {
     const float fine = __fadd_rn(y, 0x1p23f - 2.0f), coarse = __fmaf_rn(y, 0.5f, 0x1p23f);
     return __vimin3_s32(__float_as_int(fine), __float_as_int(coarse), __float_as_int(0x1p23f + 3.0f));

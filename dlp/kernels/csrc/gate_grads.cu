@@ -7,10 +7,10 @@
 //
 // Grid: a 128x128 tile a block of 256 threads, which makes the tile of dgate in registers and keeps that of dup in shared
 // memory, in the place of up. Shared memory: transposed codes 16,384 bytes, dup 32,768, then block_lines.cuh's 5,632 or 64.
-// Two blocks a multiprocessor: three would spill (435 us for 371 in blocks, docs/log.md).
+// Two blocks a multiprocessor: three would spill (435 us for 371 in blocks, dev/log.md).
 //
 // Input: rows and cols multiples of 128, rows aligned to 16 bytes. An earlier form that took edges of matrices as well left a
-// process of tests with illegal memory accesses that were not explained (docs/log.md).
+// process of tests with illegal memory accesses that were not explained (dev/log.md).
 #include "block_lines.cuh"
 #include "transpose.cuh"
 

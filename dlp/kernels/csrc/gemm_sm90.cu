@@ -25,7 +25,7 @@
 //     fp32 units                          │ promote left k  │ promote right k    │ promote left k + 1
 //                                                           └► empty[k]
 //
-// Under a steady load power is the limit of this kernel; what else was tried is in docs/log.md.
+// Under a steady load power is the limit of this kernel; what else was tried is in dev/log.md.
 #include "hopper.cuh"
 
 namespace dlp {
@@ -224,7 +224,7 @@ __device__ void consume(const Problem& p, Shared shared, int group, int rank) {
         shared.full(ring.stage).wait(ring.parity);
         start(0, ring.stage);
         // 128 of the contraction: the first product is under way, and that of the next block begins before the second is promoted.
-        // The order matters to ptxas (docs/log.md): look for C7514 in its report, which says that products wait for each other.
+        // The order matters to ptxas (dev/log.md): look for C7514 in its report, which says that products wait for each other.
         const auto block = [&](int number, auto last) {
             const int stage = ring.stage;
             ring.advance();

@@ -17,7 +17,7 @@ namespace dlp {
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 // Stores a word that the L2 cache evicts last: for scattered words whose neighbours in a sector are stored by other blocks.
-// A 1x128 cast with compact scales takes 153 us with it and 159 without (256 MB of bf16, H200; docs/log.md).
+// A 1x128 cast with compact scales takes 153 us with it and 159 without (256 MB of bf16, H200; dev/log.md).
 __device__ inline void store_evict_last(void* to, uint32_t word) {
     asm volatile(
         "{.reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"

@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm) rms_norm_ba
 }
 
 // Whole, aligned octets and something to add: rows stay in registers, and the load of each octet of the next row is issued as
-// soon as this row's has been used. Loads issued an octet later lost 3 to 5 % (docs/log.md).
+// soon as this row's has been used. Loads issued an octet later lost 3 to 5 % (dev/log.md).
 template <class T>
 __global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm) rms_norm_backward_adding_kernel(const __grid_constant__ NormGradJob job) {
     constexpr int kInRegisters = RowOctets<T>::kInRegisters, kApart = 8 * kRowThreads;

@@ -11,7 +11,7 @@
 // so eight lanes that read 16 bytes of eight rows cover all 32 banks. A tile takes 34,816 (67,584).
 //
 // Road not taken: 8x8 patches in registers as in tile.cuh, where a block of 16 spans two threads: 39 instructions an element
-// and four warps a scheduler, where this has 31 and eight (1x16 of 256 MB of bf16: 209 us, and 156 by strips; docs/log.md).
+// and four warps a scheduler, where this has 31 and eight (1x16 of 256 MB of bf16: 209 us, and 156 by strips; dev/log.md).
 #pragma once
 
 #include "tile.cuh"
