@@ -8,9 +8,11 @@ torch's order.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -64,6 +66,18 @@ def made(words: Sequence[int], wide: bool, source: Sequence[int]) -> Tensor:
 
 def scalar(address: int) -> Tensor | None:
     return at(address, (), torch.float32) if address else None
+
+
+def of_jobs(kernel: Callable[..., None]) -> Callable[..., None]:
+    """A kernel of one job, whose words are given, or of `count` jobs in a table at `many` (`cuda._table`)."""
+
+    @wraps(kernel)
+    def run(words: Sequence[int], many: int, count: int, items: int, *more: Any) -> None:
+        jobs = at(many, (count, len(words)), torch.int64).tolist() if many else [words]
+        for job in jobs:
+            kernel(tuple(job), 0, 1, 1, *more)
+
+    return run
 
 
 class Plan:
@@ -138,14 +152,16 @@ class Module:
     GemmPlan, Program = Plan, Program
 
     @staticmethod
+    @of_jobs
     def amax(words: Any, many: int, count: int, items: int, wide: bool, out: int, stream: int) -> None:
-        at(out, (), torch.float32).copy_(reference.amax(matrix(words, wide)))
+        at(words[5], (), torch.float32).copy_(reference.amax(matrix(words, wide)))
 
     @staticmethod
     def cast_tensor(words: Any, wide: bool, e5m2: bool, rule: Any, stream: int) -> None:
         Module.cast_transpose(words, 0, 1, 1, wide, e5m2, rule, False, cuda.MATRIX, stream)
 
     @staticmethod
+    @of_jobs
     def cast_transpose(
         words: Any, many: int, count: int, items: int, wide: bool, e5m2: bool, rule: Any, observe: bool, producer: Any,
         stream: int,
@@ -174,10 +190,12 @@ class Module:
                 at(scale, lies.shape, torch.float32).copy_(lies)
 
     @staticmethod
+    @of_jobs
     def cast_block_1d(words: Any, many: int, count: int, items: int, *more: Any) -> None:
         Module.cast_block(False, words, *more[:-1])
 
     @staticmethod
+    @of_jobs
     def cast_block_2d(words: Any, many: int, count: int, items: int, *more: Any) -> None:
         Module.cast_block(True, words, *more[:-1])
 
@@ -369,13 +387,41 @@ def emulated() -> Iterator[None]:
 
 
 @contextmanager
-def emulation(module: Any = Module) -> Iterator[None]:
-    """CPU tensors go the way of CUDA tensors, on one device with one stream, to the functions of `module`."""
+def recorded() -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
+    """Inside `emulation()`: the kernels that are launched, by name, with their arguments."""
+    found, inside = list[tuple[str, tuple[Any, ...]]](), list[str]()
+
+    def run(name: str, kernel: Callable[..., Any], *arguments: Any) -> Any:
+        if not inside and name != "set_zero":
+            found.append((name, arguments))
+        inside.append(name)  # a kernel of the emulation may call another one
+        try:
+            return kernel(*arguments)
+        finally:
+            inside.pop()
+
+    kernels = [name for name, value in vars(Module).items() if isinstance(value, staticmethod) and name[0] != "_"]
+    with ExitStack() as patches:
+        for name in kernels:
+            replaced = staticmethod(partial(run, name, getattr(Module, name)))
+            patches.enter_context(patch.object(Module, name, replaced))
+        yield found
+
+
+@contextmanager
+def emulation(module: Any = Module, *, kind: str = "sm_90", batches: bool = False) -> Iterator[None]:
+    """CPU tensors go the way of CUDA tensors, on one device with one stream, to the functions of `module`.
+
+    Args:
+        kind: the architecture of the device. The scales of an "sm_100" are compact, as those of the references.
+        batches: whether casts of many matrices are one launch.
+    """
     space = torch.empty(ALIGNMENT, dtype=torch.uint8)
     patches: list[tuple[Any, str, Any]] = [
         (torch._C, "_cuda_getDevice", lambda: -1), (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
         (loader, "load", lambda: module), (loader, "missing", lambda: ""),
-        (codes, "ON_DEVICE", ()), (ops, "has_batches", lambda x: False), (gemms, "_module", lambda: Module),
+        (codes, "ON_DEVICE", ()), *([] if batches else [(ops, "has_batches", lambda x: False)]),
+        (gemms, "_module", lambda: Module),
         (gemms, "choices", lambda device: {}), (gemms, "_PLANS", {}), (gemms, "WORKSPACE", ALIGNMENT),
         (gemms, "workspace", lambda device, stream: space.data_ptr()), (captured, "possible", lambda x: True),
         (transport, "_OF_GROUP", {}),
@@ -385,8 +431,8 @@ def emulation(module: Any = Module) -> Iterator[None]:
 
     for name, step in {**STEPS, **CASTS}.items():
         patches.append((Module, name, step))
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as monkeypatch:
         for where, name, value in patches:
-            patch.setattr(where, name, value, raising=False)
-        patch.setitem(table.DEVICE_AT, -1, "sm_90")
+            monkeypatch.setattr(where, name, value, raising=False)
+        monkeypatch.setitem(table.DEVICE_AT, -1, kind)
         yield

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlp.kernels import casts, reference
 from tests import emulated
-from tests.emulated import CODES, matrix, scalar
+from tests.emulated import CODES, matrix, of_jobs, scalar
 from tests.emulated import made as of_producer
 
 E4M3 = torch.float8_e4m3fn
@@ -33,6 +33,7 @@ def set_zero(address: int, nbytes: int, stream: int) -> None:
     emulated.at(address, (nbytes,), torch.uint8).zero_()
 
 
+@of_jobs
 def amax_lines(words: Any, many: int, count: int, items: int, wide: bool, source: Any, stream: int) -> None:
     x = of_producer(words, wide, source)
     for address, dim in ((words[5], 1), (words[6], 0)):
@@ -41,6 +42,7 @@ def amax_lines(words: Any, many: int, count: int, items: int, wide: bool, source
             amax.copy_(torch.maximum(amax, reference.amax(x, dim)))
 
 
+@of_jobs
 def cast_rowwise(
     words: Any, many: int, count: int, items: int, wide: bool, e5m2: bool, rule: Any, source: Any, stream: int
 ) -> None:
@@ -51,6 +53,7 @@ def cast_rowwise(
         put(scale_inv, found[1])
 
 
+@of_jobs
 def cast_mxfp8_1d(
     words: Any, many: int, count: int, items: int, wide: bool, e5m2: bool, floor: bool, blocks_first: bool, source: Any,
     stream: int,
@@ -61,6 +64,7 @@ def cast_mxfp8_1d(
         put(scale, F.pad(found[1].t(), (0, -len(x) % 4)) if blocks_first else found[1])
 
 
+@of_jobs
 def cast_mxfp8_2d(
     words: Any, many: int, count: int, items: int, wide: bool, e5m2: bool, floor: bool, stream: int
 ) -> None:
@@ -76,6 +80,7 @@ def amax_rht(words: Any, tiles: int, wide: bool, stream: int) -> None:
     put(words[6], reference.amax(reference.rht16(x.t())))
 
 
+@of_jobs
 def cast_nvfp4_1d(
     words: Any, many: int, count: int, items: int, wide: bool, rht: bool, four: bool, draw: Any, draw_t: Any, source: Any,
     stream: int,
@@ -83,6 +88,7 @@ def cast_nvfp4_1d(
     _nvfp4(words, wide, source, (1, 16), rht, (draw, draw_t), four)
 
 
+@of_jobs
 def cast_nvfp4_2d(words: Any, many: int, count: int, items: int, wide: bool, four: bool, stream: int) -> None:
     _nvfp4((*words[:11], words[7], *words[12:]), wide, None, (16, 16), False, ((0,), (0,)), four)
 

@@ -1,8 +1,11 @@
-"""Casts in both orientations at once, and the way to the kernels: pure tests, with kernels that the reference plays."""
+"""Casts in both orientations at once, and the way to the kernels: pure tests, with kernels that are emulated."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +22,11 @@ from dlp.quant.integers import IntScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.quantizer import KeepHighPrecision, caps_of, one_read
 from dlp.quant.recipe import load
+from tests.emulated import emulation, recorded
 from tests.gpu.batched import BATCHED, check_batch
 from tests.gpu.inputs import views
 from tests.gpu.trained import trained
 from tests.metrics import assert_bit_equal
-from tests.played import CASTS, by_reference, playing
 from tests.quantizers import QUANTIZERS, RECIPES, a_slot, assert_same, matrix, origin
 from tests.test_operands import make_bound
 
@@ -32,10 +35,20 @@ OFFERING = [pair for pair in PAIRS if one_read(*pair) is not None]
 E4M3 = torch.float8_e4m3fn
 
 
+CASTS = ("cast_fp8_tensor", "cast_fp8_rowwise", "cast_fp8_block", "cast_mxfp8", "cast_nvfp4")
+
+
+@contextmanager
+def on_kernels() -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
+    """Inside, kernels run (tests.emulated); the list of their launches."""
+    with emulation(kind="sm_100", batches=True), recorded() as launches:
+        yield launches
+
+
 @pytest.fixture
-def played():
-    with playing() as jobs:
-        yield jobs
+def launches():
+    with on_kernels() as launches:
+        yield launches
 
 
 def quantized(quantizer, x, at):
@@ -79,13 +92,12 @@ def test_both_are_two_casts(pair):
 
 
 @pytest.mark.parametrize("pair", OFFERING, ids=str)
-def test_kernels_get_what_they_read_and_give_what_was_asked(pair, played):
+def test_kernels_get_what_they_read_and_give_what_was_asked(pair):
     for how, x in matrices(pair, 4).items():
-        played.clear()
-        mine, both = ways(pair, x), together(pair, x)
-        assert played, how
-        with by_reference():
-            expected = ways(pair, x)
+        expected = ways(pair, x)
+        with on_kernels() as launches:
+            mine, both = ways(pair, x), together(pair, x)
+        assert launches, how
         for made in (mine, both):
             assert_same(made[0], expected[0])
             assert_same(made[1], expected[1])
@@ -97,7 +109,7 @@ def test_kernels_get_what_they_read_and_give_what_was_asked(pair, played):
 def test_casts_write_where_they_are_told(pair, on_kernels, request):
     """Into rows of a larger buffer, such as a rank's segment of what is gathered."""
     if on_kernels:
-        request.getfixturevalue("played")
+        request.getfixturevalue("launches")
     x = next(iter(matrices(pair, 5).values()))
     one, other, _ = ways(pair, x)
 
@@ -116,13 +128,12 @@ def test_casts_write_where_they_are_told(pair, on_kernels, request):
         assert all(a.data_ptr() == b.data_ptr() for a, b in zip(new.parts, out.parts, strict=True))
 
 
-def test_a_transposed_view_is_not_copied(played):
+def test_a_transposed_view_is_not_copied(launches):
     x = matrix(5, 128, 256)
     for view in (x, x.t()):
         ops.cast_fp8_block(view, (1, 128), E4M3, power_of_two=True)
         ops.cast_fp8_tensor(view, E4M3, Fp8Scale(amax=ops.amax(view)))
-    assert {(job if isinstance(job, Tensor) else job.x).data_ptr() for job in played} == {x.data_ptr()}
-    assert len(played) == 6
+    assert [words[0] for _, (words, *_) in launches] == [x.data_ptr()] * 6
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (300, 2), (2, 300), (48, 64), (0, 16), (16, 0)])
@@ -133,9 +144,9 @@ def test_packed_codes_transposed(shape):
     assert torch.equal(ops.unpack_e2m1(turned), codes.t())
 
 
-def test_blocks_without_a_kernel_run_the_reference(played):
+def test_blocks_without_a_kernel_run_the_reference(launches):
     ops.cast_fp8_block(matrix(6, 64, 64), (1, 32), E4M3, power_of_two=True)
-    assert not played
+    assert not launches
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"])
@@ -158,21 +169,21 @@ def test_operands_do_not_depend_on_what_is_asked_with_them(recipe):
     ("recipe", "reads"),
     [("fp8_current", 2), ("fp8_delayed", 1), ("fp8_rowwise", 2), ("fp8_block", 1), ("mxfp8", 1), ("nvfp4", 2)],
 )
-def test_one_read_makes_both_operands(played, recipe, reads):
+def test_one_read_makes_both_operands(launches, recipe, reads):
     """And one what is observed before, where something is."""
     for tensor in ("x", "w", "dy"):
         bound = make_bound(STYLES["local", False], load(recipe))
         bound.session.cores[0] = SimpleNamespace(
             device=torch.device("cpu"), members=[None], specs=lambda bound=bound: [bound.spec]
         )
-        played.clear()
-        operands.quantize(bound, tensor, [matrix(8, 128, 128)], BOTH)
-        assert len(played) == reads
-        assert played[-1].codes is not None and played[-1].codes_t is not None
+        launches.clear()
+        (made,) = operands.quantize(bound, tensor, [matrix(8, 128, 128)], BOTH)
+        assert len(launches) == reads, launches
+        assert made.rowwise is not None and made.columnwise is not None
 
 
 @pytest.mark.parametrize("quantizer", BATCHED, ids=str)
-def test_a_batch_makes_what_casts_make_alone(quantizer, played):
+def test_a_batch_makes_what_casts_make_alone(quantizer, launches):
     check_batch(quantizer, torch.bfloat16, "cpu")
 
 
@@ -184,26 +195,28 @@ def test_what_is_transformed_or_rounded_by_chance_has_no_batch():
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"])
-def test_weights_cast_together_are_those_cast_alone(recipe, played):
-    losses, runtime = trained(recipe)
-    with by_reference():
+def test_weights_cast_together_are_those_cast_alone(recipe):
+    with emulation(batches=True):
+        losses, runtime = trained(recipe)
+    with emulation():
         expected, alone = trained(recipe)
     assert_bit_equal(losses, expected, recipe)
     assert len(expected.unique()) == len(expected), "the weights change"
     assert runtime.weight_batch.casts._prepared.launches and not alone.weight_batch.casts._prepared.launches
 
 
-def test_a_step_in_between_only_launches(played, monkeypatch):
+def test_a_step_in_between_only_launches(monkeypatch):
     prepared = []
     prepare = cast_engine._launches
     monkeypatch.setattr(
         cast_engine, "_launches", lambda quantizer, casts: prepared.append(len(casts)) or prepare(quantizer, casts)
     )
-    trained("fp8_current", steps=8)
+    with emulation(batches=True):
+        trained("fp8_current", steps=8)
     assert prepared == [2, 2], "tables are written anew where something has moved: at first, and after the load"
 
 
-def test_agreed_weights_are_cast_by_their_layer(played):
+def test_agreed_weights_are_cast_by_their_layer():
     spec = make_bound(STYLES["column", False], load("fp8_current", amax_scope="all")).spec
     assert operands.weights_agree(spec)
     assert not operands.weights_agree(make_bound(STYLES["column", False], load("fp8_current")).spec)
@@ -241,7 +254,7 @@ def test_what_has_kernels_is_named(monkeypatch):
 @pytest.mark.parametrize("tile", [False, True])
 @pytest.mark.parametrize("rht", [False, True])
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_a_cast_of_nvfp4_is_named_where_its_kernel_takes_it(tile, rht, stochastic, played):
+def test_a_cast_of_nvfp4_is_named_where_its_kernel_takes_it(tile, rht, stochastic, launches):
     quantizer = Nvfp4Scaling(tile, rht, stochastic)
     draw = object() if stochastic else None
     found = table.choose("cast_nvfp4", torch.ones(16, 16), None, quantizer.format.block, rht=rht, draw=draw)

@@ -17,8 +17,7 @@ from dlp.parallel.model import checks
 from dlp.parallel.model.checks import CastName, Flags
 from dlp.quant.quantizer import KeepHighPrecision, flagged, one_read
 from dlp.quant.recipe import load
-from tests.emulated import emulated  # noqa: F401
-from tests.played import playing
+from tests.emulated import emulated, emulation  # noqa: F401
 from tests.quantizers import QUANTIZERS, a_slot, matrix, origin
 from tests.spy import Spy
 from tests.twins import K, M, check_used, values
@@ -41,7 +40,7 @@ def test_a_cast_sets_its_flag_where_a_value_is_not_finite(quantizer: Any, by: st
     x[3, 5] = -torch.finfo(torch.bfloat16).max  # by which sums would overflow
     both, finite = one_read(quantizer, quantizer), abs(value) < torch.inf
     rowwise, columnwise, together = a_flag(), a_flag(), a_flag()
-    with playing() if by == "kernels" else pytest.MonkeyPatch.context():
+    with emulation() if by == "kernels" else nullcontext():
         for made, flag in ((x, rowwise), (x.t(), columnwise)):
             quantizer.cast(
                 made, quantizer.observe(made), slot=a_slot(), at=origin(made), **flagged(quantizer, made, flag)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dlp
 from tests import pool as worker
-from tests.played import playing
+from tests.emulated import emulation
 
 TOKENS, HIDDEN, FFN = 128, 64, 256  # of a rank; whole blocks of 128, so that everything travels as it is cast
 CULPRIT = 1  # the rank with the Inf
@@ -65,7 +65,7 @@ def told(recipe: str, held: str, into: str, value: float) -> list[str]:
     """What this rank says of a step into which such a value gets, the first of its tensors."""
     with ExitStack() as kernels:
         if worker.device().type == "cpu":
-            kernels.enter_context(playing())
+            kernels.enter_context(emulation())
         model, optimizer = made(recipe, held, "ignore")
         for now in ("", into):
             step(model, optimizer, now, value)

@@ -1,7 +1,7 @@
 """Weights cast at the step boundary, all of a model's together, train as weights cast where they are used: bit for bit,
 whatever holds them, whatever optimizer moves them, with fp32 weights under bf16 activations and sizes that are padded.
 
-Where there is no GPU the kernels are played (`tests.played`), so that what is prepared for them is tested, too.
+Where there is no GPU the device is emulated (`tests.emulated`), so that what is prepared for kernels is tested, too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import dlp
 from dlp.parallel.model.session import session_of
 from tests import pool as worker
 from tests.cases import BY_SCALES, few
+from tests.emulated import emulation
 from tests.metrics import assert_bit_equal, relative_error
 from tests.observe import Collectives
-from tests.played import playing
 from tests.shardnet import whole
 
 QUANTIZED = [name for name in BY_SCALES if name != "bf16"]
@@ -67,8 +67,8 @@ def trained(recipe: Any, held: str, optimizer: str, cached: bool) -> Trained:
     """Losses of four steps and the weights after them; a load scales all weights after the second one, and a loss follows
     at once, before the step boundary."""
     with ExitStack() as kernels:
-        if cached and worker.device().type == "cpu":
-            kernels.enter_context(playing())
+        if worker.device().type == "cpu":
+            kernels.enter_context(emulation(batches=True))
         model, chosen = made(recipe, held, optimizer, cached)
         generator = torch.Generator().manual_seed(1)
         losses = []
