@@ -16,6 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from launch.config.files import refuse_early
+
+if __name__ == "__main__":
+    refuse_early(sys.argv[1:])  # torch takes seconds to import
+
 import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException

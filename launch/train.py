@@ -13,6 +13,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from launch.config.files import refuse_early
+
+if __name__ == "__main__":
+    refuse_early(sys.argv[1:])  # torch takes seconds to import
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh

@@ -1,8 +1,11 @@
 """Configuration, without a device: files, overrides, every error sentence, the printed file and the documentation."""
 
 import dataclasses
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ import torch
 
 from launch.config import run_config as configuration
 from launch.config.__main__ import docs
-from launch.config.run_config import CONFIGS, load, make_parser, to_toml, validate_world
+from launch.config.files import CONFIGS
+from launch.config.run_config import load, make_parser, to_toml, validate_world
 from launch.config.sections import SCHEMA, Group, Train
 from launch.settings.schema import ConfigError, rule_of
 from launch.train import check_restarts
@@ -383,3 +387,17 @@ def test_styles_that_a_llama_cannot_run_are_refused(arguments: str, sentence: st
     with pytest.raises(ValueError) as caught:
         plan_for(load("tiny", given), 2, "cpu")
     assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("program", ["launch.train", "launch.local"])
+def test_a_config_that_is_none_is_refused_before_torch_is_imported(program: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise AssertionError('torch is imported')")
+    (tmp_path / "broken.toml").write_text("[train")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    for name, said in (("nosuch", "no such config"), ("broken.toml", "not a TOML"), ("binary.toml", "not a TOML")):
+        ended = subprocess.run(
+            [sys.executable, "-m", program, name, "--plan"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert ended.returncode == 1 and ended.stderr.startswith(f"{name}: {said}"), ended.stderr

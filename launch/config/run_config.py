@@ -6,8 +6,6 @@ rules that depend on the number of ranks in `validate_world`. `to_toml` writes a
 """
 
 import argparse
-import contextlib
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +14,12 @@ from typing import Any
 import dlp
 from dlp.comm.mesh import ParallelDims
 from dlp.quant.recipe import as_recipe, source
+from launch.config import files
 from launch.config.sections import SCHEMA, Checkpoint, Data, Group, Mesh, Run, Train
 from launch.models.settings import Model
 from launch.settings import overrides
 from launch.settings.schema import ConfigError, brief, read, toml_lines
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 DEFAULT = "tiny"
 TABLES = {name: cls for name, cls in SCHEMA.items() if cls is not Group}
 
@@ -189,31 +187,14 @@ def make_parser(program: str, description: str) -> argparse.ArgumentParser:
     return overrides.make_parser(program, description, DEFAULT, SCHEMA)
 
 
-def _find(name_or_path: str | Path) -> Path:
-    path = Path(name_or_path)
-    with contextlib.suppress(OSError, ValueError):  # a name that no file can have
-        for candidate in (CONFIGS / f"{name_or_path}.toml", path):
-            if candidate.is_file():
-                return candidate
-    names = ", ".join(sorted(each.stem for each in CONFIGS.glob("*.toml")))
-    raise ConfigError(f"{brief(str(name_or_path))}: no such config, expected a path to a TOML file or one of {names}")
-
-
 def _load(name_or_path: str | Path, changes: Sequence[tuple[str, str]]) -> Config:
-    path = _find(name_or_path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path.name}: not a TOML file: {error}") from None
-    return from_text(text, path.name, changes)
+    path = files.find(name_or_path)
+    return from_text(files.read_text(path), path.name, changes)
 
 
 def from_text(text: str, name: str, changes: Sequence[tuple[str, str]] = ()) -> Config:
     """The checked config of a TOML file's text; `name`: what messages call it; `changes`: overrides. Raises ConfigError."""
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name}: not a TOML file: {error}") from None
+    tables = files.parse(text, name)
     _check_shape(tables, name)
     overrides.apply(tables, changes, SCHEMA)
     try:

@@ -1,0 +1,55 @@
+"""Files of configs: found by name or path, and read as TOML, without importing torch."""
+
+from __future__ import annotations
+
+import contextlib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.ranks.process_exit import refuse
+from launch.settings.schema import ConfigError, brief
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def find(name_or_path: str | Path) -> Path:
+    """Return the file of a config. ConfigError where there is none."""
+    path = Path(name_or_path)
+    with contextlib.suppress(OSError, ValueError):  # a name that no file can have
+        for candidate in (CONFIGS / f"{name_or_path}.toml", path):
+            if candidate.is_file():
+                return candidate
+    names = ", ".join(sorted(each.stem for each in CONFIGS.glob("*.toml")))
+    raise ConfigError(f"{brief(str(name_or_path))}: no such config, expected a path to a TOML file or one of {names}")
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a config. ConfigError for a file that is no text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path.name}: not a TOML file: {error}") from None
+
+
+def parse(text: str, name: str) -> dict[str, Any]:
+    """Return the tables of a config. ConfigError for a text that is no TOML. `name`: the name of the file in messages."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: not a TOML file: {error}") from None
+
+
+def refuse_early(arguments: Sequence[str]) -> None:
+    """End a program whose first argument names no config, or a file that is no TOML. Programs call this before they import
+    torch, which takes seconds; everything else is checked by `run_config`."""
+    if not arguments or arguments[0].startswith("-"):
+        return
+    try:
+        path = find(arguments[0])
+        parse(read_text(path), path.name)
+    except ConfigError as error:
+        refuse(str(error))
+    except OSError:
+        return  # `run_config` names the file that cannot be read
