@@ -3,8 +3,8 @@
 What stands here is public; everything else may change.
 """
 
-# models of small operations; suites for formats
-from dlp import ops, testing
+# models of small operations; optimizers; suites for formats
+from dlp import ops, optim, testing
 
 # the mesh
 from dlp.comm.mesh import build_mesh
@@ -51,7 +51,7 @@ __all__ = [
     "VocabParallelEmbedding", "Workload", "attach", "autocast", "backward_dw", "build_mesh", "calibrate",
     "check_scales", "convert", "cross_entropy", "end_step", "export", "freeze", "fully_shard", "gather_tokens", "graphed_step",
     "graphing", "load_lora", "load_quantized_state_dict", "load_state_dict", "lora", "lora_groups",
-    "make_plan", "merge_lora", "not_finite", "ops", "prove", "quantize_",
+    "make_plan", "merge_lora", "not_finite", "ops", "optim", "prove", "quantize_",
     "quantized_model_init", "quantized_state_dict", "read_stats", "recipe", "record_stats", "save_lora", "scatter_tokens",
     "set_recipe", "state_dict", "testing", "watch_scales", "wire_report", "with_master_weights",
 ]  # fmt: skip

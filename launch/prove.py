@@ -23,13 +23,13 @@ from torch.optim import Optimizer
 
 import dlp
 from dlp.comm.mesh import AXES, DP_SHARD, ParallelDims
+from dlp.optim.encodings import ENCODINGS
 from dlp.parallel.traffic.ledger import activation_dtypes, plan_of
 from dlp.parallel.traffic.predict import Traffic
 from dlp.proof.cases import MESHES, MeshCase
 from dlp.proof.report import Report
 from launch.config.run_config import Config, command_line, count, make_parser
 from launch.models.settings import Model
-from launch.optimizers.encodings import ENCODINGS
 from launch.ranks.loopback_store import meet_on_loopback
 from launch.ranks.process_exit import refuse
 from launch.training.build import build

@@ -37,12 +37,14 @@ MAY_IMPORT = {
     "dlp.comm": {"dlp.kernels"},
     "dlp.parallel": {"dlp.quant", "dlp.comm", "dlp.kernels", "dlp.te_arguments"},
     "dlp.ops": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels", "dlp.te_arguments"},
+    "dlp.optim": {"dlp.parallel", "dlp.comm"},
     "dlp.te": {"dlp", "dlp.ops", "dlp.parallel", "dlp.quant", "dlp.te_arguments"},
     "dlp.flows": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
     "dlp.proof": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
     "dlp.testing": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
     "dlp": {
         "dlp.ops",
+        "dlp.optim",
         "dlp.testing",
         "dlp.flows",
         "dlp.proof",
@@ -51,7 +53,17 @@ MAY_IMPORT = {
         "dlp.comm",
         "dlp.kernels",
     },  # dlp/__init__.py, the table of contents
-    "launch": {"dlp", "dlp.ops", "dlp.flows", "dlp.proof", "dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
+    "launch": {
+        "dlp",
+        "dlp.optim",
+        "dlp.ops",
+        "dlp.flows",
+        "dlp.proof",
+        "dlp.parallel",
+        "dlp.quant",
+        "dlp.comm",
+        "dlp.kernels",
+    },
     "bench": {"launch", "dlp", "dlp.ops", "dlp.flows", "dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
 }
 PROGRAMS = ("launch", "bench")

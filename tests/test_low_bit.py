@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dlp.optim.encodings import AVERAGES, ENCODINGS, decoded, write
+from dlp.optim.low_bit_adamw import step_of_one
 from launch.config.run_config import load
-from launch.optimizers.encodings import AVERAGES, ENCODINGS, decoded, write
-from launch.optimizers.low_bit_adamw import step_of_one
 from launch.settings.schema import ConfigError
 from launch.train import plan_text
 from launch.training.optimizer import OPTIMIZERS, check_installed, state_bytes

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dlp.optim.encodings import encoding_of
 from launch import generate
 from launch.data import tokenizer
 from launch.data.documents import saved_dataset
-from launch.optimizers.encodings import encoding_of
 from launch.settings.schema import ConfigError
 from launch.weights import safetensors_folder
 from launch.weights.hf_config import read_config

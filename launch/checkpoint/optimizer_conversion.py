@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from launch.optimizers.encodings import AVERAGES, Average, decoded, write
+from dlp.optim.encodings import AVERAGES, Average, decoded, write
 
 Form = dict[str, tuple[torch.Size, torch.dtype]]  # of "codes" and "scale", or of "" for what is not encoded
 Load = Callable[[dict[str, Any]], None]

@@ -39,10 +39,10 @@ import dlp
 from dlp.parallel.model.boundary import recipes_of
 from launch.checkpoint import dcp_files, optimizer_conversion
 from launch.checkpoint.finite_check import not_finite
+from launch.checkpoint.initial_optimizer_state import make_state
 from launch.checkpoint.manifest import CheckpointError, WayOut, complete, damage, read_manifest, way_out, write_manifest
 from launch.data.token_stream import TokenStream
 from launch.models.settings import Model
-from launch.optimizers.initial_state import make_state
 from launch.ranks import rank_objects
 
 T = TypeVar("T")

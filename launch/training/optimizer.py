@@ -13,11 +13,11 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from dlp import Plan
+from dlp.optim.encodings import ENCODINGS, Encoding
+from dlp.optim.low_bit_adamw import LowBitAdamW
+from dlp.optim.muon import MUON, Muon, is_matrix_of_block
 from launch.config.run_config import Config
 from launch.config.sections import Train
-from launch.optimizers.encodings import ENCODINGS, Encoding
-from launch.optimizers.low_bit_adamw import LowBitAdamW
-from launch.optimizers.muon import MUON, Muon, is_matrix_of_block
 from launch.settings.schema import ConfigError
 
 Groups = list[dict[str, Any]]

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dlp import Plan
 from dlp.comm import observer
 from dlp.comm.mesh import DP_SHARD, GROUPS, TP, WORLD
+from dlp.optim.muon import MUON, is_matrix_of_block
+from dlp.optim.muon import OWN as MUONS
 from dlp.parallel.model.plan import table
 from dlp.parallel.model.session import session_of
 from dlp.parallel.traffic.ledger import Ledger, activation_dtypes, plan_of
@@ -33,7 +35,6 @@ from dlp.parallel.traffic.predict import (
 from launch.common.units import said_bytes, said_seconds
 from launch.config.run_config import Config, parallel_dims, validate_world
 from launch.models.modules import DTYPES
-from launch.optimizers.muon import MUON, is_matrix_of_block
 from launch.ranks.links import OWN, link_of, slow_tp
 from launch.training.build import Built
 from launch.training.gradient_accumulation import Accumulation, gradient_wire
@@ -88,7 +89,7 @@ def _gathers_of_muon(plan: Plan, load: Workload) -> Counter[Sent]:
         gathered = {DP_SHARD: prod(load.shard(parameter.shape, padded=True)) if load.units else 0}
         gathered |= {TP: prod(parameter.shape)} if parameter.name in cut_by_tp else {}
         for group, elements in gathered.items():
-            sent = Sent(load.named(group), OWN["layer"], OWN["direction"], "bfloat16")
+            sent = Sent(load.named(group), MUONS["layer"], MUONS["direction"], "bfloat16")
             total[sent] += observer.gathered(2 * elements, load.ranks(group))
     return total
 

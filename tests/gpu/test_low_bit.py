@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from launch.optimizers.encodings import ENCODINGS
-from launch.optimizers.low_bit_adamw import LowBitAdamW, step_of_one
+from dlp.optim.encodings import ENCODINGS
+from dlp.optim.low_bit_adamw import LowBitAdamW, step_of_one
 
 
 @pytest.mark.parametrize("name", ENCODINGS)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dlp.optim.encodings import AVERAGES, ENCODINGS, decoded, write
 from dlp.parallel.weight.local import local_values
 from launch.checkpoint import save_load
 from launch.config.run_config import Config
-from launch.optimizers.encodings import AVERAGES, ENCODINGS, decoded, write
 from tests import training
 from tests.metrics import assert_bit_equal
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dlp.optim import muon
 from launch.config.run_config import Config
-from launch.optimizers import muon
 from launch.training.optimizer import make_optimizer
 from tests import pool as worker
 from tests import training

@@ -13,20 +13,19 @@ what NS costs does not fall with ranks, and a step sends 2 bytes for each elemen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from dlp.comm import observer
+from dlp.optim.encodings import AVERAGES
 from dlp.parallel.weight.local import local_values
-from launch.optimizers.encodings import AVERAGES
-from launch.ranks.links import OWN
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -36,6 +35,7 @@ BUFFER = "momentum_buffer"
 
 
 MUON = "muon"
+OWN = {"layer": "dlp.optim", "direction": "other"}  # what ledgers call the bytes of a step
 
 
 def is_matrix_of_block(parameter: str, shape: Sequence[int]) -> bool:
@@ -43,14 +43,70 @@ def is_matrix_of_block(parameter: str, shape: Sequence[int]) -> bool:
     return len(shape) == 2 and "layers" in parameter.split(".")
 
 
+def muon_groups(model: nn.Module, *, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+    """Groups of the parameters of a model for `Muon`.
+
+    Args:
+        model: Its blocks lie in an nn.ModuleList; 2-D parameters in blocks are the matrices.
+        weight_decay: Of all parameters with two dimensions; vectors have none.
+
+    Returns:
+        Groups of matrices, of other parameters with two dimensions, and of vectors; empty groups are left out.
+
+    Raises:
+        ValueError: For a model without such matrices.
+    """
+    lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    matrices = {name for name, p in learning.items() if p.dim() == 2 and name.startswith(tuple(lists))}
+    if not matrices:
+        raise ValueError(
+            f"muon_groups: {type(model).__name__} has no matrix in an nn.ModuleList: write the groups, matrices=True for those "
+            f"that Muon moves"
+        )
+    rest = {name: parameter for name, parameter in learning.items() if name not in matrices}
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [learning[name] for name in learning if name in matrices],
+            "weight_decay": weight_decay,
+            "matrices": True,
+        },
+        {"params": [p for p in rest.values() if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in rest.values() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
 class Muon(Optimizer):
-    """`groups` with `matrices` true hold the 2-D parameters of Muon, the others those of AdamW. `lr`: a number, or a tensor on
-    the device. Clipped by `grad_scale` and skipped by `found_inf`, fp32 [], as torch's fused AdamW is."""
+    """Orthogonalized momentum of matrices, AdamW of all else.
+
+    Args:
+        groups: Groups of parameters, such as those of `muon_groups`; a group with `matrices` true holds 2-D parameters that
+            Muon moves, any other group those of AdamW.
+        lr: A number, or a tensor on the device.
+        betas, eps: As of torch.optim.AdamW, for the groups of AdamW.
+
+    A step is clipped by `grad_scale` and skipped by `found_inf`, fp32 [], as torch's fused AdamW is.
+
+    Raises:
+        ValueError: For a parameter with another number of dimensions in a group of matrices.
+
+    Example:
+        >>> optimizer = Muon(muon_groups(model, weight_decay=0.1), lr=1e-3)
+    """
 
     def __init__(
-        self, groups: list[dict[str, Any]], *, lr: float | Tensor, betas: tuple[float, float], eps: float
-    ) -> None:
+        self, groups: Iterable[dict[str, Any]], *, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:  # fmt: skip
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "matrices": False})
+        for group in self.param_groups:
+            for parameter in group["params"] if group["matrices"] else ():
+                if parameter.dim() != 2:
+                    raise ValueError(
+                        f"Muon: a group with matrices holds 2-D parameters; got shape {tuple(parameter.shape)}: put the "
+                        f"parameter into a group without matrices"
+                    )
         device = self.param_groups[0]["params"][0].device
         self.grad_scale, self.found_inf = torch.ones((), device=device), torch.zeros((), device=device)
 

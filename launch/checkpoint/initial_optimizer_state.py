@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
-from launch.optimizers.encodings import AVERAGES
-from launch.optimizers.low_bit_adamw import LowBitAdamW
-from launch.optimizers.muon import Muon
+from dlp.optim.encodings import AVERAGES
+from dlp.optim.low_bit_adamw import LowBitAdamW
+from dlp.optim.muon import Muon
 
 
 def make_state(optimizer: Optimizer) -> None:

@@ -10,6 +10,7 @@ worth its minute on a CPU.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dlp.optim.encodings import AVERAGES, ENCODINGS, Average, Encoding, Wrap, flat
 from dlp.parallel.weight.local import local_values
-from launch.optimizers.encodings import AVERAGES, Average, Encoding, Wrap, flat
 
 
 class LowBitAdamW(Optimizer):
@@ -44,6 +45,14 @@ class LowBitAdamW(Optimizer):
             for parameter in group["params"]:
                 self._state_of(parameter)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of torch, which would cast codes to the dtype of their parameter: they keep their own."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            for name in AVERAGES:
+                if isinstance(state.get(name), dict):
+                    state[name]["codes"] = state[name]["codes"].to(self.encoding.dtype)
+
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
@@ -67,6 +76,58 @@ class LowBitAdamW(Optimizer):
                     values, grad = local_values(parameter).view(-1), local_values(parameter.grad).reshape(-1)
                     self._step(values, grad, state["step"], averages, self._wraps, on_device, settings)
         return loss
+
+
+class _ByName(LowBitAdamW):
+    """AdamW with averages in few bits, of fp32 parameters on one device.
+
+    Args:
+        params: Parameters, or groups of parameters.
+        lr: Learning rate; each group holds a tensor on the device, which a schedule may fill.
+        betas, eps, weight_decay: As of torch.optim.AdamW.
+
+    Averages of parameters with fewer than 4096 elements on a rank, and of rows that are no whole blocks, stay fp32.
+
+    Raises:
+        ModuleNotFoundError: Without torchao, with the command that installs it.
+        ValueError: For parameters that are not fp32.
+
+    Example:
+        >>> optimizer = AdamW8bit(model.parameters(), lr=1e-3)
+    """
+
+    kind: str
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:  # fmt: skip
+        if importlib.util.find_spec("torchao") is None:
+            raise ModuleNotFoundError(
+                f"{type(self).__name__} keeps its averages as torchao does, which is not installed: pip install 'dlp[ao]'"
+            )
+        super().__init__(params, ENCODINGS[self.kind], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dtype != torch.float32:
+                    raise ValueError(
+                        f"{type(self).__name__}: parameters must be fp32; got {parameter.dtype}: keep master weights in fp32"
+                    )
+
+
+class AdamW8bit(_ByName):
+    __doc__ = f"{_ByName.__doc__}\n    Codes of 8 bits, one fp32 scale for each block of 256."
+    kind = "adamw8bit"
+
+
+class AdamW4bit(_ByName):
+    __doc__ = f"{_ByName.__doc__}\n    Codes of 4 bits, one fp32 scale for each block of 128."
+    kind = "adamw4bit"
+
+
+class AdamWFp8(_ByName):
+    __doc__ = f"{_ByName.__doc__}\n    Codes in float8 e4m3, one fp32 scale for each block of 256."
+    kind = "adamwfp8"
 
 
 def step_of_one(

@@ -1,1 +1,0 @@
-"""Optimizers that torch does not have for sharded parameters, and encodings of optimizer states in few bits."""

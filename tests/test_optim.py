@@ -1,0 +1,131 @@
+"""dlp.optim in a loop of one's own: clipping, skipping and resuming, on one rank and, by torch's checkpoints, on shards."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import dlp
+from tests import pool as worker
+from tests.metrics import assert_bit_equal
+
+pytest.importorskip("torchao")
+KINDS = ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Muon")
+
+
+def made(kind: str, model: nn.Module) -> Any:
+    if kind == "Muon":
+        return dlp.optim.Muon(dlp.optim.muon_groups(model, weight_decay=0.1), lr=1e-2)
+    return getattr(dlp.optim, kind)(model.parameters(), lr=1e-2)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([nn.Linear(256, 256) for _ in range(2)]), nn.Linear(256, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def model_of() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def give_gradients(model: nn.Module, seed: int, factor: float = 1.0) -> None:
+    x = torch.randn(16, 256, generator=torch.Generator().manual_seed(seed))
+    (factor * model(x).square().mean()).backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_clipped_to_a_norm(kind: str):
+    """As if the gradients had been divided before, to the last bits of a division."""
+    models = [model_of() for _ in range(2)]
+    optimizers = [made(kind, model) for model in models]
+    give_gradients(models[0], 1)
+    norm = dlp.optim.clip_(optimizers[0], 1e-3)
+    assert norm > 1e-3 and float(optimizers[0].grad_scale) == pytest.approx(float(norm) / 1e-3)
+    give_gradients(models[1], 1)
+    for parameter in models[1].parameters():
+        parameter.grad /= optimizers[0].grad_scale
+    for optimizer in optimizers:
+        optimizer.step()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert_bit_equal(one, other)
+    assert not torch.equal(next(models[0].parameters()), next(model_of().parameters()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_whose_gradients_are_not_finite_changes_nothing(kind: str):
+    model = model_of()
+    optimizer = made(kind, model)
+    give_gradients(model, 1)
+    optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    give_gradients(model, 2, float("inf"))
+    assert not dlp.optim.clip_(optimizer, 1.0).isfinite()
+    optimizer.step()
+    for name, tensor in model.state_dict().items():
+        assert_bit_equal(tensor, before[0][name], name)
+    for number, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            for part, tensor in (value if isinstance(value, dict) else {"": value}).items():
+                old = before[1][number][name]
+                assert_bit_equal(tensor, old[part] if part else old, f"{name} {part}")
+
+
+def test_what_cannot_be_made_is_refused():
+    with pytest.raises(ValueError, match="AdamW8bit: parameters must be fp32; got torch.bfloat16"):
+        dlp.optim.AdamW8bit(nn.Linear(4, 4).bfloat16().parameters())
+    with pytest.raises(ValueError, match="has no matrix in an nn.ModuleList: write the groups"):
+        dlp.optim.muon_groups(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"holds 2-D parameters; got shape \(4,\)"):
+        dlp.optim.Muon([{"params": nn.Linear(4, 4).bias, "matrices": True}])
+    model = nn.Linear(4, 4)
+    with pytest.raises(
+        TypeError, match="AdamW has no grad_scale: clip its gradients with torch.nn.utils.clip_grad_norm_"
+    ):
+        dlp.optim.clip_(torch.optim.AdamW(model.parameters()), 1.0)
+    with pytest.raises(ValueError, match="max_norm must be positive; got 0"):
+        dlp.optim.clip_(dlp.optim.AdamWFp8(model.parameters()), 0)
+
+
+def resumed_on_shards(folder: str, kind: str) -> list[str]:
+    """Parameters that differ between a run and one that was saved by torch's checkpoint and resumed, on 2 FSDP ranks."""
+    mesh, runs = worker.mesh(dp_shard=2, tp=1), []
+    for resumes in (False, True):
+        model = model_of()
+        dlp.convert(model, [], mesh)
+        dlp.fully_shard(model, mesh=mesh)
+        optimizer = made(kind, model)
+        for step in range(4):
+            if resumes and step == 2:
+                weights, states = get_state_dict(model, optimizer)
+                dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+                for parameter in model.parameters():
+                    parameter.data.zero_()
+                optimizer = made(kind, model)
+                weights, states = get_state_dict(model, optimizer)
+                dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
+                set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+            give_gradients(model, step)
+            dlp.optim.clip_(optimizer, 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append({name: parameter.full_tensor() for name, parameter in model.named_parameters()})
+    return [name for name, tensor in runs[0].items() if not torch.equal(tensor, runs[1][name])]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["AdamW4bit", "Muon"])
+def test_a_run_resumes_from_torchs_checkpoints_bit_for_bit(ranks, kind: str, tmp_path):
+    assert ranks(2).run(resumed_on_shards, str(tmp_path), kind) == [[], []]
