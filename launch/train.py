@@ -86,7 +86,7 @@ def plan_text(config: Config, world: int, device: str, timeline: Path | None = N
     time = forecast_or_reason(config, world, device, found)
     if timeline is not None:
         write_timeline(time, timeline)
-    predicted = [f"time: not predicted: {time}"] if isinstance(time, str) else time.describe()
+    predicted = ["", f"time: not predicted: {time}"] if isinstance(time, str) else ["", *time.describe()]
     lines = [
         found.dims.describe(kind),
         *layers,
@@ -97,8 +97,7 @@ def plan_text(config: Config, world: int, device: str, timeline: Path | None = N
         *averages,
         *map(str, swaps),
         saves,
-        "",
-        *predicted,
+        *(predicted if kind != "cpu" else []),
     ]
     return "\n".join(lines)
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp import ops
-from launch.models.modules import Llama
-from launch.models.parallel import fuse, parallel_groups
-from launch.models.settings import Model
-from tests import pool as worker
 from tests.kept import fusions_kept
 from tests.ops_models import FFN, H, M, Watched, linear, mlp, run, same, values
 from tests.ops_programs import PROGRAMS, LearnableScale, fuse_scale_add
@@ -172,71 +166,6 @@ def test_equal_blocks_share_a_graph():
         run(model)
         optimizer.step()
     assert counters["stats"]["unique_graphs"] <= 3
-
-
-class Compiled(NamedTuple):
-    """Graphs of the blocks of a Llama: how many; of one in its last form, calls of opaque linears, other calls of torch that
-    compute, and the bytes that it makes and keeps for backward."""
-
-    graphs: int
-    linears: list[int]
-    others: list[int]
-    kept: int
-
-
-def compiled_blocks(recipe: str, fused: bool) -> Compiled:
-    config = Model(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=64, fused=fused)
-    model, mesh = Llama(config), worker.mesh(dp_shard=1, tp=1)
-    dlp.convert(
-        model, [*parallel_groups(config, False), dlp.LayerGroup("all", "layers.*.*.*_proj", recipe=recipe)], mesh
-    )
-    fuse(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    dlp.attach(model, optimizer)
-    found: dict[str, list[torch.fx.GraphModule]] = {"forward": [], "backward": []}
-
-    def keeps(which: str) -> Any:
-        return lambda graph, inputs: found[which].append(graph) or make_boxed_func(graph.forward)
-
-    backend = aot_autograd(
-        fw_compiler=keeps("forward"), bw_compiler=keeps("backward"),
-        partition_fn=min_cut_rematerialization_partition,
-    )  # fmt: skip
-    torch._dynamo.reset()
-    for block in model.model.layers:
-        block.compile(backend=backend, fullgraph=True)
-    for _ in range(3):
-        model(torch.arange(64).view(1, 64)).float().square().mean().backward()
-        optimizer.step()
-    torch._dynamo.reset()
-    linears, others = [], []
-    for graphs in found.values():
-        calls = [str(node.target) for node in graphs[-1].graph.nodes if node.op == "call_function"]
-        linears.append(sum("dlp.linear" in call for call in calls))
-        others.append(sum("aten" in call and not call.startswith(VIEWS) for call in calls))
-    (output,) = [node for node in found["forward"][-1].graph.nodes if node.op == "output"]
-    made = {node for node in output.args[0][1:] if node is not None and node.op == "call_function"}
-    values = [node.meta["val"] for node in made]
-    return Compiled(len(found["forward"]), linears, others, sum(each.numel() * each.itemsize for each in values))
-
-
-VIEWS = tuple(f"aten.{name}." for name in ("view", "transpose", "slice", "detach", "expand"))
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(1)
-def test_fused_blocks_compile_to_no_more_than_others(ranks: Any):
-    """One graph for all blocks, and a second one for operands that the step boundary has cast, with as many linears, as many
-    operations between the linears, and as much memory kept for backward."""
-    ((fused, plain),) = ranks(1).run(both_compiled, "fp8_delayed")
-    assert fused.graphs == plain.graphs == 2
-    assert fused.linears == plain.linears == [4, 4]
-    assert all(mine <= its for mine, its in zip(fused.others, plain.others, strict=True)), (fused, plain)
-    assert fused.kept <= plain.kept
-
-
-def both_compiled(recipe: str) -> tuple[Compiled, Compiled]:
-    return compiled_blocks(recipe, True), compiled_blocks(recipe, False)
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """RMSNorm, SwiGLU and sums of columns: the references against float64 and autograd, and matrices that a cast makes on its
-way, with kernels that the reference plays (see test_casts.py). No device."""
+way, with emulated kernels (see test_casts.py). No device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dlp.kernels import ops, reference
 from dlp.quant.quantizer import caps_of
 from tests.metrics import assert_bit_equal, assert_close
 from tests.quantizers import a_slot, assert_same, origin
-from tests.test_casts import OFFERING, one_read, played  # noqa: F401
+from tests.test_casts import OFFERING, launches, one_read  # noqa: F401
 
 SHAPES = [(1, 1), (5, 300), (130, 1030), (600, 64), (0, 8)]
 ROUNDED = {torch.float32: 5e-7, torch.bfloat16: 4e-3}  # relative error of a result: fp32 arithmetic, one rounding
@@ -147,7 +147,7 @@ def produced(rows: int = 128, cols: int = 256) -> dict[str, ops.LazyMatrix]:
 
 @pytest.mark.parametrize("which", produced())
 @pytest.mark.parametrize("pair", OFFERING, ids=str)
-def test_a_produced_matrix_is_cast_as_if_it_were_stored(pair, which, played):  # noqa: F811
+def test_a_produced_matrix_is_cast_as_if_it_were_stored(pair, which, launches):  # noqa: F811
     """Both orientations and one alone; also with a quantizer whose kernel makes nothing on its way."""
     both = one_read(*pair)
     stored = produced()[which].value
@@ -167,7 +167,7 @@ def test_a_produced_matrix_is_cast_as_if_it_were_stored(pair, which, played):  #
     assert bool(staging) == (caps_of(pair[0]).slot is not None)
 
 
-def test_a_sum_is_made_with_the_first_that_needs_it(played):  # noqa: F811
+def test_a_sum_is_made_with_the_first_that_needs_it(launches):  # noqa: F811
     x, more, weight = draw(16, 64, dtype=torch.bfloat16), draw(16, 64, seed=1, dtype=torch.bfloat16), draw(64, seed=2)
     stored = reference.rms_norm(x + more, weight, EPS)
     for first in ("amax", "value", "rstd", "matrix"):
@@ -181,7 +181,7 @@ def test_a_sum_is_made_with_the_first_that_needs_it(played):  # noqa: F811
 
 
 @pytest.mark.parametrize("which", ["rms_norm", "swiglu", "gelu", "reglu", "gelu's gradient"])
-def test_a_fused_cast_stores_nothing_else(which, played, monkeypatch):  # noqa: F811
+def test_a_fused_cast_stores_nothing_else(which, launches, monkeypatch):  # noqa: F811
     """Neither the cast nor its amax asks for the matrix itself."""
     matrix, quantizers = produced()[which], OFFERING[0]
     monkeypatch.setattr(type(matrix), "value", property(lambda self: pytest.fail("the matrix was computed apart")))
@@ -194,11 +194,14 @@ def test_a_fused_cast_stores_nothing_else(which, played, monkeypatch):  # noqa: 
 
 
 @pytest.mark.parametrize("which", ["sums", "its sums"])
-def test_a_cast_takes_the_sums_of_its_columns(which, played):  # noqa: F811
+def test_a_cast_takes_the_sums_of_its_columns(which, launches):  # noqa: F811
     summed = produced()[which]
-    before = len(played)
+    before = len(launches)
     ops.cast_fp8_block_both(summed, (1, 128), torch.float8_e5m2, power_of_two=True)
-    sums, jobs = summed.sums(), len(played) - before
-    assert jobs == 1 and summed._parts is not None
+    sums = summed.sums()
+    assert [name for name, *_ in launches[before:]] == [
+        "cast_block_1d",
+        "sum_parts",
+    ]  # no kernel reads the matrix for sums
     assert_bit_equal(sums, reference.column_sums(summed.matrix))
     assert_bit_equal(ops.Summed(summed.matrix).sums(), sums)  # without a cast

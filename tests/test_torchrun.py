@@ -205,7 +205,8 @@ def local(folder: Path) -> Run:
 FAULTY = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
-from launch import train, trainer
+from launch import train
+from launch.training import trainer
 
 def train_step(self, step, original=trainer.Trainer.train_step):
     if step == {EVERY + 2} and os.environ["RANK"] == "1":
@@ -220,7 +221,8 @@ train.main()
 LINGERING = f"""
 import os, signal, sys, threading, time
 sys.path.insert(0, {str(ROOT)!r})
-from launch import train, trainer
+from launch import train
+from launch.training import trainer
 
 def train_step(self, step, original=trainer.Trainer.train_step):
     if step == {EVERY + 2} and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -30,7 +30,8 @@ def test_a_plan_needs_no_ranks(world, device, mesh):
         "plan: 29 linears (20 fp8_current column, 8 fp8_current row, 1 bf16 "
     )
     assert ("reference" if device == "cpu" else "cublaslt fp8 tn") in lines[5]
-    assert lines[-1] == "saves: every 100 steps and after the last step, written while the next steps run"
+    assert "saves: every 100 steps and after the last step, written while the next steps run" in lines
+    assert lines[-1].startswith("saves:" if device == "cpu" else "time: not predicted: name a board")
 
 
 @pytest.mark.parametrize(

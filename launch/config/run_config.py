@@ -82,6 +82,11 @@ def _agreements(config: Config) -> Iterator[tuple[bool, str]]:
         train.profile <= train.steps,
         f"[train] profile: expected one of the {train.steps} steps, or 0, got {train.profile}",
     )
+    yield (
+        not (model.fused and train.compile),
+        "[model] fused: expected false with [train] compile = true, which fuses norms and gates by itself and keeps less "
+        "memory, got true; set one of them to false",
+    )
     why_not = cannot_capture(config)
     yield train.cuda_graph is not True or not why_not, f"[train] cuda_graph = true: {why_not}"
     names = [group.name for group in config.groups]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlp.comm.mesh import TP, TRANSPORTS, WORLD
+from dlp.optim.encodings import ENCODINGS
 from dlp.parallel.linear.spec import LayerOptions
 from dlp.parallel.model.groups import FIELDS
 from launch.models.settings import Model
-from launch.optimizers.encodings import ENCODINGS
 from launch.settings.schema import Rule, Section, choice, flag, integer, number, numbers, setting, text, texts
 
 

@@ -263,8 +263,7 @@ def graphs_of_blocks(config: Config) -> int:
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("fused", ["true", "false"])
-def test_more_blocks_of_a_model_make_no_more_graphs(ranks, tmp_path, fused):
+def test_more_blocks_of_a_model_make_no_more_graphs(ranks, tmp_path):
     """torch stops compiling a function after its eighth graph, and runs what is left of a deep model as it is."""
     data, graphs = training.shards(tmp_path), []
     for layers in (2, 3):
@@ -272,7 +271,6 @@ def test_more_blocks_of_a_model_make_no_more_graphs(ranks, tmp_path, fused):
             tmp_path,
             data,
             "--mesh.tp=1",
-            f"--model.fused={fused}",
             f"--model.layers={layers}",
             "--train.deterministic=false",
         )

@@ -301,7 +301,7 @@ class SpreadModule(nn.Module):
         checkpoint, which torch would take for values."""
         for name, parameter in self._parameters.items():
             given = state_dict.get(f"{prefix}{name}")
-            if parameter is not None and type(given) in (Tensor, nn.Parameter):
+            if parameter is not None and isinstance(given, Tensor) and type(given) in (Tensor, nn.Parameter):
                 check_are_values(f"{prefix}{name}", given)
             whole = isinstance(given, Tensor) and not isinstance(given, DTensor)
             if isinstance(parameter, DTensor) and whole and given.shape == parameter.shape:
@@ -439,7 +439,7 @@ def check_finite(name: str, weight: Tensor) -> None:
         (wrong,) = agree([wrong], group)
     if wrong:
         raise ValueError(
-            f"{name}: its weight has NaN or Inf, which codes would hide: load a checkpoint from before training diverged"
+            f"{name}: its weight has NaN or Inf, which codes would hide; take a checkpoint from before training diverged"
         )
 
 
@@ -456,8 +456,8 @@ def check_are_values(name: str, given: Tensor) -> None:
     """ValueError for a tensor to load into a parameter that holds codes, or integers, in the place of values."""
     if not given.is_floating_point() or given.dtype.itemsize == 1:
         raise ValueError(
-            f"{name}: the tensor to load holds {given.dtype}, codes that mean nothing without their scales: decode them to "
-            f"bf16 or fp32 before load_state_dict"
+            f"{name}: the tensor to load holds {given.dtype}, codes that mean nothing without their scales; convert them to "
+            f"bf16 or fp32 values before load_state_dict"
         )
 
 
