@@ -1,4 +1,4 @@
-"""A device played on the CPU: the module of compiled kernels, by functions that get addresses, as the kernels do.
+"""A device that the CPU emulates: the module of compiled kernels, by functions that get addresses, as the kernels do.
 
 With the fixture `emulated`, or inside `emulation()`, CPU tensors go the way of CUDA tensors: jobs, plans, launches and
 programs. What is computed is the reference's, in plain torch on the memory that an address names. Its GEMMs sum in fp32 in
@@ -23,8 +23,8 @@ from dlp.comm import transport
 from dlp.kernels import captured, codes, cuda, cuda_producers, gemms, loader, ops, reference, table, wire
 from dlp.kernels.reference import Fp8Scale
 from dlp.parallel.linear import autograd
-from tests import bound
-from tests.played_transport import STEPS
+from tests import pointer_arguments
+from tests.simulated_transport import STEPS
 
 ALIGNMENT = 64  # of memory on the CPU
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -130,11 +130,11 @@ class Program:
         self.runs += 1
         for name, arguments, lane in self.steps:
             run, *words = arguments if name == "gemm" else (getattr(Module, name), *arguments)
-            kinds = (True,) * len(words) if name == "gemm" else bound.addresses()[name]
+            kinds = (True,) * len(words) if name == "gemm" else pointer_arguments.addresses()[name]
             moved = [self._moved(word, kind, bases) for word, kind in zip(words, kinds, strict=True)]
             (run.run if name == "gemm" else run)(*moved, lane or stream)
 
-    def _moved(self, value: Any, kind: bound.Kind, bases: Sequence[int]) -> Any:
+    def _moved(self, value: Any, kind: pointer_arguments.Kind, bases: Sequence[int]) -> Any:
         if isinstance(kind, frozenset):
             return tuple(self._moved(each, i in kind, bases) for i, each in enumerate(value))
         if not kind or not value:

@@ -1,4 +1,4 @@
-"""The played device (`emulated`), continued: rowwise FP8, MXFP8 and NVFP4."""
+"""The emulated device (`tests.emulated`), continued: rowwise FP8, MXFP8 and NVFP4."""
 
 from __future__ import annotations
 

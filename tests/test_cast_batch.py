@@ -38,7 +38,7 @@ QUANTIZER = CurrentScaling()
 DP, TP = (FakeGroup(name) for name in ("dp_shard", "tp"))
 
 
-class Spy:
+class RecordingQuantizer:
     """Replaces `agree`: notes who agrees on how many numbers; all others have twice as much."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def test_a_batch_agrees_once_a_group_and_on_rows_first(make):
     ones = torch.ones(32, 32)
     agreed, rows = Read(QUANTIZER, QUANTIZER, ((None, TP),) * 2), Read(QUANTIZER, None, ((DP, TP), NOBODY))
     alone = Read(None, QUANTIZER)
-    with Spy() as calls:
+    with RecordingQuantizer() as calls:
         made = make([Cast(agreed, ones), Cast(rows, ones), Cast(agreed, ones), Cast(agreed, ones), Cast(alone, ones)])
     assert calls == [("dp_shard", 1), ("tp", 4)], "one value serves both orientations of a read"
     assert [amax_of(row or col) for row, col in made] == pytest.approx([2, 4, 2, 2, 1])
@@ -77,7 +77,7 @@ def test_a_batch_agrees_once_a_group_and_on_rows_first(make):
 
 def test_a_group_of_one_rank_is_nobody():
     for size, calls_wanted in ((1, []), (2, [("mine", 1)])):
-        with Spy() as calls:
+        with RecordingQuantizer() as calls:
             bound = make_bound(STYLES["local", False], recipes.load("fp8_current"), FakeGroup("mine", size))
             operands.quantize(bound, "x", [torch.ones(32, 32)], BOTH)
         assert calls == calls_wanted
@@ -91,7 +91,7 @@ def test_what_a_plan_predicts_is_what_casts_agree_on(row, recipe, scope):
     for tensor in ("x", "w", "dy"):
         for wanted in (ROWWISE, COLUMNWISE, BOTH):
             plan = cast_plan(row, loaded, tensor, wanted, 64)
-            with Spy() as calls:
+            with RecordingQuantizer() as calls:
                 operands.quantize(make_bound(row, loaded), tensor, [torch.randn(64, 96)], wanted)
             assert sum(count for _, count in calls) == plan.numbers_agreed(torch.empty(64, 96, device="meta"))
             assert len(calls) <= 1

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from dlp.quant.__main__ import reference
-from tests.kept import fusions_kept, table_kept
+from tests.restored_tables import restored_fusions, restored_table
 from tools import site
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +62,7 @@ def blocks(text: str) -> list[Block]:
 def run_blocks(page: str, chosen: Sequence[Block], directory: str) -> None:
     """Runs `chosen` in one namespace, with `directory` as the working directory."""
     namespace: dict[str, object] = {"__name__": "__main__"}
-    with contextlib.chdir(directory), table_kept(), fusions_kept(), warnings.catch_warnings():
+    with contextlib.chdir(directory), restored_table(), restored_fusions(), warnings.catch_warnings():
         warnings.filterwarnings("error", "FSDP2-wrapped module")  # of a model that ends in a view
         for block in chosen:
             code = "\n" * (block.line - 1) + block.code

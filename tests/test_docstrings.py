@@ -21,7 +21,7 @@ from torch import nn
 
 import dlp
 from dlp import ops
-from tests.kept import fusions_kept, table_kept
+from tests.restored_tables import restored_fusions, restored_table
 from tools import site
 
 NAMES = [name for names in site.public_names().values() for name in names]
@@ -109,7 +109,7 @@ def failures(names: list[str], directory: str) -> list[str]:
     for name in names:
         given = {"dlp": dlp, "ops": ops, "torch": torch, "nn": nn, "__name__": "__main__"}
         example = parser.get_doctest(inspect.getdoc(public(name)) or "", given, name, None, 0)
-        with chdir(directory), table_kept(), fusions_kept():
+        with chdir(directory), restored_table(), restored_fusions():
             runner.run(example, out=reports.append, clear_globs=False)
     return reports
 

@@ -18,9 +18,9 @@ from dlp.parallel.model.checks import CastName, Flags
 from dlp.quant.quantizer import KeepHighPrecision, flagged, one_read
 from dlp.quant.recipe import load
 from tests.emulated import emulated, emulation  # noqa: F401
+from tests.paired_models import K, M, check_used, values
 from tests.quantizers import QUANTIZERS, a_slot, matrix, origin
-from tests.spy import Spy
-from tests.twins import K, M, check_used, values
+from tests.recorded_casts import RecordingQuantizer
 
 CASTING = [quantizer for quantizer in QUANTIZERS if quantizer != KeepHighPrecision()]
 RECIPES = ("fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4")
@@ -69,7 +69,7 @@ def test_for_a_quantizer_that_takes_no_flag_x_is_looked_at_and_high_precision_is
     assert flagged(Rounding(), x, flag) == {} and flag.isnan()
     assert flagged(Rounding(), torch.ones(0, 4), flag := a_flag()) == {} and flag == 0
     inner = load("fp8_current").x.rowwise
-    assert flagged(Spy(inner, []), x, flag) == {"flag": flag}
+    assert flagged(RecordingQuantizer(inner, []), x, flag) == {"flag": flag}
 
 
 def test_flags_lie_layer_after_layer_stay_where_they_are_and_begin_anew_with_a_step():

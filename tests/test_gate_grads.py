@@ -1,4 +1,4 @@
-"""Both gradients of a gate, observed and cast together: the bits of one after the other, on a CPU and on the played device."""
+"""Both gradients of a gate, observed and cast together: the bits of one after the other, on a CPU and emulated."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def test_a_mixed_pair_is_decoded_to_bf16_where_that_is_exact(left: Quantizer, ri
     product, magnitude = exact(a, b)
     bound = 104 * 2**-24 * magnitude
     kernel = support(a.format, b.format, "cpu")
-    spied: list[torch.dtype] = []
-    with mock.patch.object(reference, "gemm_hp", lambda x, y, out: spied.append(x.dtype) or gemm_hp(x, y, out)):
+    recording: list[torch.dtype] = []
+    with mock.patch.object(reference, "gemm_hp", lambda x, y, out: recording.append(x.dtype) or gemm_hp(x, y, out)):
         y = Gemm("dgrad", b, torch.float32)(a)
         bias, into = torch.randn(48), torch.ones(32, 48)
         assert torch.equal(Gemm("dgrad", b, torch.float32, bias=bias)(a), y + bias)
@@ -143,7 +143,7 @@ def test_a_mixed_pair_is_decoded_to_bf16_where_that_is_exact(left: Quantizer, ri
         (into.double() - 1 - product / 2).abs() <= bound + 1e-6
     ).all()
     in_bf16 = not NEVER & {left, right}
-    assert set(spied) == {torch.bfloat16 if in_bf16 else torch.float32}
+    assert set(recording) == {torch.bfloat16 if in_bf16 else torch.float32}
     how = "decode one + mm" if KeepHighPrecision() in (left, right) else "decode + bf16 mm"
     assert (kernel.kernel, kernel.status) == (how if in_bf16 else "decode + fp32 mm", "emulated")
 

@@ -23,7 +23,7 @@ from dlp.parallel.model.session import session_of
 from tests.cases import RECIPES
 from tests.emulated import emulated  # noqa: F401
 from tests.metrics import assert_bit_equal
-from tests.twins import programs, values
+from tests.paired_models import programs, values
 
 K, N, M = 128, 256, 128
 MICROBATCHES = 3

@@ -25,10 +25,10 @@ from dlp.kernels import ops as kernels
 from dlp.ops import fuser
 from dlp.quant.recipe import both, load
 from tests.cases import RECIPES
-from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, assert_close
 from tests.ops_models import FFN, NAMES, H, M, Twice, Watched, linear, mlp, run, same, values
 from tests.ops_programs import PROGRAMS, LearnableScale, ScaleAdd, fuse_scale_add
+from tests.restored_tables import restored_fusions
 
 
 class PlainMlp(nn.Module):
@@ -127,7 +127,7 @@ def test_a_basic_op_of_the_users():
     assert_close(LearnableScale()(x), x, 0)
 
 
-@fusions_kept()
+@restored_fusions()
 def test_a_fused_op_of_the_users():
     model = ops.Sequential(ops.ConstantScale(0.5), ops.AddExtraInput(), ops.GELU())
     x, extra = values(1, M, H).requires_grad_(), values(2, M, H).requires_grad_()
@@ -169,7 +169,7 @@ class Window(ops.FusedOperation):
 
 
 @pytest.mark.parametrize("direction", ["backward", "both"])
-@fusions_kept()
+@restored_fusions()
 def test_a_fusion_of_one_direction_leaves_the_other(direction: str):
     model = ops.Sequential(ops.ConstantScale(0.5), ops.GELU())
     expected = run(model)
@@ -192,7 +192,7 @@ def test_a_fusion_of_one_direction_leaves_the_other(direction: str):
     ],
     ids=["lost", "moved", "added", "replaced", "nothing"],
 )
-@fusions_kept()
+@restored_fusions()
 def test_a_fusion_must_keep_the_basic_ops(returned: Any, said: str):
     model = ops.Sequential(ops.ConstantScale(0.5), ops.Identity())
     ops.register_forward_backward_fusion(lambda basic, *, recipe: returned(basic))
@@ -474,7 +474,7 @@ def test_gradients_are_added_where_they_are(mode: str):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@fusions_kept()
+@restored_fusions()
 def test_recomputation_gives_the_same_bits(program: str):
     """The bits of the first run, twice."""
     ops.register_forward_fusion(fuse_scale_add, prepend=True)

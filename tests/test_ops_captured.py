@@ -21,7 +21,7 @@ from dlp.kernels.captured import CapturedLaunches
 from dlp.kernels.table import registered
 from dlp.parallel.linear.capture import describe
 from tests.emulated import emulated  # noqa: F401
-from tests.twins import K, M, Twins, forward_backward
+from tests.paired_models import K, M, PairedModels, forward_backward
 
 pytestmark = pytest.mark.usefixtures("emulated")
 
@@ -35,12 +35,12 @@ def mlp(recipe: str) -> nn.Module:
     )
 
 
-def slow_twins(recipe: str, make: Any = mlp, **options: Any) -> Twins:
+def slow_pair(recipe: str, make: Any = mlp, **options: Any) -> PairedModels:
     """Whose weights hardly move: two layers of random gradients blow up."""
-    twins = Twins(lambda: make(recipe), **options)
-    for optimizer in twins.optimizers:
+    pair = PairedModels(lambda: make(recipe), **options)
+    for optimizer in pair.optimizers:
         optimizer.param_groups[0]["lr"] = 1e-4
-    return twins
+    return pair
 
 
 def recorded(model: nn.Module) -> dict[str, list[Any]]:
@@ -54,12 +54,12 @@ def recorded(model: nn.Module) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("attached", [True, False], ids=["cast at the boundary", "cast at use"])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_delayed", "fp8_block"])
 def test_captured_ops_give_the_bits_of_the_ops(recipe: str, attached: bool):
-    twins = slow_twins(recipe, attached=attached)
-    twins.model[0][0].weight.data = twins.model[0][0].weight.data.float()
-    twins.other[0][0].weight.data = twins.other[0][0].weight.data.float()
+    pair = slow_pair(recipe, attached=attached)
+    pair.model[0][0].weight.data = pair.model[0][0].weight.data.float()
+    pair.other[0][0].weight.data = pair.other[0][0].weight.data.float()
     for seed in range(5):
-        twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
-    found = recorded(twins.model[0])
+        pair.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
+    found = recorded(pair.model[0])
     for direction in ("forward", "backward"):
         assert any(isinstance(made, CapturedLaunches) for made in found[direction]), found[direction]
 
@@ -79,9 +79,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8"])
 def test_both_gradients_of_a_gate_are_cast_in_one_launch(recipe: str, launched: list[list[str]]):
-    twins = slow_twins(recipe)
+    pair = slow_pair(recipe)
     for seed in range(4):
-        twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
+        pair.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
     names = Counter(next(names for names in launched if "rms_norm_backward" in names and "gemm" in names))
     assert sum(count for name, count in names.items() if name.startswith("cast_gate_grads")) == (recipe != "mxfp8")
     observed = names["swiglu_backward"], names["amax"]
@@ -92,9 +92,9 @@ def test_a_kernel_from_outside_still_casts_each_gradient_of_a_gate(launched: lis
     """The one launch would pass it by."""
     ours = table.choose("cast_fp8_block_both", torch.zeros(1, 1), (1, 128), torch.float8_e4m3fn)
     with registered(replace(ours, name="mine", run=lambda *given, **more: ours.run(*given, **more))):
-        twins = slow_twins("fp8_block")
+        pair = slow_pair("fp8_block")
         for seed in range(4):
-            twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
+            pair.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
     assert launched and not any(name.startswith("cast_gate_grads") for names in launched for name in names)
 
 
@@ -115,13 +115,13 @@ def test_an_op_that_torch_computes_is_called_alone():
 @pytest.mark.parametrize("swapped", ["**", "0.1"], ids=["all", "another layer"])
 def test_a_swap_forgets_what_was_captured(swapped: str):
     """The table of scales moves for all layers."""
-    twins = slow_twins("fp8_delayed", make=lambda recipe: nn.Sequential(mlp(recipe), dlp.Linear(K, K, recipe=recipe)))
+    pair = slow_pair("fp8_delayed", make=lambda recipe: nn.Sequential(mlp(recipe), dlp.Linear(K, K, recipe=recipe)))
     for seed in range(8):
         if seed == 4:
-            for model in (twins.model, twins.other):
+            for model in (pair.model, pair.other):
                 dlp.set_recipe(model, swapped, {"name": "fp8_delayed", "margin": 1})
-        twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
-    assert torch.isfinite(twins.model[0][0][1].weight_0).all()
+        pair.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
+    assert torch.isfinite(pair.model[0][0][1].weight_0).all()
 
 
 SLOW_ACTS = [pytest.param(act, marks=pytest.mark.slow) for act in ("relu", "srelu", "silu", "reglu", "glu")]
@@ -134,14 +134,14 @@ def test_norms_and_activations_are_launched_with_the_rest(act: str):
     def make() -> nn.Module:
         return ops.LayerNormMLP(K, K, bias=False, normalization=norm, activation=act, recipe="fp8_current")
 
-    twins = Twins(make)
-    for optimizer in twins.optimizers:
+    pair = PairedModels(make)
+    for optimizer in pair.optimizers:
         optimizer.param_groups[0]["lr"] = 1e-5
-    for model in (twins.model, twins.other):
+    for model in (pair.model, pair.other):
         model[0][0].float()
     for seed in range(4):
-        twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
-    found = recorded(twins.model[0])
+        pair.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
+    found = recorded(pair.model[0])
     assert all(any(isinstance(made, CapturedLaunches) for made in found[way]) for way in ("forward", "backward")), found
 
 
@@ -169,15 +169,15 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 def test_residuals_and_biases_are_launched_with_the_rest(recipe: str, bias: bool):
-    twins = slow_twins(recipe, make=lambda recipe: Branches(bias, recipe))
-    for model in (twins.model, twins.other):
+    pair = slow_pair(recipe, make=lambda recipe: Branches(bias, recipe))
+    for model in (pair.model, pair.other):
         model[0].first[0].weight.data = model[0].first[0].weight.data.float()
     for seed in range(4):
-        twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
-    for part in (twins.model[0].first, twins.model[0].last):
+        pair.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
+    for part in (pair.model[0].first, pair.model[0].last):
         assert "captured: forward, native calls: 1" in part.plan().lines[0]
         assert "op by op" not in part.plan().lines[0], "a sum of torch is called between launches"
-    assert describe(twins.model) == ["forward: captured in 2 layers", "backward: captured in 2 layers"]
+    assert describe(pair.model) == ["forward: captured in 2 layers", "backward: captured in 2 layers"]
 
 
 class Added(nn.Module):
@@ -194,12 +194,12 @@ class Added(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block"])
 def test_a_sum_and_its_norm_are_one_launch(recipe: str):
-    twins = slow_twins(recipe, make=Added)
-    for model in (twins.model, twins.other):
+    pair = slow_pair(recipe, make=Added)
+    for model in (pair.model, pair.other):
         model[0].inner[2].float()
     for seed in range(4):
-        twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
-    plan = twins.model[0].inner.plan().lines[0]
+        pair.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
+    plan = pair.model[0].inner.plan().lines[0]
     assert "forward  ForwardAddNorm[AddExtraInput, MakeExtraOutput, RMSNorm] | Linear" in plan
     assert plan.count("native calls: 1") == 2 and "op by op" not in plan, plan
 
@@ -219,12 +219,12 @@ def test_wgrads_that_wait_are_left_behind_the_launches():
         assert model[0][1].weight_0.grad is None and dlp.backward_dw(model) == 3
         return found | {f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    twins = slow_twins("fp8_current", make=make)
-    for model in (twins.model, twins.other):
+    pair = slow_pair("fp8_current", make=make)
+    for model in (pair.model, pair.other):
         model[0][0].weight.data = model[0][0].weight.data.float()
     for seed in range(4):
-        twins.step(run, seed)
-    assert str(twins.model[0].plan()).count("native calls: 1") == 2
+        pair.step(run, seed)
+    assert str(pair.model[0].plan()).count("native calls: 1") == 2
 
 
 @pytest.mark.parametrize("mode", ["grad", "main_grad"])
@@ -242,15 +242,15 @@ def test_wgrads_are_added_by_launches_where_they_are(mode: str):
             }
         return found
 
-    twins = slow_twins("bf16", dtype=torch.float32, attached=False)
-    for model, optimizer in zip((twins.model, twins.other), twins.optimizers, strict=True):
+    pair = slow_pair("bf16", dtype=torch.float32, attached=False)
+    for model, optimizer in zip((pair.model, pair.other), pair.optimizers, strict=True):
         if mode == "main_grad":
             for linear in (model[0][1], model[0][3]):
                 for parameter in linear.parameters():
                     parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         dlp.attach(model, optimizer, main_grads=mode)
-    twins.step(run, 0)
-    assert str(twins.model[0].plan()).count("native calls: 1") == 2, twins.model[0].plan()
+    pair.step(run, 0)
+    assert str(pair.model[0].plan()).count("native calls: 1") == 2, pair.model[0].plan()
 
 
 def test_what_no_launch_does_is_said():
@@ -297,18 +297,18 @@ SET = {  # an op between two linears, an attribute of it and what it is set to
 @pytest.mark.parametrize("name", SET)
 def test_an_op_that_is_set_otherwise_forgets_what_was_captured(name: str):
     make, value = SET[name]
-    twins = slow_twins("fp8_current", lambda recipe: ops.Sequential(
+    pair = slow_pair("fp8_current", lambda recipe: ops.Sequential(
         ops.Linear(K, K, bias=False, recipe=recipe), make(), ops.Linear(K, K, bias=False, recipe=recipe)
     ))  # fmt: skip
-    before = len(twins.model[0][0].core.bound.calls)
+    before = len(pair.model[0][0].core.bound.calls)
     for seed in range(8):
         if seed == 4:
-            for model in (twins.model, twins.other):
+            for model in (pair.model, pair.other):
                 setattr(model[0][1], name, value)
-        twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
-    found = recorded(twins.model[0])
+        pair.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
+    found = recorded(pair.model[0])
     assert all(isinstance(made, CapturedLaunches) for made in (*found["forward"], *found["backward"]))
-    assert len(twins.model[0][0].core.bound.calls) == before + 2  # the directions of one plan
+    assert len(pair.model[0][0].core.bound.calls) == before + 2  # the directions of one plan
 
 
 def test_an_extra_input_that_is_x_is_another_call():
@@ -322,12 +322,12 @@ def test_an_extra_input_that_is_x_is_another_call():
         y.backward(torch.ones(M, K, dtype=torch.bfloat16))
         return {"y": y, "dx": x.grad, "d extra": extra.grad}  # type: ignore[dict-item]
 
-    twins = slow_twins("fp8_current", lambda recipe: ops.Sequential(
+    pair = slow_pair("fp8_current", lambda recipe: ops.Sequential(
         ops.RMSNorm(K), ops.Linear(K, K, bias=False, recipe=recipe), ops.AddExtraInput()
     ))  # fmt: skip
     for seed in range(8):
-        twins.step(run, seed)
-    captured = [isinstance(made, CapturedLaunches) for made in recorded(twins.model[0])["forward"]]
+        pair.step(run, seed)
+    captured = [isinstance(made, CapturedLaunches) for made in recorded(pair.model[0])["forward"]]
     assert captured == [False, True, True]  # of weights cast at use, of two tensors, of one
 
 
@@ -372,11 +372,11 @@ def test_saved_tensors_that_come_back_otherwise_are_read_as_they_are():
         with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), back) if seed > 3 else nullcontext():
             return forward_backward(model, seed, (M,))
 
-    twins = slow_twins("fp8_current")
-    for model in (twins.model, twins.other):
+    pair = slow_pair("fp8_current")
+    for model in (pair.model, pair.other):
         model[0][0].float()
     for seed in range(7):
-        twins.step(run, seed)
+        pair.step(run, seed)
 
 
 def test_a_forward_that_records_is_another_one():
@@ -401,9 +401,9 @@ class HandedOver(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
 def test_x_that_came_quantized_is_read_by_each_call_anew(recipe: str):
-    twins = slow_twins(recipe, HandedOver)
+    pair = slow_pair(recipe, HandedOver)
     for seed in range(5):
-        twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
-    found = recorded(twins.model[0].linear)
+        pair.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
+    found = recorded(pair.model[0].linear)
     assert not any(isinstance(made, CapturedLaunches) for made in found["forward"])
     assert any(isinstance(made, CapturedLaunches) for made in found["backward"])

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from dlp import ops
 from dlp.ops.fusions import REGISTERED
 from tests.cases import RECIPES
-from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, assert_close
 from tests.ops_models import H, M, Watched, linear, run, values
+from tests.restored_tables import restored_fusions
 
 SHIPPED = [fusion.__name__ for fusion in REGISTERED.forward]  # before any sequence has run
 
@@ -76,11 +76,11 @@ def test_keywords_reach_their_ops(watched: bool):
     assert_bit_equal(x.grad, torch.full_like(x, 3))
 
 
-@fusions_kept()
+@restored_fusions()
 def test_what_is_registered_first_stands_where_it_was_asked_to():
     """The fusions that are shipped are there already; none comes later, which would plan anew what has been planned."""
     assert "LinearIntoExtraInput" in SHIPPED and "ForwardLinearBias" in SHIPPED
-    with fusions_kept():
+    with restored_fusions():
         for name, prepend in (("last", False), ("first", True)):
             func = lambda found, *, recipe: found  # noqa: E731
             func.__name__ = name
@@ -210,7 +210,7 @@ def test_a_fusion_equals_its_basic_ops(said: str, recipe: str, learns: str):
     found = run(fused, dtype=torch.bfloat16)
     sequences = [module for module in fused.modules() if isinstance(module, ops.Sequential)]
     assert any(said in str(each.plan()) for each in sequences), [str(each.plan()) for each in sequences]
-    with fusions_kept(none=True):
+    with restored_fusions(none=True):
         expected = run(basic, dtype=torch.bfloat16)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -13,9 +13,9 @@ from torch.nn.utils import parametrize
 
 import dlp
 from dlp import ops
-from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, assert_close
 from tests.ops_models import Watched
+from tests.restored_tables import restored_fusions
 
 H, M = 32, 8
 
@@ -225,7 +225,7 @@ FUSED_ERRORS = {
 }
 
 
-@fusions_kept()
+@restored_fusions()
 @pytest.mark.parametrize("error", FUSED_ERRORS)
 def test_a_fused_op_that_returns_what_it_must_not_is_named(error: str):
     direction, does, said = FUSED_ERRORS[error]
@@ -241,7 +241,7 @@ def test_a_fused_op_that_returns_what_it_must_not_is_named(error: str):
         model(values(0).requires_grad_()).sum().backward()
 
 
-@fusions_kept()
+@restored_fusions()
 @pytest.mark.parametrize("returned", [[1, 2], [ops.GELU], None, 3])
 def test_a_fusion_that_returns_no_ops_is_named(returned: Any):
     def fuse_nothing(found: Any, *, recipe: Any) -> Any:
@@ -252,7 +252,7 @@ def test_a_fusion_that_returns_no_ops_is_named(returned: Any):
         ops.Sequential(ops.GELU())(values(0))
 
 
-@fusions_kept()
+@restored_fusions()
 def test_a_fusion_that_fails_is_named():
     with pytest.raises(TypeError, match="a fusion is a function of ops; got int"):
         ops.register_forward_fusion(3)  # type: ignore[arg-type]

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from dlp import ops
 from tests import pool as worker
 from tests.emulated import emulation
-from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, relative_error
 from tests.ops_models import H, M, Watched, values
-from tests.twins import without_programs
+from tests.paired_models import without_programs
+from tests.restored_tables import restored_fusions
 
 Ops = list[nn.Module]
 DRAWN: list[Callable[[], Ops]] = [  # of H features, all of them; those that are fused also beside each other
@@ -94,7 +94,11 @@ def differences(seeds: range, those: Sequence[Callable[[], Ops]], watched: bool,
         draw = random.Random(seed)
         torch.manual_seed(seed + shift)
         model, learns, unused = drawn(draw, those), draw.random() < 0.8, [draw.random() < 0.25 for _ in range(12)]
-        ways = {"fused": nullcontext(), "basic": fusions_kept(none=True), **({"watched": Watched()} if watched else {})}
+        ways = {
+            "fused": nullcontext(),
+            "basic": restored_fusions(none=True),
+            **({"watched": Watched()} if watched else {}),
+        }
         found = {}
         for way, inside in ways.items():
             with inside:
@@ -150,7 +154,7 @@ def only_a_bias(way: str) -> list[Tensor]:
         model = ops.Sequential(*ops_of())
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("bias" in name)
-        with fusions_kept(none=way == "basic"):
+        with restored_fusions(none=way == "basic"):
             weight = next(parameter for name, parameter in model.named_parameters() if name.endswith("weight"))
             y = model(values(tp.get_local_rank(), M, getattr(weight, "_local_tensor", weight).shape[1]))
             y.backward(values(2, *y.shape))

@@ -19,9 +19,9 @@ from dlp.ops.fusions import REGISTERED
 from dlp.parallel.linear import core
 from tests import pool as worker
 from tests.cases import KINDS, RECIPES, few
-from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, assert_close, relative_error
 from tests.ops_programs import PROGRAMS, WIDTH, codes_only
+from tests.restored_tables import restored_fusions
 
 H, FFN, M = 64, 128, 64
 
@@ -77,7 +77,7 @@ def test_a_batch_behind_a_norm_is_no_token_shard(ranks: Any):
 
 def on_ranks(recipe: str, sp: bool, basic: bool) -> dict[str, Tensor]:
     mesh = worker.mesh(dp_shard=1, tp=2)
-    with fusions_kept(none=basic):
+    with restored_fusions(none=basic):
         model = block(mesh["tp"], recipe, sp)
         rank = mesh["tp"].get_local_rank()
         found = step(model, slice(rank * M // 2, (rank + 1) * M // 2) if sp else slice(None))
@@ -121,7 +121,7 @@ def explicit(recipe: str, basic: bool) -> tuple[dict[str, Tensor], list[str], st
     core.BoundGather.start = lambda self, mine, lease=None: [  # type: ignore[method-assign]
         sent.append(f"{self.tensor} {mine.format.name}"), start(self, mine, lease)][1]  # fmt: skip
     try:
-        with fusions_kept():
+        with restored_fusions():
             for kept in (REGISTERED.forward, REGISTERED.backward) if basic else ():
                 kept[:] = [its for its in kept if its.__name__ not in ("GatheredLinear", "ReducedLinear")]
             REGISTERED.version += 1
@@ -501,7 +501,7 @@ def shards_step(case: Shards, recipe: str, used: str, basic: bool) -> dict[str, 
     more = {"tensor_parallel_group": mesh["tp"], "sequence_parallel": True, "recipe": recipe}
     torch.manual_seed(mesh["tp"].get_local_rank())
     column, row = (partial(ops.Linear, H, H, tensor_parallel_mode=mode, **more) for mode in ("column", "row"))
-    with fusions_kept(none=basic):
+    with restored_fusions(none=basic):
         model = ops.Sequential(*case.make(column, row)).bfloat16()
         rank = 10 * mesh["tp"].get_local_rank()
         x = values(rank, *((M, H // 2) if case.features else (M // 2, H))).bfloat16().requires_grad_()

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp import ops
-from tests.kept import fusions_kept
 from tests.ops_models import FFN, H, M, Watched, linear, mlp, run, same, values
 from tests.ops_programs import PROGRAMS, LearnableScale, fuse_scale_add
+from tests.restored_tables import restored_fusions
 
 
 def test_what_is_traced_hands_on_values_and_the_plan_says_so():
@@ -35,7 +35,7 @@ def mlp_like(model: nn.Module) -> ops.Sequential:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
-@fusions_kept()
+@restored_fusions()
 def test_programs_of_users_compile(program: str):
     """Into one graph, of the ops one by one; a region inside of it is refused."""
     ops.register_forward_fusion(fuse_scale_add, prepend=True)

@@ -31,12 +31,12 @@ from dlp.quant.quantizer import QuantizerCaps
 from dlp.quant.recipe import both, load
 from tests.emulated import emulated  # noqa: F401
 from tests.metrics import assert_bit_equal
-from tests.twins import (
+from tests.paired_models import (
     K,
     M,
     N,
+    PairedModels,
     Results,
-    Twins,
     check_used,
     compiles,
     forward_backward,
@@ -52,10 +52,10 @@ RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block")
 @pytest.mark.parametrize("attached", [True, False], ids=["cast at the boundary", "cast at use"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_program_gives_the_bits_of_the_functions(recipe: str, attached: bool):
-    twins = Twins(lambda: dlp.Linear(K, N, recipe=recipe), attached=attached)
+    pair = PairedModels(lambda: dlp.Linear(K, N, recipe=recipe), attached=attached)
     for seed in range(5):
-        twins.step(forward_backward, seed)
-    check_used(twins.model, *DIRECTIONS)
+        pair.step(forward_backward, seed)
+    check_used(pair.model, *DIRECTIONS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -71,13 +71,13 @@ def test_so_it_does_for_every_kind_of_layer(recipe: str, case: dict[str, Any]):
         case.pop("bias", False),
         case.pop("frozen", False),
     )
-    twins = Twins(lambda: dlp.Linear(K, sizes, bias, recipe=recipe))
+    pair = PairedModels(lambda: dlp.Linear(K, sizes, bias, recipe=recipe))
     if frozen:
-        for parameter in (*twins.model.parameters(), *twins.other.parameters()):
+        for parameter in (*pair.model.parameters(), *pair.other.parameters()):
             parameter.requires_grad_(False)
     for seed in range(4):
-        twins.step(lambda model, seed: forward_backward(model, seed, **case), seed)
-    check_used(twins.model, *DIRECTIONS)
+        pair.step(lambda model, seed: forward_backward(model, seed, **case), seed)
+    check_used(pair.model, *DIRECTIONS)
 
 
 @pytest.mark.parametrize(
@@ -94,21 +94,21 @@ def test_so_it_does_in_compiled_code(recipe: str, case: dict[str, Any]):
     """The twin is not compiled."""
     case = dict(case)
     sizes, bias = (N, K) if case.pop("siblings", False) else N, case.pop("bias", False)
-    twins = Twins(lambda: dlp.Linear(K, sizes, bias, recipe=recipe), attached=case.pop("attached", True))
-    compiles(twins.model)
+    pair = PairedModels(lambda: dlp.Linear(K, sizes, bias, recipe=recipe), attached=case.pop("attached", True))
+    compiles(pair.model)
     for seed in range(5):
-        twins.step(lambda model, seed: forward_backward(model, seed, **case), seed)
-    check_used(twins.model, *DIRECTIONS)
+        pair.step(lambda model, seed: forward_backward(model, seed, **case), seed)
+    check_used(pair.model, *DIRECTIONS)
 
 
 def test_nothing_is_kept_of_tensors_that_are_gone():
     """The same launches run on other memory: what they were recorded with is freed and overwritten."""
-    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"))
+    pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_current"))
     held = []
     for seed in range(6):
         held.append(torch.full((M, K), seed, dtype=torch.bfloat16))
-        twins.step(forward_backward, seed)
-    (found,) = [made for made in programs(twins.model)["forward"] if isinstance(made, CapturedLaunches)]
+        pair.step(forward_backward, seed)
+    (found,) = [made for made in programs(pair.model)["forward"] if isinstance(made, CapturedLaunches)]
     assert not [value for value in vars(found).values() if isinstance(value, Tensor)]
 
 
@@ -126,9 +126,9 @@ class _Watched(TorchDispatchMode):
 
 @pytest.mark.parametrize("way", ["eager", pytest.param("compiled", marks=pytest.mark.slow), "watched"])
 def test_another_shape_dtype_or_stride_is_another_program(way: str):
-    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"))
+    pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_current"))
     if way == "compiled":
-        compiles(twins.model)
+        compiles(pair.model)
 
     def strided(model: nn.Module, seed: int) -> Results:
         x = values(seed, M, 2 * K)[:, :K].requires_grad_()
@@ -138,12 +138,12 @@ def test_another_shape_dtype_or_stride_is_another_program(way: str):
     for seed in range(3):
         for run in (forward_backward, lambda m, s: forward_backward(m, s, (2 * M,)), strided):
             with _Watched() if way == "watched" else nullcontext():
-                twins.step(run, seed)
-    assert sum(isinstance(made, CapturedLaunches) for made in programs(twins.model)["forward"]) == 3
+                pair.step(run, seed)
+    assert sum(isinstance(made, CapturedLaunches) for made in programs(pair.model)["forward"]) == 3
 
 
 def test_gradients_of_a_sum_are_expanded_and_run_without_a_program():
-    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"))
+    pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_current"))
 
     def summed(model: nn.Module, seed: int) -> Results:
         x = values(seed, M, K).requires_grad_()
@@ -151,15 +151,15 @@ def test_gradients_of_a_sum_are_expanded_and_run_without_a_program():
         return {"dx": x.grad}
 
     for seed in range(3):
-        twins.step(summed, seed)
-    check_used(twins.model, "forward")
-    assert "runs aten::clone" in programs(twins.model)["backward"]
-    assert describe(twins.model)[-1] == "backward: launched step by step in 0: runs aten::clone"
+        pair.step(summed, seed)
+    check_used(pair.model, "forward")
+    assert "runs aten::clone" in programs(pair.model)["backward"]
+    assert describe(pair.model)[-1] == "backward: launched step by step in 0: runs aten::clone"
 
 
 def test_siblings_given_one_gradient():
     """Two members with the same dy: captured launches could not tell them from one another, and are not made of them."""
-    twins = Twins(lambda: dlp.Linear(K, (N, N), recipe="fp8_current"))
+    pair = PairedModels(lambda: dlp.Linear(K, (N, N), recipe="fp8_current"))
 
     def shared(model: nn.Module, seed: int) -> Results:
         x, dy = values(seed, M, K).requires_grad_(), values(seed + 1, M, N)
@@ -167,12 +167,12 @@ def test_siblings_given_one_gradient():
         return {"dx": x.grad}
 
     for seed in range(6):
-        twins.step(shared, seed)
-    check_used(twins.model, *DIRECTIONS)
+        pair.step(shared, seed)
+    check_used(pair.model, *DIRECTIONS)
 
 
 def test_some_siblings_without_a_gradient():
-    twins = Twins(lambda: dlp.Linear(K, (N, K), recipe="fp8_current"))
+    pair = PairedModels(lambda: dlp.Linear(K, (N, K), recipe="fp8_current"))
 
     def one(model: nn.Module, seed: int) -> Results:
         x = values(seed, M, K).requires_grad_()
@@ -181,15 +181,15 @@ def test_some_siblings_without_a_gradient():
         return {"dx": x.grad}
 
     for seed in range(4):
-        twins.step(one, seed)
-    check_used(twins.model, *DIRECTIONS)
+        pair.step(one, seed)
+    check_used(pair.model, *DIRECTIONS)
 
 
 @COMPILED
 def test_evaluation_between_steps(compiled: bool):
-    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_delayed"))
+    pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_delayed"))
     if compiled:
-        compiles(twins.model)
+        compiles(pair.model)
 
     def with_evaluation(model: nn.Module, seed: int) -> Results:
         with torch.no_grad():
@@ -197,12 +197,12 @@ def test_evaluation_between_steps(compiled: bool):
         return {"seen": seen} | forward_backward(model, seed)
 
     for seed in range(4):
-        twins.step(with_evaluation, seed)
+        pair.step(with_evaluation, seed)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block"])
 def test_recomputation_and_saved_tensors_elsewhere(recipe: str):
-    twins = Twins(lambda: dlp.Linear(K, N, recipe=recipe))
+    pair = PairedModels(lambda: dlp.Linear(K, N, recipe=recipe))
 
     def recomputed(model: nn.Module, seed: int) -> Results:
         return forward_backward(_Recomputed(model), seed)
@@ -213,8 +213,8 @@ def test_recomputation_and_saved_tensors_elsewhere(recipe: str):
             return forward_backward(model, seed)
 
     for seed in range(4):
-        twins.step(recomputed, seed)
-        twins.step(packed, seed)
+        pair.step(recomputed, seed)
+        pair.step(packed, seed)
 
 
 class _Recomputed(nn.Module):
@@ -229,41 +229,41 @@ class _Recomputed(nn.Module):
 @COMPILED
 def test_a_swap_a_load_and_new_operands(compiled: bool):
     """What programs read moves: another recipe, other scales, weights that are cast anew."""
-    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_delayed"))
+    pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_delayed"))
     if compiled:
-        compiles(twins.model)
+        compiles(pair.model)
     for seed in range(8):
         if seed == 3:
-            for model in (twins.model, twins.other):
+            for model in (pair.model, pair.other):
                 state = {name: value / 2 for name, value in model.state_dict().items()}
                 model.load_state_dict(state)
                 end_step(model)
         if seed == 5:
-            for model in (twins.model, twins.other):
+            for model in (pair.model, pair.other):
                 core: LinearCore = model[0].core
                 core.set_spec(replace(core.spec, recipe=load("fp8_delayed", margin=1)))
                 core.session.rebuild()
                 end_step(model)
-        twins.step(forward_backward, seed)
-    check_used(twins.model, *DIRECTIONS)
+        pair.step(forward_backward, seed)
+    check_used(pair.model, *DIRECTIONS)
 
 
 def test_a_region_that_makes_a_new_table_of_scales():
-    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_delayed"))
+    pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_delayed"))
     for seed in range(7):
         with dlp.autocast(recipe=load("fp8_delayed", margin=2)) if seed == 4 else nullcontext():
-            twins.step(forward_backward, seed)
-    check_used(twins.model, *DIRECTIONS)
+            pair.step(forward_backward, seed)
+    check_used(pair.model, *DIRECTIONS)
 
 
 def test_a_copied_model_has_programs_of_its_own():
-    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"), attached=False)
+    pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_current"), attached=False)
     for seed in range(3):
-        twins.step(forward_backward, seed)
-    other = copy.deepcopy(twins.model)
+        pair.step(forward_backward, seed)
+    other = copy.deepcopy(pair.model)
     check_used(other)
     for seed in range(3):
-        assert_bit_equal(forward_backward(other, seed)["y0"], twins.model(values(seed, M, K)).detach())
+        assert_bit_equal(forward_backward(other, seed)["y0"], pair.model(values(seed, M, K)).detach())
         other.zero_grad()
 
 
@@ -284,12 +284,12 @@ def test_wgrads_that_wait_are_left_beside_launches(recipe: str, sizes: Any):
         assert dlp.backward_dw(model) == (len(model[0].core.members) if waits else 0)
         return found | {f"d{name}": p.grad.clone() for name, p in model.named_parameters()}
 
-    twins = Twins(make)
-    core = twins.other[0].core
+    pair = PairedModels(make)
+    core = pair.other[0].core
     core.set_spec(replace(core.spec, options=OFF))  # of the twin, which makes them in backward
     for seed in range(5):
-        twins.step(waiting, seed)
-    check_used(twins.model, *DIRECTIONS)
+        pair.step(waiting, seed)
+    check_used(pair.model, *DIRECTIONS)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
@@ -314,12 +314,12 @@ class _Own(CurrentScaling):
 
 @pytest.mark.parametrize("change", [{"x": both(_Own())}, {"y": _Own()}], ids=["x", "y"])
 def test_layers_that_may_do_more_have_no_programs(change: dict[str, Any]):
-    twins = Twins(lambda: dlp.Linear(K, N, recipe=replace(load("fp8_current"), name="own", **change)))
+    pair = PairedModels(lambda: dlp.Linear(K, N, recipe=replace(load("fp8_current"), name="own", **change)))
     for seed in range(4):
-        twins.step(forward_backward, seed)
-    assert programs(twins.model) == {way: [] for way in DIRECTIONS}
+        pair.step(forward_backward, seed)
+    assert programs(pair.model) == {way: [] for way in DIRECTIONS}
     why = "launched step by step in 0: casts of _Own may do more than launch, since its caps do not say pure"
-    assert describe(twins.model) == [f"forward: {why}", f"backward: {why}"]
+    assert describe(pair.model) == [f"forward: {why}", f"backward: {why}"]
 
 
 class _Pure(CurrentScaling):
@@ -329,10 +329,10 @@ class _Pure(CurrentScaling):
 
 
 def test_a_users_quantizer_that_declares_itself_pure_has_programs():
-    twins = Twins(lambda: dlp.Linear(K, N, recipe=replace(load("fp8_current"), name="own", x=both(_Pure()))))
+    pair = PairedModels(lambda: dlp.Linear(K, N, recipe=replace(load("fp8_current"), name="own", x=both(_Pure()))))
     for seed in range(4):
-        twins.step(forward_backward, seed)
-    check_used(twins.model, *DIRECTIONS)
+        pair.step(forward_backward, seed)
+    check_used(pair.model, *DIRECTIONS)
 
 
 @pytest.mark.parametrize("cache", ["step", "forward"])
@@ -348,30 +348,30 @@ def test_programs_of_the_old_scales_go_with_them(cache: str):
         def forward(self, x: Tensor) -> Tensor:
             return self.second(self.first(x))
 
-    twins = Twins(Two, attached=False)
-    for model, optimizer in zip((twins.model, twins.other), twins.optimizers, strict=True):
+    pair = PairedModels(Two, attached=False)
+    for model, optimizer in zip((pair.model, pair.other), pair.optimizers, strict=True):
         dlp.attach(model, optimizer, weight_cache=cache)
     for seed in range(4):
-        twins.step(forward_backward, seed)
-    check_used(twins.model, *DIRECTIONS)
-    for model in (twins.model, twins.other):
+        pair.step(forward_backward, seed)
+    check_used(pair.model, *DIRECTIONS)
+    for model in (pair.model, pair.other):
         dlp.set_recipe(model, "0.first", "fp8_current")
     for seed in range(4, 8):
         with torch.no_grad():
-            for model in (twins.model, twins.other):
+            for model in (pair.model, pair.other):
                 model[0].second.weight.mul_(0.25)
-            dlp.end_step(twins.model)
-            dlp.end_step(twins.other)
-        twins.step(forward_backward, seed)
-    check_used(twins.model, *DIRECTIONS)
+            dlp.end_step(pair.model)
+            dlp.end_step(pair.other)
+        pair.step(forward_backward, seed)
+    check_used(pair.model, *DIRECTIONS)
 
 
 def test_shapes_without_end_make_no_programs_without_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(autograd, "LIMIT", 2)
-    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"))
+    pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_current"))
     for seed in range(12):
-        twins.step(lambda m, s: forward_backward(m, s, (16 * (1 + s % 6),)), seed)
-    assert len(twins.model[0].core.weights.parts.calls) == 2
+        pair.step(lambda m, s: forward_backward(m, s, (16 * (1 + s % 6),)), seed)
+    assert len(pair.model[0].core.weights.parts.calls) == 2
 
 
 def test_a_function_that_does_more_than_launch_is_no_program():
@@ -415,11 +415,11 @@ def test_a_compiled_layer_casts_fp32_weights_in_every_call():
     def microbatches(model: nn.Module, seed: int) -> Results:
         return [forward_backward(model, 10 * seed + i) for i in range(3)][-1]
 
-    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"), dtype=torch.float32)
-    compiles(twins.model)
+    pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_current"), dtype=torch.float32)
+    compiles(pair.model)
     for seed in range(2):
-        twins.step(microbatches, seed)
-    check_used(twins.model, *DIRECTIONS)
+        pair.step(microbatches, seed)
+    check_used(pair.model, *DIRECTIONS)
 
 
 def test_a_result_may_be_a_view_of_what_is_given():

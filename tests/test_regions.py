@@ -223,7 +223,7 @@ def test_a_reentrant_checkpoint_in_a_region_is_refused_and_one_outside_is_not():
         y.sum().backward()
 
 
-# CUDA graphs of layers, whose capture is played here (tests/gpu/test_ops.py has real ones)
+# CUDA graphs of layers, whose capture is simulated here (tests/gpu/test_ops.py has real ones)
 
 
 def played_graph(model: nn.Module, x: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the CUDA kernels: they need a CUDA device, and say so where there is none. With `--emulated` a CPU plays it.
+"""Tests of the CUDA kernels, which need a CUDA device and say so where there is none. With `--emulated` a CPU is the device.
 
 Every output is poisoned before a kernel writes it and lies between guard bytes that are looked at afterwards.
 """
@@ -17,16 +17,16 @@ from tests.emulated import OnGpu, emulation
 
 GUARD, POISON = 256, 0xA5  # bytes on either side, and what they and the output hold before
 Allocate = Callable[..., Tensor]
-# Whose expectations are the reference's, not those of tensors of a CPU, which go the way of the GPU's where that is played.
-PLAYED = "amax cast_block cast_mxfp8 cast_nvfp4 cast_tensor codes flags gate_grads golden loss producers rowwise wire".split()
+# Files that expect the bits of the reference, not the bits of CPU tensors, which take the way of GPU tensors under emulation.
+EMULATED = "amax cast_block cast_mxfp8 cast_nvfp4 cast_tensor codes flags gate_grads golden loss producers rowwise wire".split()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--emulated"):
-        played = [
-            item for item in items if item.path.parent.name != "gpu" or item.path.stem.removeprefix("test_") in PLAYED
+        emulated = [
+            item for item in items if item.path.parent.name != "gpu" or item.path.stem.removeprefix("test_") in EMULATED
         ]
-        items[:] = [item for item in played if item.get_closest_marker("needs_gpu") is None]
+        items[:] = [item for item in emulated if item.get_closest_marker("needs_gpu") is None]
 
 
 @pytest.fixture(scope="session")

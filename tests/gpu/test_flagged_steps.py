@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import dlp
 from dlp.parallel.model.checks import ALWAYS
-from tests.twins import K, M, check_used, values
+from tests.paired_models import K, M, check_used, values
 
 BAD = ALWAYS + 2  # the step with the Inf; in the first ones somebody takes a look for which the device is waited for
 

@@ -13,7 +13,7 @@ from dlp.quant.recipe import load
 from tests.gpu.batched import BATCHED, SIZES
 from tests.gpu.inputs import values, views
 from tests.gpu.test_quantizers import PAIRS, at, fitting, slot
-from tests.twins import values as normal
+from tests.paired_models import values as normal
 
 LARGEST = torch.finfo(torch.bfloat16).max
 

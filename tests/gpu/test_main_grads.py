@@ -15,7 +15,7 @@ import dlp
 from dlp.kernels.captured import CapturedLaunches
 from tests.cases import BY_SCALES
 from tests.metrics import assert_bit_equal, assert_close
-from tests.twins import K, M, N, programs, values
+from tests.paired_models import K, M, N, programs, values
 
 
 @pytest.mark.parametrize("sizes", [N, (N, K)], ids=["alone", "siblings"])

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import dlp
 from dlp import ops
 from dlp.kernels.captured import CapturedLaunches
-from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, assert_close
+from tests.restored_tables import restored_fusions
 
 H, FFN, M = 512, 1024, 512
 RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
@@ -70,7 +70,7 @@ def test_fusions_equal_their_basic_ops(what: str, recipe: str, device: Any):
     fused = MODELS[what](recipe).bfloat16().to(device)
     basic = copy.deepcopy(fused)
     found = run(fused, device)
-    with fusions_kept(none=True):
+    with restored_fusions(none=True):
         expected = run(basic, device)
     for name, tensor in expected.items():
         assert_close(found[name], tensor, 0.08 if recipe != "bf16" else 0.02, f"{what} {name}")

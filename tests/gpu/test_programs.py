@@ -16,7 +16,7 @@ from dlp.parallel.linear.capture import DIRECTIONS
 from tests.cases import BY_SCALES
 from tests.gpu.inputs import values as special
 from tests.metrics import assert_bit_equal
-from tests.twins import K, M, N, Twins, check_used, compiles, forward_backward, values
+from tests.paired_models import K, M, N, PairedModels, check_used, compiles, forward_backward, values
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {}, "tokens of two sequences": {"shape": (2, M // 2)}, "siblings": {"sizes": (N, K)}, "bias": {"bias": True},
@@ -30,49 +30,49 @@ def test_a_program_gives_the_bits_of_the_functions(device: str, recipe: str, cas
     options = dict(CASES[case])
     sizes, bias, attached = options.pop("sizes", N), options.pop("bias", False), options.pop("attached", True)
     compiled = options.pop("compiled", False)
-    twins = Twins(lambda: dlp.Linear(K, sizes, bias, recipe=recipe), attached=attached, device=device)
+    pair = PairedModels(lambda: dlp.Linear(K, sizes, bias, recipe=recipe), attached=attached, device=device)
     if compiled:
-        compiles(twins.model[0])
+        compiles(pair.model[0])
     for seed in range(4):
-        twins.step(lambda model, seed: forward_backward(model, seed, **options), seed)
-    check_used(twins.model, *DIRECTIONS)
+        pair.step(lambda model, seed: forward_backward(model, seed, **options), seed)
+    check_used(pair.model, *DIRECTIONS)
 
 
 @pytest.mark.parametrize("recipe", BY_SCALES)
 def test_inductor_takes_the_ops_as_they_are(device: str, recipe: str):
     """It holds what an op returns to the strides that were promised: scales lie as GEMMs read them."""
     torch.compiler.reset()
-    twins = Twins(lambda: dlp.Linear(K, N, recipe=recipe), device=device)
-    twins.model[0].compile(fullgraph=True)
+    pair = PairedModels(lambda: dlp.Linear(K, N, recipe=recipe), device=device)
+    pair.model[0].compile(fullgraph=True)
     for seed in range(2):
-        twins.step(forward_backward, seed)
+        pair.step(forward_backward, seed)
 
 
 @pytest.mark.parametrize("recipe", BY_SCALES)
 def test_no_tokens_are_no_trouble(device: str, recipe: str):
     """An expert may be given none, in the midst of others that are given some."""
-    twins = Twins(lambda: dlp.Linear(K, N, recipe=recipe), device=device)
+    pair = PairedModels(lambda: dlp.Linear(K, N, recipe=recipe), device=device)
     for seed, tokens in enumerate((M, 0, 0, 0, M)):
-        twins.step(lambda model, seed, m=tokens: forward_backward(model, seed, (m,)), seed)
-    found = forward_backward(twins.model, 5, (0,))
+        pair.step(lambda model, seed, m=tokens: forward_backward(model, seed, (m,)), seed)
+    found = forward_backward(pair.model, 5, (0,))
     assert not found["d0.weight"].any() and found["dx"].shape == (0, K) and found["y0"].shape == (0, N)
 
 
 def test_on_another_stream_and_in_a_graph(device: str):
     """A program has no stream of its own: recorded on one, it runs on another, and is captured."""
-    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"), device=device)
+    pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_current"), device=device)
     for seed in range(3):
-        twins.step(forward_backward, seed)
+        pair.step(forward_backward, seed)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for seed in range(3, 5):
-            twins.step(forward_backward, seed)
+            pair.step(forward_backward, seed)
     stream.synchronize()
     x, dy = values(7, M, K).to(device).requires_grad_(), values(8, M, N).to(device)
-    weight = next(twins.model.parameters())
+    weight = next(pair.model.parameters())
 
     def both() -> tuple[Any, ...]:
-        return torch.autograd.grad(twins.model(x), (x, weight), dy)
+        return torch.autograd.grad(pair.model(x), (x, weight), dy)
 
     expected, graph = both(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -80,7 +80,7 @@ def test_on_another_stream_and_in_a_graph(device: str):
     graph.replay()
     for made, wanted in zip(captured, expected, strict=True):
         assert_bit_equal(made.cpu(), wanted.cpu())
-    check_used(twins.model, *DIRECTIONS)
+    check_used(pair.model, *DIRECTIONS)
 
 
 def kernels(run: Callable[[], object]) -> list[str]:

@@ -25,7 +25,7 @@ from launch.models.parallel import parallel_groups
 from launch.models.settings import Model
 from tests import pool as worker
 from tests.metrics import assert_bit_equal, assert_close
-from tests.twins import without_programs
+from tests.paired_models import without_programs
 
 # Uneven everywhere: 9 rows over 4 shards leave none to the last, and tp=2 leaves 11 rows of the MLP to two shards.
 ODD = Model(layers=2, hidden=9, ffn=22, heads=4, kv_heads=2, head_dim=2, vocab=30)

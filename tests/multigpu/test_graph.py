@@ -92,7 +92,7 @@ SWAP = "[{at_step = 6, recipe = 'fp8_current'}]"
 def test_a_swap_is_a_step_as_it_is_and_steps_are_captured_anew(ranks, data: Path, tmp_path: Path, mesh: str):
     """Two microbatches and the ledger in every step: what a capture sends is counted with each replay."""
     if ranks(2).device_type != "cpu":
-        pytest.skip("graphs are played on CPU ranks only")
+        pytest.skip("graphs are emulated on CPU ranks only")
     sizes = ["--mesh.tp=2"] if mesh == "tp" else ["--mesh.tp=1", "--mesh.dp_shard=2"]
     options = [*sizes, "--train.steps=11", "--train.global_batch=4", f"--train.micro_batch={2 if mesh == 'tp' else 1}",
                "--train.ledger=always", "--checkpoint.every=20", "--train.eval_every=20",

@@ -21,7 +21,7 @@ from launch.ranks.hang_watch import HangWatch, Place
 from launch.ranks.process_exit import StopFlag
 from tests import pool as worker
 from tests.emulated import emulation
-from tests.played_transport import PlayedLane, PlayedSlot
+from tests.simulated_transport import SimulatedLane, SimulatedSlot
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,7 @@ def test_waiting_for_a_rank_that_works_is_no_hang(ranks, tmp_path):
 def killed_inside(file: Path) -> None:
     """Rank 1 is killed within a transfer; rank 0, to which torchrun then sends a SIGTERM, writes what it says to a file."""
     with emulation():
-        moves = Transport(dist.group.WORLD, worker.device(), PlayedSlot, PlayedLane())
+        moves = Transport(dist.group.WORLD, worker.device(), SimulatedSlot, SimulatedLane())
         transport.use(dist.group.WORLD, moves)
         StopFlag(0.5, partial(within, READING, transport.waits)).watch()
         moves.start("row", ("down", "forward"))
@@ -101,7 +101,7 @@ def killed_inside(file: Path) -> None:
 
 def test_who_waits_for_a_rank_that_was_killed_says_so_and_ends(tmp_path, device_type):
     if device_type == "cuda":
-        pytest.skip("played on CPU ranks")
+        pytest.skip("emulated on CPU ranks")
     pool, file = worker.Pool(2), tmp_path / "said"
     pool._start()
     survivor, victim = pool._workers

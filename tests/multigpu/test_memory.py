@@ -55,7 +55,7 @@ def mapped(config: Config) -> int:
 def test_no_more_is_mapped_than_was_planned(ranks, device_type):
     """Of dy two orientations travel, of which one is read piece by piece; scales are agreed on: all slots that there can be."""
     if device_type == "cuda":
-        pytest.skip("played on CPU ranks")
+        pytest.skip("emulated on CPU ranks")
     options = ["--mesh.transport=mapped", "--recipe=nvfp4", "--groups.default.overlap=chunked:4", "--model.layers=1"]
     config = load("tiny", [*SMALL, *MESHES["tp"], *options])
     (bound,) = set(planned(config, 2, "sm_90").memory.rows["symmetric memory"].values())  # type: ignore[union-attr]

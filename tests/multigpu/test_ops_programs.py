@@ -16,10 +16,10 @@ import dlp
 from dlp import ops
 from dlp.kernels.captured import CapturedLaunches
 from tests import pool as worker
-from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal
 from tests.multigpu.test_programs import device, moved_by
-from tests.twins import K, M, values, without_programs
+from tests.paired_models import K, M, values, without_programs
+from tests.restored_tables import restored_fusions
 
 pytestmark = pytest.mark.ranks(2)
 SEGMENTS = {  # L launches, C the start of a collective, A its answer
@@ -72,7 +72,7 @@ def on_ranks(recipe: str, overlap: str, delay: bool, basic: bool, explicit: bool
     """Through mapped memory, by collectives, and by collectives with nothing captured."""
     mesh, found = worker.mesh(dp_shard=1, tp=2), list[Found]()
     for mapped, off in ((True, nullcontext()), (False, nullcontext()), (False, without_programs())):
-        with device(), off, fusions_kept(none=basic), moved_by(mesh["tp"].get_group(), mapped):  # type: ignore[attr-defined]
+        with device(), off, restored_fusions(none=basic), moved_by(mesh["tp"].get_group(), mapped):  # type: ignore[attr-defined]
             made = between_collectives(recipe, mesh["tp"]) if explicit else mlp(recipe, mesh["tp"], overlap)
             model = made.to(worker.device())
             linears = [each for each in model if isinstance(each, ops.BasicLinear)]

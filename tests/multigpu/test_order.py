@@ -1,4 +1,4 @@
-"""The search for races (tests/order.py) finds what is missing between launches that are in order as they are."""
+"""The search for races (tests/launch_order.py) finds what is missing between launches that are in order as they are."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch.distributed as dist
 
 from dlp.comm.mapped import Transport
 from dlp.kernels import cuda_codes
-from tests import order
+from tests import launch_order
 from tests import pool as worker
 from tests.emulated import emulation
-from tests.played_transport import PlayedLane, PlayedSlot
-from tests.touched import Launch, take
+from tests.launch_trace import Launch, take
+from tests.simulated_transport import SimulatedLane, SimulatedSlot
 
 
 def moved() -> list[Launch]:
     """A gather in two pieces and an agreement, then sums, one in each direction, of what kernels made, which read what came: no
     other transfer orders the uses of the slot of sums."""
     with emulation():
-        moves = Transport(dist.group.WORLD, worker.device(), PlayedSlot, PlayedLane())
+        moves = Transport(dist.group.WORLD, worker.device(), SimulatedSlot, SimulatedLane())
         x = torch.ones(moves.world, 64)
         with take(moves) as taken:
             moves.start()
@@ -73,8 +73,8 @@ MUTATIONS = {
 @pytest.mark.ranks(2)
 def test_what_is_missing_is_found(ranks, device_type):
     if device_type == "cuda":
-        pytest.skip("played on CPU ranks")
+        pytest.skip("emulated on CPU ranks")
     taken = ranks(2).run(moved)
-    assert order.disorder(taken) == []
+    assert launch_order.disorder(taken) == []
     for name, mutate in MUTATIONS.items():
-        assert order.disorder([mutate(launches) for launches in taken]), name
+        assert launch_order.disorder([mutate(launches) for launches in taken]), name

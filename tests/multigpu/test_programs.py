@@ -26,11 +26,11 @@ from dlp.parallel.linear.spec import LayerOptions
 from dlp.parallel.overlap.chunked import Chunked
 from tests import pool as worker
 from tests.emulated import emulation
+from tests.launch_order import in_order
 from tests.metrics import assert_bit_equal
-from tests.order import in_order
-from tests.played_transport import PlayedLane, PlayedSlot
+from tests.paired_models import K, M, N, compiles, forward_backward, of_any_size, programs, values, without_programs
 from tests.shardnet import shardnet, tensors, train
-from tests.twins import K, M, N, compiles, forward_backward, of_any_size, programs, values, without_programs
+from tests.simulated_transport import SimulatedLane, SimulatedSlot
 
 pytestmark = pytest.mark.ranks(2)
 RECIPES = ["bf16", "fp8_current", "fp8_delayed", "fp8_block"]
@@ -73,8 +73,8 @@ def test_weights_that_are_gathered(ranks, recipe: str, quantized: bool):
 def moved_by(group: dist.ProcessGroup, mapped: bool, late: float = 0.0) -> Iterator[None]:
     """Transfers of a group of GPUs through memory that they map, or of CPU ranks as if they were GPUs, with a lane that is
     `late`, and in order; or by collectives."""
-    lane, on_gpu = PlayedLane(late), worker.device().type == "cuda"
-    moves = [Transport(group, worker.device(), PlayedSlot, lane)] if mapped and not on_gpu else []
+    lane, on_gpu = SimulatedLane(late), worker.device().type == "cuda"
+    moves = [Transport(group, worker.device(), SimulatedSlot, lane)] if mapped and not on_gpu else []
     if mapped and on_gpu:
         transport.ask_for(group, "cuda")
     else:

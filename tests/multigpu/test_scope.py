@@ -22,7 +22,7 @@ from dlp.quant.tensor import QuantizedTensor
 from tests import pool as worker
 from tests.cases import IN_STYLES, in_styles, matrix, style_id
 from tests.metrics import bit_difference
-from tests.spy import Seen, spied
+from tests.recorded_casts import Seen, recording
 
 CLASSES: dict[str, type[Linear]] = {"local": Linear, "column": ColumnParallelLinear, "row": RowParallelLinear}
 RANKS = 4
@@ -47,7 +47,7 @@ def cut(whole: Tensor, dim: int | None, tp: int) -> Tensor:
 
 def run(name: str, style_key: tuple[str, bool], tp: int) -> tuple[dict[str, Tensor], Seen]:
     """One layer after one step (so that delayed scales have left 1): y, dx, dw, and what was cast to get them."""
-    recipe, seen = spied(load(name, amax_scope="all"))
+    recipe, seen = recording(load(name, amax_scope="all"))
     x, w, dy = (tensor.to(worker.device()) for tensor in full(name))
     mesh = None if tp == 1 else worker.mesh(tp=tp)["tp"]
     layer = CLASSES[style_key[0]](

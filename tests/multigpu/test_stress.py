@@ -22,9 +22,9 @@ from dlp.comm.mapped import Transport
 from dlp.quant.recipe import GEMMS, names
 from tests import pool as worker
 from tests.emulated import emulation
-from tests.order import in_order
-from tests.played_transport import PlayedLane, PlayedSlot
-from tests.twins import values, without_programs
+from tests.launch_order import in_order
+from tests.paired_models import values, without_programs
+from tests.simulated_transport import SimulatedLane, SimulatedSlot
 
 FEATURES = 512
 EMULATED = (
@@ -67,7 +67,7 @@ def in_random_order(seed: int, count: int, mapped: bool) -> list[Tensor]:
     """So many forwards, and their backwards; all y of each, one after the other, and the gradients of x and all w."""
     torch.manual_seed(0)
     on_cpu, world = worker.device().type == "cpu", dist.get_world_size()
-    meshes, lanes = [worker.mesh(tp=world), another_mesh()], [PlayedLane(0.002), PlayedLane()]
+    meshes, lanes = [worker.mesh(tp=world), another_mesh()], [SimulatedLane(0.002), SimulatedLane()]
     draw, mine = random.Random(seed), random.Random(seed + 1 + dist.get_rank())
     found: list[Tensor] = []
     waiting: list[tuple[torch.nn.Module, Tensor, Sequence[Tensor]]] = []
@@ -85,7 +85,7 @@ def in_random_order(seed: int, count: int, mapped: bool) -> list[Tensor]:
             if not mapped:
                 transport.use(group, None)
             elif on_cpu:
-                transport.use(group, Transport(group, worker.device(), PlayedSlot, lane))
+                transport.use(group, Transport(group, worker.device(), SimulatedSlot, lane))
             else:
                 transport.ask_for(group, "cuda")
         if mapped and on_cpu:

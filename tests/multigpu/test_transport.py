@@ -28,8 +28,8 @@ from dlp.kernels.launches import Lane, recording
 from tests import played_transport
 from tests import pool as worker
 from tests.emulated import emulation
-from tests.played_transport import PlayedLane, PlayedSlot
 from tests.shared_slot import SharedSlot
+from tests.simulated_transport import SimulatedLane, SimulatedSlot
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32)
 
@@ -149,22 +149,22 @@ def test_random_transfers_arrive(ranks, device_type, share_gpu, world, count):
     assert ranks(world).run(random_operations, 1, times, timeout=600.0) == [0] * world
 
 
-def freed_unread(slot: PlayedSlot) -> None:
+def freed_unread(slot: SimulatedSlot) -> None:
     CudaSlot.wait(slot)
     CudaSlot.release(slot)
 
 
 CARELESS = {  # nobody waits for readers; a slot is freed before it is read
     SharedSlot: patch.object(SharedSlot, "begin", lambda slot, use: None),
-    PlayedSlot: patch.multiple(PlayedSlot, wait=freed_unread, release=lambda slot: None),
+    SimulatedSlot: patch.multiple(SimulatedSlot, wait=freed_unread, release=lambda slot: None),
 }
 
 
 def a_late_reader(kind: Any, careful: bool) -> int:
     """Rank 1 reads an exchange late, and rank 0 follows with the next: how much was wrong."""
-    wrong, played = 0, kind is PlayedSlot
+    wrong, played = 0, kind is SimulatedSlot
     with emulation() if played else nullcontext(), nullcontext() if careful else CARELESS[kind]:
-        lane = PlayedLane() if played else None
+        lane = SimulatedLane() if played else None
         moves = make_transport() if kind is CudaSlot else Transport(dist.group.WORLD, worker.device(), kind, lane)
         for turn in range(10):
             moves.start()
@@ -212,9 +212,9 @@ def who_waits(others: bool) -> list[list[str]]:
     """Rank 0 sends, in two pieces, rank 1 late, or it runs another layer; then both have read, and have said so. Read by both
     ranks after each."""
     on_cpu = worker.device().type == "cpu"
-    lane = PlayedLane(0.001)
+    lane = SimulatedLane(0.001)
     with emulation() if on_cpu else nullcontext():
-        moves = Transport(dist.group.WORLD, worker.device(), PlayedSlot, lane) if on_cpu else make_transport()
+        moves = Transport(dist.group.WORLD, worker.device(), SimulatedSlot, lane) if on_cpu else make_transport()
         transport.use(dist.group.WORLD, moves)
         cuts, parts = ((0, 2), (2, 4)), [((4,), torch.float32, 0)]
         moves.start("row")
@@ -435,7 +435,7 @@ def test_transfers_are_recorded_and_captured(ranks, device_type):
 def taken_down() -> list[list[tuple[Any, ...]]]:
     """What a direction launches, taken down before and after others like it have run; without addresses."""
     with emulation():
-        moves = Transport(dist.group.WORLD, worker.device(), PlayedSlot, PlayedLane())
+        moves = Transport(dist.group.WORLD, worker.device(), SimulatedSlot, SimulatedLane())
         x, amax, found = torch.ones(moves.world, 64), torch.ones(()), []
 
         def run() -> None:
@@ -465,7 +465,7 @@ def without_addresses(arguments: Sequence[Any]) -> list[Any]:
 def test_replays_need_no_number_of_the_host(ranks, device_type):
     """What ranks wait for lies in memory: a direction that was captured, or is part of a CUDA graph, replays as it is."""
     if device_type == "cuda":
-        pytest.skip("played on CPU ranks; GPUs replay in test_transfers_are_recorded_and_captured")
+        pytest.skip("emulated on CPU ranks; GPUs replay in test_transfers_are_recorded_and_captured")
     for first, again in ranks(2).run(taken_down):
         assert first == again and {"begin_use", "push_part", "meet", "agree", "release_use"} <= {
             name for name, *_ in first

@@ -1,4 +1,4 @@
-"""What launches on the played device touch: of each its stream, and the bytes that it reads and writes.
+"""Launches on the emulated device, each with the stream and with the bytes that the launch reads and writes.
 
     take       inside, launches and collectives are taken down, whoever makes them; `named_alike`: as all ranks would
 
@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from dlp.comm import amax, collectives, exchange
 from dlp.comm.mapped import Transport
 from dlp.comm.slots import AGREED, HEADER, MAXIMA, RANKS, USES
-from tests import bound, emulated
-from tests.played_transport import STEPS, bases, header, new_event
+from tests import emulated, pointer_arguments
+from tests.simulated_transport import STEPS, bases, header, new_event
 
 Spans = Any  # int64 [n, 2]: the first byte of each, and the one behind its last
 NONE = np.empty((0, 2), dtype=np.int64)
@@ -175,7 +175,7 @@ def take(*transports: Transport) -> Iterator[Taken]:
         put(emulated.Plan, "run", lambda plan, *words: taken.run("gemm", partial(gemm, plan), *words))
         for name, (where, _) in CALLED.items():
             put(where, name, partial(taken.call, getattr(where, name)))
-        for name in {*bound.addresses(), *STEPS} - {"new_event"}:
+        for name in {*pointer_arguments.addresses(), *STEPS} - {"new_event"}:
             if hasattr(module, name):
                 put(module, name, staticmethod(partial(taken.run, name, getattr(module, name))))
         yield taken

@@ -1,4 +1,4 @@
-"""A recipe whose casts are seen: every operand that a layer makes, as it was made, by tensor and orientation."""
+"""A recipe that records casts: every operand that a layer makes, by tensor and orientation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlp.quant.tensor import QuantizedTensor
 
 
 @dataclass(frozen=True)
-class Spy(Wrapped):
+class RecordingQuantizer(Wrapped):
     """A quantizer that appends what it casts to `seen`."""
 
     seen: list[QuantizedTensor] = field(compare=False)
@@ -27,11 +27,16 @@ class Spy(Wrapped):
 Seen = dict[tuple[str, str], list[QuantizedTensor]]
 
 
-def spied(recipe: Recipe) -> tuple[Recipe, Seen]:
+def recording(recipe: Recipe) -> tuple[Recipe, Seen]:
     """The recipe, and what it casts by (x, rowwise) and so on; a derived columnwise operand is never cast."""
     seen: Seen = {(name, way): [] for name in OPERANDS for way in ("rowwise", "columnwise")}
     operands = {
-        name: Operand(*(Spy(getattr(getattr(recipe, name), way), seen[name, way]) for way in ("rowwise", "columnwise")))
+        name: Operand(
+            *(
+                RecordingQuantizer(getattr(getattr(recipe, name), way), seen[name, way])
+                for way in ("rowwise", "columnwise")
+            )
+        )
         for name in OPERANDS
     }
     return replace(recipe, **operands), seen

@@ -1,4 +1,4 @@
-"""The transport of GPUs, played on the CPU: `CudaSlot` over files that ranks map, and its kernels as functions of addresses.
+"""The transport of GPUs, simulated on the CPU: `CudaSlot` over files that ranks map, and its kernels as functions of addresses.
 
 What the current stream is given happens at once. So does a lane, or, `late`, it is a thread that does nothing before somebody
 waits for it, or some time has passed: then memory that is given back, or written anew, before the lane has read it shows.
@@ -28,7 +28,7 @@ PATIENCE = 60.0
 EVENTS = itertools.count(1)
 
 
-class PlayedLane(Lane):
+class SimulatedLane(Lane):
     """`late`: seconds that it lets pass before it does what nobody waits for; 0: it is never behind."""
 
     def __init__(self, late: float = 0.0) -> None:
@@ -83,11 +83,11 @@ class PlayedLane(Lane):
                 self._changed.notify_all()
 
 
-LATE: dict[int, PlayedLane] = {}  # by stream
+LATE: dict[int, SimulatedLane] = {}  # by stream
 BLOCKED = set[int | None]()  # threads that wait for a peer
 
 
-class PlayedSlot(CudaSlot):
+class SimulatedSlot(CudaSlot):
     def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, named: Named, lane: Lane) -> None:
         shared = SharedSlot(nbytes, group, device, named)
         self.payload, self._shared = shared.payload, shared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests import bound
+from tests import pointer_arguments
 
 # of memory that ranks map, and of the host: it stays where it is
 OF_SLOTS = {"Waiting", "SlotBases"}
@@ -23,17 +23,17 @@ def pointers(body: str) -> frozenset[int]:
 
 
 def test_every_pointer_of_a_job_is_an_address():
-    source = (bound.CSRC / "kernels.h").read_text()
+    source = (pointer_arguments.CSRC / "kernels.h").read_text()
     jobs = dict(re.findall(r"struct (\w+) \{(.*?)\n\};", source, re.DOTALL))
     named = {name: body for name, body in jobs.items() if "addresses = " in body and name not in OF_SLOTS}
     assert len(named) > 20
     for name, body in named.items():
         fields, said = body.split("static constexpr uint32_t addresses = ")
-        assert pointers(fields) == bound.words(said.strip("; \n")), name
+        assert pointers(fields) == pointer_arguments.words(said.strip("; \n")), name
 
 
 def test_all_steps_are_read():
-    steps = bound.addresses()
-    assert len(steps) == (bound.CSRC / "bindings.cpp").read_text().count('bind_step(m, "')
+    steps = pointer_arguments.addresses()
+    assert len(steps) == (pointer_arguments.CSRC / "bindings.cpp").read_text().count('bind_step(m, "')
     assert steps["copy_rows"] == (True, False, True, False, False, False), "from and to"
     assert steps["push_part"] == (True, False, False, False, False), "a peer's memory stays where it is"

@@ -1,11 +1,12 @@
-"""Whether what was launched is in order: a search for races among the launches of all ranks, on the played device.
+"""A search for races among the launches of all ranks on the emulated device.
 
-    disorder   launches (`tests.touched`) that touch the same bytes, of which one writes and neither waits for the other; and
-               those that write the same word of a slot, or write
-               what it is already
+    disorder   the pairs of launches (`tests.launch_trace`) that touch the same bytes, where one writes and neither launch
+               waits for the other; and launches that write a word of a slot at the same time, or write the value that the word
+               already has
 
-A played stream is never behind, so a launch that waits for nobody finds the right bits on CPUs. Here only what a stream has
-waited for has happened, by marks, begins, meetings, releases and agreements.
+A stream of the emulated device is never behind, so a launch that waits for nobody finds the right bits on CPUs, also where
+kernels are compiled for CPUs (tests/cuda_on_cpu). In this search only those launches have happened for which a stream has
+waited, by marks, begins, meetings, releases and agreements.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from dlp.comm.mapped import Transport
 from dlp.comm.slots import MET, SENT, UNREAD
-from tests.touched import CALLS, Launch, joined, take
+from tests.launch_trace import CALLS, Launch, joined, take
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What tests and pages register is gone behind them: kernels of the table, fusions of ops."""
+"""Context managers that restore the table of kernels and the list of fusions after tests and pages that register some."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dlp.ops.fusions import REGISTERED
 
 
 @contextmanager
-def table_kept() -> Iterator[None]:
+def restored_table() -> Iterator[None]:
     """Operations and kernels registered inside are not there afterwards."""
     before = {operation: list(entries) for operation, entries in table._ENTRIES.items()}
     try:
@@ -25,7 +25,7 @@ def table_kept() -> Iterator[None]:
 
 
 @contextmanager
-def fusions_kept(none: bool = False) -> Iterator[None]:
+def restored_fusions(none: bool = False) -> Iterator[None]:
     """Fusions registered inside are not there afterwards. `none`: inside there are none to begin with, so that basic ops run
     one by one."""
     before = REGISTERED.forward[:], REGISTERED.backward[:]

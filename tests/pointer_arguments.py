@@ -1,4 +1,4 @@
-"""Which numbers of a launch are addresses, by the types that csrc gives its arguments: a program exchanges those alone."""
+"""Which arguments of a launch are pointers, by the types in csrc: a program replaces only pointers in each run."""
 
 from __future__ import annotations
 

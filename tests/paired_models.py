@@ -1,4 +1,4 @@
-"""Two equal models, of which one may run programs and the other never does: what they compute is compared bit for bit."""
+"""Two equal models whose results are compared bit for bit: the first may run programs, the second never does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def of_any_size() -> Iterator[None]:
         yield
 
 
-class Twins:
+class PairedModels:
     """Two equal models, each with an optimizer; the second one never has programs."""
 
     def __init__(
