@@ -89,7 +89,10 @@ def import_folder(folder: Path, out: Path) -> str:
     for name, parameter in parameters_of(model).items():
         entry = found.get(theirs[name])
         if entry is None:
-            raise ValueError(f"{folder}: no tensor {theirs[name]} in its files, which a {model.family} of {CONFIG} has")
+            raise ValueError(
+                f"{folder}: no tensor {theirs[name]} in its files, which a {model.family} of {CONFIG} has; "
+                f"use the complete folder of one model, weights and {CONFIG}"
+            )
         if entry.shape != tuple(parameter.shape):
             raise ValueError(
                 f"{entry.file}: {theirs[name]} is {list(entry.shape)}, and {CONFIG} makes it {list(parameter.shape)}"
@@ -97,7 +100,10 @@ def import_folder(folder: Path, out: Path) -> str:
         tensors[name] = parameter.to(entry.dtype)
     used = {theirs[name] for name in tensors} | ({HEAD} if model.tie_embeddings else set())
     if over := sorted(name for name in found.keys() - used if not name.endswith(UNREAD)):
-        raise ValueError(f"{found[over[0]].file}: {over[0]} is no tensor that a {model.family} has here")
+        raise ValueError(
+            f"{found[over[0]].file}: {over[0]} is no tensor that a {model.family} has here; choose a folder of a supported "
+            f"family, and merge adapters into the weights first"
+        )
     _check_tied(model, found)
     text = start_config(model, folder, out, config)
     digest = sha256(folder / TOKENIZER)

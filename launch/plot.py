@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> None:
         write_plot(options.runs, options.out)
         return
     if len(options.runs) > 1:
-        raise ValueError(f"--stats draws one run, got {len(options.runs)}")
+        raise ValueError(f"--stats: expected one run, got {len(options.runs)}")
     write_stats(read_run(options.runs[0]), str(options.runs[0]), options.out)
 
 

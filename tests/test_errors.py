@@ -1,11 +1,13 @@
-"""Every error says the way out, or has a row in docs/errors.md with the message the source has; and each is in a test.
+"""Every error says the way out, or has a row in docs/errors.md; and each message is in a test.
 
-A message says it in a clause that begins with a verb ("; set overlap = 'serial'"), or by naming what would be right ("must
-be 0 or 1", "the nearest are ..."): `WAY_OUT`. The page has rows of such errors too, where more lies behind them.
+A message says the way out by a clause that begins with a verb ("; set overlap = 'serial'"), by naming what would be right
+("must be 0 or 1", "the nearest are ..."), or by a remedy that is inserted at the end ("; {remedy}"): `WAY_OUT`. The page has a
+row for each other message, with cause and way out, and for a message that says the way out only where the row leads to a page
+that says more: no row repeats a message. `PARTS` are reasons that a message with a way out quotes.
 
-A row's message has … where a value stands, and may end before the message does. "In a test": some string of a test holds
-a piece of the message's fixed parts, for which only a test that provokes it has a use. Kernels are left out: what they
-refuse is refused above them first, or is a mistake of ours.
+The message in a row has … where a value stands, and may end before the message does. "In a test": some string of a test holds
+a piece of the fixed parts of the message, for which only a test that provokes the error has a use. Kernels are left out: what
+kernels refuse is refused above them first, or is a mistake in dlp.
 """
 
 from __future__ import annotations
@@ -23,15 +25,19 @@ PAGE = ROOT / "docs" / "errors.md"
 OURS = ("AssertionError", "NotImplementedError")  # mistakes in dlp, not of its users
 FOLDERS = ("dlp", "launch", "bench")
 VERBS = (
-    "add ask attach build call check choose convert copy cut declare encode fetch get give leave let make move name norm pad "
-    "parametrize pass pip prepare quantize register remove rename replace restore return save set split start step take untie "
-    "use wait write"
+    "add ask attach build call check choose convert copy correct cut declare decode encode fetch get give install leave let "
+    "make merge move name norm pad parametrize pass pip prepare quantize quote register remove rename replace restore resume "
+    "return save set split start step take untie use wait write"
 )
 WAY_OUT = re.compile(
     rf"[;:.] (to [\w ]+, )?({VERBS.replace(' ', '|')})\b"
-    r"|\b(expected|must be|nearest|one of|comes before) |comes first|\b(recipes|options|strategies|wires|which) are …",
+    r"|\b(expected|must be|nearest|one of|comes before) |comes first|\b(recipes|options|strategies|wires|which) are …|; …$",
     re.IGNORECASE,
 )
+PARTS = (
+    "it names ….…, which no index", "… is no index of tensors", "… does not say in which files", "… and the manifest list",
+    "…, as when ranks do not share", "its config has no such groups", "… is no file beside it", "… is of another run: …",
+)  # fmt: skip
 ENOUGH = 16  # characters that tell a message from others
 
 
@@ -80,15 +86,31 @@ def raised() -> Iterator[tuple[str, str]]:
                     yield f"{path.relative_to(ROOT)}:{node.lineno}", message
 
 
+def table() -> list[tuple[str, str]]:
+    """(message, cause and way out) of each row of the page."""
+    return re.findall(r"^\| `(.+?)` \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+
+
 def rows() -> list[str]:
     """The messages of the page: the first cell of each row of its tables."""
-    return re.findall(r"^\| `(.+?)` \|", PAGE.read_text(), re.MULTILINE)
+    return [message for message, _ in table()]
 
 
 def test_every_error_says_the_way_out_or_has_a_row():
-    found = tuple(rows())
+    found = (*rows(), *PARTS)
     silent = [each for each in raised() if not each[1].startswith(found) and not WAY_OUT.search(each[1])]
     assert not silent, f"what is the way out? neither these nor docs/errors.md say so: {silent}"
+
+
+def test_no_row_repeats_what_its_message_says():
+    """A row is for a message without a way out, or leads to a page that says more."""
+    repeated = []
+    for message, rest in table():
+        full = [text for text in said() if message in text]
+        if full and all(WAY_OUT.search(text) for text in full) and "](" not in rest:
+            repeated.append(message)
+    assert not repeated, f"these messages say the way out themselves, and their rows lead nowhere: {repeated}"
+    assert not re.search(r"\| (the same|likewise) ?[|]", PAGE.read_text()), "one row for one cause"
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ PROVOKED: list[tuple[Callable[[pytest.MonkeyPatch], object], str]] = [
         lambda _: dlp.recipe("fp8_delayed", margin=1000000),
         "margin must be between -64 and 64; got 1000000",
     ),
-    (lambda _: plot.main(["a", "b", "--stats", "--out", "c.png"]), "--stats draws one run, got 2"),
+    (lambda _: plot.main(["a", "b", "--stats", "--out", "c.png"]), "--stats: expected one run, got 2"),
     (
         foreign_swaps,
         "the saved recipe swaps are not those of a model (KeyError: 'layers')",

@@ -107,7 +107,8 @@ def encoding_of(codes: Tensor, scale: Tensor) -> Encoding:
         if codes.dtype == encoding.dtype and codes.numel() * encoding.packed == scale.numel() * encoding.block:
             return encoding
     raise ValueError(
-        f"codes {list(codes.shape)} with scales {list(scale.shape)} are of no encoding in {list(ENCODINGS)}"
+        f"codes {list(codes.shape)} with scales {list(scale.shape)} are of no encoding in {list(ENCODINGS)}; resume with "
+        f"the version of dlp that saved them, or start anew with --checkpoint.resume none"
     )
 
 

@@ -302,7 +302,9 @@ def load(path: Path, training: Training) -> Loaded:
     except dcp.api.CheckpointException as error:
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}; {way_out(path)}") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} does not fit this run's recipes: {error}") from error
+        raise CheckpointError(
+            f"{path} does not fit this run's recipes: {error}; set the layer groups of the checkpoint"
+        ) from error
     if same_ranks:
         _set_rng(state["rng"][rank], training.device)
     return Loaded(manifest["step"], [found.remark, *differing, *told], manifest["config"])

@@ -30,7 +30,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path.name}: not a TOML file: {error}") from None
+        raise ConfigError(f"{path.name}: not a TOML file: {error}; correct this place") from None
 
 
 def parse(text: str, name: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def parse(text: str, name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name}: not a TOML file: {error}") from None
+        raise ConfigError(f"{name}: not a TOML file: {error}; correct this place") from None
 
 
 def refuse_early(arguments: Sequence[str]) -> None:

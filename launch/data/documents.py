@@ -48,7 +48,7 @@ def list_files(given: Iterable[Path]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for path in given:
         if not path.exists():
-            raise ValueError(f"{path}: no such file or folder")
+            raise ValueError(f"{path}: no such file or folder; give another path")
         found = saved_dataset(path) or (walk(path) if path.is_dir() else {path.name: path})
         for name, file in found.items():
             _check_name(file, name)
@@ -80,7 +80,10 @@ def _listed(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
     try:
         found = names(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not that of a saved dataset ({type(error).__name__}: {error})") from None
+        raise ValueError(
+            f"{path}: not that of a saved dataset ({type(error).__name__}: {error}); give the folder that "
+            f"save_to_disk wrote"
+        ) from None
     if not found:
         raise ValueError(f"{path}: it lists nothing, so the dataset is empty; save it again, or leave it out")
     return found

@@ -122,7 +122,10 @@ def _separator(path: Path, vocabulary: dict[str, int], asked: str | None) -> str
             f"name it with --separator"
         )
     if asked not in vocabulary:
-        raise ValueError(f"{path}: {asked!r}, which is to end documents, is none of its {len(vocabulary)} tokens")
+        raise ValueError(
+            f"{path}: {asked!r}, which is to end documents, is none of its {len(vocabulary)} tokens; name one of its "
+            f"tokens with --separator"
+        )
     return asked
 
 

@@ -102,5 +102,7 @@ def parse(
     for argument in unknown:
         if argument.startswith("-"):
             raise _unknown(argument.lstrip("-").partition("=")[0], [*ALIASES, *settings])
-        raise ConfigError(f"{brief(argument)}: only one config can be given, and {known.config!r} is it")
+        raise ConfigError(
+            f"{brief(argument)}: only one config can be given, and {known.config!r} is it; quote values with spaces"
+        )
     return known, overrides

@@ -40,7 +40,7 @@ def read_config(folder: Path) -> tuple[Model, dict[str, Any]]:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; expected a folder of Hugging Face's, with {CONFIG}") from None
     except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
+        raise ValueError(f"{path}: not JSON ({error}); fetch the file again") from None
     kind = given.get("model_type") if isinstance(given, dict) else None
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"{path}: model_type is {kind!r}, expected one of {', '.join(FAMILIES)}")
@@ -58,10 +58,10 @@ def _refuse(given: Mapping[str, Any], family: Family) -> None:
     """Raise ValueError for a key whose value the models here do not compute with, and for keys that contradict each other."""
     for key, expected in family.fixed:
         if given.get(key, expected) != expected:
-            raise ValueError(f"{key} is {given[key]!r}, but models here have {expected!r}")
+            raise ValueError(f"{key} is {given[key]!r}, but models here have {expected!r}; choose another model")
     for key in UNSUPPORTED:
         if given.get(key) is not None:
-            raise ValueError(f"{key} is {given[key]!r}, but models here have None")
+            raise ValueError(f"{key} is {given[key]!r}, but models here have None; choose another model")
     classes = given.get("architectures")
     if classes and family.architecture not in classes:
         raise ValueError(
@@ -145,7 +145,7 @@ def _positions(given: Mapping[str, Any], family: Family) -> tuple[float, dict[st
         raise ValueError("rope_theta is null, which transformers does not accept either; give a value, or leave it out")
     turned = _one(given, "partial_rotary_factor", default=1.0)
     if turned != 1.0:
-        raise ValueError(f"partial_rotary_factor is {turned}, but here heads turn whole")
+        raise ValueError(f"partial_rotary_factor is {turned}, but here heads turn whole; choose another model")
     theta = _one(given, "rope_theta", default=THETA)
     kind = _one(given, "rope_type", "type", beside=False)
     keys = sorted({*tables[0], *tables[1]} - {"rope_theta", "partial_rotary_factor", "rope_type", "type"})

@@ -57,7 +57,8 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
     if not path.is_file():
         others = ", ".join(sorted(each.name for each in folder.glob("*.bin"))) or "none of pickles either"
         raise ValueError(
-            f"{folder}: neither {ONE} nor {INDEX} in it ({others}); weights are read from safetensors alone"
+            f"{folder}: neither {ONE} nor {INDEX} in it ({others}); weights are read from safetensors alone: save them "
+            f"with transformers"
         )
     try:
         places = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
@@ -67,7 +68,9 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
                 raise ValueError(f"{file!r} is no file beside it")
             files.setdefault(folder / file, []).append(name)  # type: ignore[union-attr]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not an index of safetensors ({type(error).__name__}: {error})") from None
+        raise ValueError(
+            f"{path}: not an index of safetensors ({type(error).__name__}: {error}); fetch the folder again"
+        ) from None
     return files
 
 

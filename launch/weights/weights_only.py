@@ -93,7 +93,8 @@ class Reader:
             return Model(**self.opened.manifest["model"])
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{self.path} cannot be read: its model is none that is known here ({error})"
+                f"{self.path} cannot be read: its model is none that is known here ({error}); use the version "
+                f"of dlp that saved the checkpoint"
             ) from None
 
     def dtypes(self, names: Collection[str]) -> set[torch.dtype]:
@@ -119,10 +120,13 @@ def fill(path: Path, opened: save_load.Opened, tensors: Mapping[str, Tensor], *,
     for name, tensor in tensors.items():
         entry = there.get(PREFIX + name)
         if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{path}: it has no tensor {name}, which this model has")
+            raise CheckpointError(
+                f"{path}: it has no tensor {name}, which this model has; choose a checkpoint of this [model]"
+            )
         if tuple(entry.size) != tuple(tensor.shape):
             raise CheckpointError(
-                f"{path}: its tensor {name} is {list(entry.size)}, and this model's is {list(tensor.shape)}"
+                f"{path}: its tensor {name} is {list(entry.size)}, and this model's is {list(tensor.shape)}; choose a "
+                f"checkpoint of this [model]"
             )
     with _cause():
         dcp.load({"model": dict(tensors)}, storage_reader=dcp_files.Reader(path, opened.index), no_dist=no_dist)
@@ -148,7 +152,7 @@ def load_recipes(path: Path, model: nn.Module, opened: save_load.Opened, recipe_
     try:
         return list(dlp.load_state_dict(model, state, recipe_files=recipe_files))
     except ValueError as error:
-        raise CheckpointError(f"{path} does not fit these recipes: {error}") from error
+        raise CheckpointError(f"{path} does not fit these recipes: {error}; set the recipes of the training") from error
 
 
 def check_tokenizer(path: Path, manifest: Mapping[str, Any], folder: str, digest: str | None) -> None:
