@@ -1,4 +1,4 @@
-"""Weights of Hugging Face's folders into a checkpoint that a run can start from, and back, a tensor at a time.
+"""Convert weights of Hugging Face folders into a checkpoint that a run can start from, and back, one tensor at a time.
 
     python -m launch.convert_hf import FOLDER CHECKPOINT              safetensors and config.json -> checkpoint, config.toml
     python -m launch.convert_hf export CHECKPOINT FOLDER [--dtype bf16]     back, for `transformers`

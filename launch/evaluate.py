@@ -1,4 +1,4 @@
-"""How well a checkpoint predicts prepared data.
+"""Evaluate the perplexity of a checkpoint on prepared data.
 
     python -m launch.evaluate CHECKPOINT [--data FOLDER] [--split train] [--batches N] [--section.key value ...]
 

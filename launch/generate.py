@@ -1,4 +1,4 @@
-"""Text that a checkpoint writes.
+"""Generate text from a checkpoint.
 
     python -m launch.generate CHECKPOINT --prompt "def main" [--tokens 100] [--temperature 0.8 [--top-k 50] [--top-p 0.9]]
                               [--tokenizer tokenizer.json]

@@ -1,4 +1,4 @@
-"""A checkpoint on the tasks of EleutherAI's lm_eval, by its own package.
+"""Evaluate a checkpoint on tasks of lm_eval (EleutherAI).
 
     python -m launch.harness CHECKPOINT --tasks hellaswag,arc_easy [--tokenizer tokenizer.json] [--limit 100]
 

@@ -1,4 +1,4 @@
-"""`make pretrain`: train on this machine as it is, by torchrun, on every GPU or on two CPU ranks.
+"""Train on this machine with torchrun, on every GPU or on two CPU ranks (`make pretrain`).
 
     python -m launch.local [--ranks N] [CONFIG] [--section.key value ...]
 

@@ -1,4 +1,4 @@
-"""How torchao keeps an average of an optimizer in 8 or 4 bits: blocks of codes with one fp32 scale each.
+"""Encodings of optimizer states in 8 or 4 bits by torchao: blocks of codes with one fp32 scale each.
 
     average of a parameter [.., K]
         codes   [.., K] or [.., K/2]  float8_e4m3fn or uint8; two codes of four bits share a byte

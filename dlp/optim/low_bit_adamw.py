@@ -1,4 +1,4 @@
-"""AdamW with averages in few bits: torchao's step of a parameter, clipped and skipped as torch's fused AdamW is.
+"""AdamW with states in 8 or 4 bits: the update of torchao, with clipping and skipping as in torch's fused AdamW.
 
     grad_scale   fp32 [], by which gradients are divided, and
     found_inf    fp32 [], of which 1 leaves parameters and states as they are, every bit: set before `step`

@@ -1,4 +1,4 @@
-"""Checkpoints beside the training: copied at a step's end, written by a thread while the next steps run.
+"""Checkpoints in the background: copied at the end of a step, written by a thread during the next steps.
 
     step N ─► device copy of what fits into free memory ─► a thread: pinned copy, write, rename ─► settled at the next save
           └─► pinned copy of the rest, beside forward and backward of N + 1 ─► the update of N + 1 waits for both copies

@@ -1,4 +1,4 @@
-"""The files of torch.distributed.checkpoint, read as data and written with their cause when they cannot be.
+"""Files of torch.distributed.checkpoint (DCP): read as data, and written with the cause of a failure in the error.
 
 DCP's index `.metadata` is a pickle, and unpickling runs what a pickle names. Here it may name only the classes of an
 index, torch's dtypes and sizes; every entry must be a tensor (DCP loads other entries by an unrestricted `torch.load`;

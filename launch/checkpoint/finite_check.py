@@ -1,4 +1,5 @@
-"""A checkpoint holds no NaN or Inf: a weight that no token reads, as a row of the embedding, shows in no loss."""
+"""Check that a checkpoint holds no NaN or Inf. A weight that no token reads, such as a row of the embedding, shows in no
+loss."""
 
 from __future__ import annotations
 

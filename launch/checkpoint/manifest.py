@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it is, and the size and hash of every file, which are checked before any is used.
+"""Manifest of a checkpoint: description, and size and hash of every file, which are checked before a file is used.
 
     manifest.json   format, step, ranks, model, recipes, data, config, files, and the digest of all that
 

@@ -1,4 +1,4 @@
-"""What appears whole or not at all: it is written beside its place, and renamed when it is complete."""
+"""Atomic files and folders: written under a temporary name and renamed when complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ YOUNG = 60.0  # seconds within which a new folder may not have its lock yet
 
 
 def rewrite(path: Path, text: str) -> None:
-    """The whole content of a file. An OSError, as of a full disk, names it and leaves it as it was."""
+    """Replace the content of a file. If writing fails, as on a full disk, OSError names the file, and the old content stays."""
     new = path.with_name(f".{path.name}.new")
     try:
         new.write_text(text, encoding="utf-8")
@@ -28,10 +28,10 @@ def rewrite(path: Path, text: str) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yields the empty folder to fill, which no other process fills. What is raised inside leaves nothing behind.
+    """Yield an empty temporary folder, and rename the folder to `path` at the end. After an exception nothing is left.
 
     Raises:
-        ValueError: Another process has made `path` meanwhile, which then stands.
+        ValueError: another process has created `path` in the meantime; that folder stays.
     """
     for left in path.parent.glob(f".{path.name}-*.tmp"):
         if re.fullmatch(re.escape(f".{path.name}-") + r"[0-9a-f]{32}\.tmp", left.name) and not _at_work(left):
@@ -57,7 +57,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _at_work(work: Path) -> bool:
-    """Whether a process fills such a folder, or may have just begun to."""
+    """Return whether another process is filling the temporary folder `work`, or may have just begun."""
     try:
         lock = os.open(work, os.O_RDONLY)
     except OSError:  # gone meanwhile

@@ -7,11 +7,11 @@ from typing import Any
 
 
 class MissingPackage(ValueError):
-    """An optional package is not installed; the message says how it is."""
+    """Error for an optional package that is not installed; the message names the command that installs the package."""
 
 
 def need(module: str, package: str, what: str) -> Any:
-    """An optional package."""
+    """Import and return `module` of an optional package; raise MissingPackage if the package is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:

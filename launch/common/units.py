@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def said_bytes(nbytes: float) -> str:
-    """ "31.2 GB", "3.86 kB", "12 B"; powers of ten."""
+    """Format a number of bytes in powers of ten: "31.2 GB", "3.86 kB", "12 B"."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= 0.9995 * size:
             return f"{_three(nbytes / size)} {unit}"
@@ -12,7 +12,7 @@ def said_bytes(nbytes: float) -> str:
 
 
 def said_seconds(seconds: float) -> str:
-    """ "1.33 s", "64.2 ms", "2.10 us", "<1 us"."""
+    """Format seconds: "1.33 s", "64.2 ms", "2.10 us", "<1 us"."""
     if seconds < 1e-6:
         return "<1 us"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
@@ -22,5 +22,5 @@ def said_seconds(seconds: float) -> str:
 
 
 def _three(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Format a number with three digits, or with all digits before the point."""
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

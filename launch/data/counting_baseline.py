@@ -1,4 +1,4 @@
-"""The loss to beat, fitted by counting: what a model reaches that sees one token back, or none.
+"""Loss of counting models, which a training has to beat: a bigram model, or a unigram model for large vocabularies.
 
 A transformer whose attention does not work still learns the bigram, so a validation loss below it shows that attention
 does. Its table has vocabulary squared entries, which is for bytes; larger vocabularies get the unigram, which sees nothing

@@ -1,7 +1,7 @@
-"""From documents to a folder of shards: `train-00000.shard, ...`, `validation-00000.shard, ...` and `index.json`.
+"""Preparation of a folder of shards from documents: `train-00000.shard, ...`, `validation-00000.shard, ...`, `index.json`.
 
-Whole documents are held out for validation. Text files are chosen by the hashes of their names until their share of the bytes
-is full; rows by a hash of the file's name and their number, so that rows are read once, as a stream.
+Complete documents are held out for validation. Text files are chosen by hashes of their names until their share of the bytes
+is reached; rows by a hash of file name and row number, so that rows are read once, as a stream.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BATCH_BYTES = 1 << 24  # of them, if they are long
 
 @dataclass(frozen=True)
 class Document:
-    """`size`: bytes of the file that it took, for the progress bar."""
+    """Document with its split. `size`: bytes of the file that the document occupies, for the progress bar."""
 
     split: str
     text: Text
@@ -41,16 +41,16 @@ class Document:
 
 
 def check_share(share: float) -> None:
-    """ValueError for a share of the documents that cannot validate."""
+    """Raise ValueError for a validation share outside (0, 1)."""
     if not 0 < share < 1:
         raise ValueError(f"a validation share of {share} is not between 0 and 1: give 0.05 for 5 %")
 
 
 def held_out(sizes: Mapping[str, int], share: float) -> set[str]:
-    """The names of the documents that validate: those whose names have the smallest hashes, up to `share` of the bytes.
+    """Return the names of documents for validation: the names with the smallest hashes, up to `share` of the bytes.
 
-    A document larger than that share is never one of them, so that no single file makes up the validation text (the
-    library's largest file is 6 % of it); none may be small enough. Raises ValueError if none is left to train on.
+    A document larger than this share is never held out, so that no single file makes up the validation text (the largest
+    file of the standard library is 6 %). The result may be empty. Raises ValueError if no document is left for training.
     """
     check_share(share)
     budget = share * sum(sizes.values())
@@ -67,8 +67,8 @@ def held_out(sizes: Mapping[str, int], share: float) -> set[str]:
 
 
 def tail(sizes: Mapping[str, int], share: float) -> tuple[str, int]:
-    """Where no whole file is small enough to be held out: the largest one, and at which byte its held-out end begins.
-    Raises ValueError if there is nothing to cut."""
+    """Return the largest document and the byte at which its held-out end begins, for documents that are all too large to be
+    held out. Raises ValueError if there is nothing to cut."""
     largest = max(sizes, key=lambda name: sizes[name], default="")
     at = sizes.get(largest, 0) - round(share * sum(sizes.values()))
     if not 0 < at < sizes.get(largest, 0):
@@ -80,13 +80,13 @@ def tail(sizes: Mapping[str, int], share: float) -> tuple[str, int]:
 
 
 def row_split(name: str, share: float) -> str:
-    """Of a row, by its name."""
+    """Return the split of a row, from a hash of its name."""
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     return SPLITS[number < share * 2**64]
 
 
 def documents(files: Mapping[str, Path], share: float, column: str) -> Iterator[Document]:
-    """All documents of the files, in their order, empty rows left out."""
+    """Yield all documents of the files in order, without empty rows."""
     sizes = {name: path.stat().st_size for name, path in files.items() if not has_rows(path, column)}
     validating = held_out(sizes, share)
     cut = None if validating or len(sizes) < len(files) else tail(sizes, share)
@@ -105,7 +105,7 @@ def documents(files: Mapping[str, Path], share: float, column: str) -> Iterator[
 
 
 def batched(stream: Iterable[Document]) -> Iterator[list[Document]]:
-    """So many at once that encoding them in threads is worth it."""
+    """Yield batches of documents that are large enough for encoding in threads."""
     batch: list[Document] = []
     nbytes = 0
     for document in stream:
@@ -120,7 +120,7 @@ def batched(stream: Iterable[Document]) -> Iterator[list[Document]]:
 
 @dataclass
 class ShardWriter:
-    """The shards of one split. A shard is closed by the document that fills it."""
+    """Writer of the shards of one split. A shard is closed after the document that fills the shard."""
 
     folder: Path
     split: str
@@ -149,13 +149,13 @@ class ShardWriter:
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """The folders of preparations of a folder that did not end: they were killed, or are `at_work`."""
+    """Return the temporary folders of unfinished preparations of `folder`: killed ones and ones that are `at_work`."""
     name = re.compile(re.escape(f".{folder.name}-") + "[0-9a-f]{32}")
     return sorted(each for each in folder.parent.glob(".*") if name.fullmatch(each.name))
 
 
 def at_work(work: Path) -> bool:
-    """Whether a process holds the lock of such a folder. The system lets go of it, however the process ends."""
+    """Return whether a process holds the lock of a temporary folder. The system releases the lock with the process."""
     try:
         with (work / LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -170,12 +170,16 @@ def prepare(
     files: Mapping[str, Path], folder: Path, *, validation: float, tokenizer: Tokenizer = BYTES, column: str = "text",
     progress: bool = False,
 ) -> bool:  # fmt: skip
-    """Makes a folder of shards from files by name; the folder appears when it is complete. Where there are text files alone
-    and every one is larger than the validation share, as a single one is, the largest is two documents, cut at the end of a
-    line. `column`: of rows.
+    """Create a folder of shards from files by name; the folder appears when it is complete.
 
-    False if another process completes the same folder first, whose work then stands. ValueError for what cannot be read,
-    encoded or split.
+    If there are only text files and each is larger than the validation share, the largest file becomes two documents, cut
+    at the end of a line. `column`: column of rows that holds the text.
+
+    Returns:
+        False if another process completes the same folder first; that folder stays.
+
+    Raises:
+        ValueError: for input that cannot be read, encoded or split.
     """
     work = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
     work.mkdir(parents=True)
@@ -199,7 +203,7 @@ def prepare(
 def _write(
     work: Path, files: Mapping[str, Path], validation: float, tokenizer: Tokenizer, column: str, progress: bool
 ) -> None:
-    """All shards and their index."""
+    """Write all shards and the index."""
     writers = {split: ShardWriter(work, split, tokenizer.vocabulary) for split in SPLITS}
     known, total = KnownTokens(tokenizer), sum(path.stat().st_size for path in files.values())
     with tqdm(desc="prepare", total=total, unit="B", unit_scale=True, disable=not progress) as bar:
@@ -213,7 +217,7 @@ def _write(
 
 
 def _closed(writers: Iterable[ShardWriter], share: float) -> Sequence[Shard]:
-    """All shards. ValueError for a split without any."""
+    """Close the writers and return all shards. ValueError for a split without shards."""
     for writer in writers:
         writer.flush()
         if not writer.shards:

@@ -38,8 +38,12 @@ Tokens = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 
 @dataclass(frozen=True)
 class Shard:
-    """An open shard. tokens: memory-mapped [num_tokens], unsigned; starts: memory-mapped [num_documents], int64; remedy:
-    what to do when it is damaged."""
+    """Open shard.
+
+    tokens  memory-mapped, unsigned [num_tokens]
+    starts  memory-mapped, int64 [num_documents]
+    remedy  way out that messages name if the shard is damaged
+    """
 
     path: Path
     vocabulary: int
@@ -50,7 +54,7 @@ class Shard:
 
 
 def write_shard(path: Path, documents: Sequence[Tokens], vocabulary: int) -> None:
-    """Writes one shard of documents, each at least one token long. Raises ValueError for a token outside `vocabulary`."""
+    """Write one shard of documents, each with at least one token. Raises ValueError for a token outside `vocabulary`."""
     lengths = [len(document) for document in documents]
     assert lengths and min(lengths) > 0, "a shard holds documents of at least one token"
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype("<i8")
@@ -69,7 +73,7 @@ def write_shard(path: Path, documents: Sequence[Tokens], vocabulary: int) -> Non
 
 
 def open_shard(path: Path, remedy: str = REMEDY) -> Shard:
-    """Maps a shard after checking its header against the file. Raises ValueError, one sentence that names the file."""
+    """Map a shard after checking the header against the file. Raises ValueError that names the file."""
     found = path.stat().st_size
     if found < HEADER.size:
         raise ValueError(
@@ -99,7 +103,8 @@ def open_shard(path: Path, remedy: str = REMEDY) -> Shard:
 
 
 def verify(shard: Shard) -> None:
-    """Reads the whole shard; raises ValueError if its content is not what was written, or no tokens of its vocabulary."""
+    """Read the complete shard. Raises ValueError if the content differs from the digest, or a token is outside the
+    vocabulary."""
     digest = hashlib.sha256(shard.starts.data)
     digest.update(shard.tokens.data)
     if digest.hexdigest() != shard.digest:
@@ -111,7 +116,7 @@ def verify(shard: Shard) -> None:
 
 
 def _check_tokens(path: Path, tokens: np.ndarray[Any, Any], vocabulary: int) -> None:
-    """Raises ValueError for the first token that is not one of the vocabulary."""
+    """Raise ValueError for the first token outside the vocabulary."""
     if tokens.min() < 0 or tokens.max() >= vocabulary:
         position = int(np.argmax((tokens < 0) | (tokens >= vocabulary)))
         raise ValueError(

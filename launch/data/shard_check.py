@@ -1,6 +1,6 @@
-"""Shards are read as a whole before the first step: their hashes, and that every token is one of their vocabulary.
+"""Check of complete shards before the first step: the hash of each shard, and that every token is in the vocabulary.
 
-The ranks of a host take shards in turn, since they see the same files; hosts check each for themselves, since they may not.
+Ranks of one host see the same files and divide the shards; each host checks its own files, which may differ.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from launch.data.shard import Shard, verify
 
 
 def check_data(shards: Sequence[Shard]) -> str:
-    """On all ranks at once -> a sentence on what it took. Raises ValueError on all ranks alike, for the first shard that is
-    damaged, and for ranks that read other data than rank 0."""
+    """Check the shards on all ranks together, and return a sentence with size and duration. Raises ValueError on all ranks
+    for the first damaged shard, and for ranks that read other data than rank 0."""
     began = time.perf_counter()
     rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     mine = (",".join(shard.digest for shard in shards), _damage(shards[rank::ranks]))

@@ -1,9 +1,9 @@
-"""index.json of a folder of shards: which tokenizer made them, and the hash of each, so that none is missing or another's.
+"""index.json of a folder of shards: the tokenizer, and the hash of each shard, so that missing and foreign shards are found.
 
     {"format": "dlp data 1", "tokenizer": {"name", "digest", "vocabulary", "separator"},
      "shards": {"train-00000.shard": {"tokens", "documents", "sha256"}, ...}}
 
-Shards that were written by hand may lie in a folder without it.
+A folder of shards that were written by `write_shard` needs no index.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def entry_of(shard: Shard) -> dict[str, Any]:
 
 
 def write_index(folder: Path, tokenizer: Tokenizer, shards: Sequence[Shard]) -> None:
-    """What lies in a folder."""
+    """Write the index of a folder."""
     said = {key: getattr(tokenizer, key) for key in ("name", "digest", "vocabulary", "separator")}
     entries = {shard.path.name: entry_of(shard) for shard in shards}
     (folder / INDEX).write_text(json.dumps({"format": FORMAT, "tokenizer": said, "shards": entries}, indent=1) + "\n")
 
 
 def read_index(folder: Path, remedy: str) -> dict[str, Any] | None:
-    """None where there is none. ValueError for a file that is no index."""
+    """Return the index of a folder; None without index.json. ValueError for a file that is not an index."""
     path = folder / INDEX
     if not path.is_file():
         return None
@@ -47,7 +47,7 @@ def read_index(folder: Path, remedy: str) -> dict[str, Any] | None:
 
 
 def check_against(index: dict[str, Any], folder: Path, shards: Sequence[Shard], remedy: str) -> None:
-    """ValueError where a folder does not hold what its index lists."""
+    """Raise ValueError if the shards of a folder differ from the index."""
     there, listed = {shard.path.name: shard for shard in shards}, index["shards"]
     for name in sorted(there.keys() ^ listed.keys()):
         wrong = f"is missing, {INDEX} lists it" if name in listed else f"is none that {INDEX} lists"

@@ -1,12 +1,12 @@
-"""Data of a run: prepared folders and the embedded `builtin:stdlib`.
+"""Data of a run: prepared folders, and the embedded `builtin:stdlib`.
 
-A document is a text file or a row. Its tokens are its bytes (0..255) and a separator (256) at its end, so no tokenizer has to
-be downloaded, or those of a tokenizer.json. A folder of data holds `train-00000.shard, ...`, `validation-00000.shard, ...`
-and `index.json`.
+A document is a text file or a row. The tokens of a document are its bytes (0 to 255) and a separator (256), so no tokenizer has
+to be downloaded; or the tokens of a tokenizer.json. A prepared folder holds `train-00000.shard, ...`,
+`validation-00000.shard, ...` and `index.json`.
 
-`builtin:stdlib` is the running Python's own library, without its tests: about 12 MB of real text on every machine, 24 MB as
-tokens of two bytes. Its shards are kept in the user's cache folder under the hash of the sources; any number of ranks may
-make them at once.
+`builtin:stdlib` is the standard library of the running Python, without tests: about 12 MB of text on every machine, 24 MB as
+tokens of two bytes. The shards are stored in the cache folder of the user under the hash of the sources; several ranks may
+create them at the same time.
 """
 
 import hashlib
@@ -28,8 +28,11 @@ SPLIT_VERSION = 2  # of encoding, split and index: raise it when they change, so
 
 @dataclass(frozen=True)
 class Data:
-    """The open shards of both splits; those of a folder lie together. `tokenizer`: the SHA-256 of its file, "" for bytes, None
-    where it is not known. `weights`: of the folders, where there are several."""
+    """Open shards of both splits; shards of one folder are adjacent.
+
+    tokenizer  SHA-256 of the tokenizer file; "" for bytes, None if unknown
+    weights    weights of the folders, if there are several
+    """
 
     train: tuple[Shard, ...]
     validation: tuple[Shard, ...]
@@ -38,8 +41,8 @@ class Data:
 
 
 def open_sources(given: str | Sequence[Mapping[str, Any]], vocabulary: int, validation: float = 0.05) -> Data:
-    """What `[data] path` names: one source, or several with their weights. Raises ValueError where one cannot be used, two are
-    the same, or tokenizers differ."""
+    """Open the source or the weighted sources of `[data] path`. Raises ValueError for a source that cannot be used, for
+    equal sources, and for different tokenizers."""
     if isinstance(given, str):
         return open_data(given, vocabulary, validation)
     opened = [open_data(each["path"], vocabulary, validation) for each in given]
@@ -58,24 +61,24 @@ def open_sources(given: str | Sequence[Mapping[str, Any]], vocabulary: int, vali
 
 
 def described(given: str | Sequence[Mapping[str, Any]]) -> str:
-    """What `[data] path` names, for people: a source, or several with their weights."""
+    """Describe the sources of `[data] path` for a line of the log."""
     if isinstance(given, str):
         return given
     return " and ".join(f"{each['path']} (weight {each['weight']:g})" for each in given)
 
 
 def _short(tokenizer: str | None) -> str:
-    """A tokenizer by its digest."""
+    """Name a tokenizer by its digest."""
     if tokenizer is None:
         return "a tokenizer that is not known, without index.json"
     return f"the tokenizer {tokenizer[:12]}" if tokenizer else "bytes"
 
 
 def open_data(path: str, vocabulary: int, validation: float = 0.05) -> Data:
-    """Opens "builtin:stdlib" or a prepared folder for a model of `vocabulary` symbols.
+    """Open "builtin:stdlib" or a prepared folder, for a model of `vocabulary` symbols.
 
-    validation: share of builtin:stdlib's files held out. Raises ValueError if a shard is damaged, missing or has a
-    larger vocabulary than the model.
+    `validation`: share of files of builtin:stdlib that is held out. Raises ValueError for a damaged or missing shard, and for a
+    vocabulary larger than the vocabulary of the model.
     """
     folder, remedy, missing = Path(path), REMEDY, "make them with python -m launch.data prepare"
     if path == STDLIB:
@@ -100,14 +103,14 @@ def open_data(path: str, vocabulary: int, validation: float = 0.05) -> Data:
 
 
 def stdlib_files() -> dict[str, Path]:
-    """The running Python's own sources by relative name, without tests and without what pip installed."""
+    """Return the sources of the standard library by relative name, without tests and installed packages."""
     files = walk(Path(os.__file__).parent, NOT_STDLIB)
     return {name: path for name, path in files.items() if name.endswith(".py")}
 
 
 def stdlib_shards(validation: float) -> Path:
-    """The folder of builtin:stdlib's shards, made if it is not in the cache ($XDG_CACHE_HOME/dlp or ~/.cache/dlp). ValueError
-    where that cannot be written."""
+    """Return the folder of shards of builtin:stdlib, created in the cache if missing ($XDG_CACHE_HOME/dlp or ~/.cache/dlp).
+    ValueError if the cache cannot be written."""
     files = stdlib_files()
     digest = hashlib.sha256(f"{VERSION} {SPLIT_VERSION} {validation} {len(files)}".encode())
     for name, path in files.items():

@@ -1,18 +1,18 @@
-"""Which tokens a step reads: a fixed list of windows, whatever the number of ranks.
+"""Tokens of each step: a fixed list of windows that does not depend on the number of ranks.
 
-The tokens of all shards are cut into windows of `sequence` inputs and their targets (the next token; documents follow
-each other, and a target may be the separator or the first byte of the next document: the model learns where documents
-end, and no position is wasted). Every epoch has its own pseudo-random order of windows, and step t reads places
-t x global_batch ... (t + 1) x global_batch of the endless sequence of epochs:
+The tokens of all shards are divided into windows of `sequence` inputs and their targets, the next tokens. Documents follow
+each other, and a target may be the separator or the first byte of the next document, so that the model learns where documents
+end and no position is wasted. Every epoch has a pseudo-random order of windows, and step t reads places t x global_batch to
+(t + 1) x global_batch of the infinite sequence of epochs:
 
     place  = step x global_batch + micro x (micro_batch x world) + rank x micro_batch + row
     window = permuted(place mod windows), keyed by (seed, place div windows)
 
-Several sources take turns: of each 4096 places every source has the share that its weight says, in a pseudo-random order, and
-goes through its own windows epoch by epoch.
+Several sources take turns: of each 4096 places, every source has a number in proportion to its weight, in a pseudo-random
+order, and passes through its own windows epoch by epoch.
 
-So the position is the step and nothing else, and any mesh reads the same global batch. The permutation is computed
-place by place (a Feistel network): no array as long as the data, and the same order with every version of numpy.
+The position is therefore the step alone, and every mesh reads the same global batch. The permutation is computed place by place
+by a Feistel network: no array of the length of the data, and the same order with every version of numpy.
 """
 
 import hashlib
@@ -41,17 +41,17 @@ MASK = (1 << 64) - 1
 
 
 def _mix(values: Indices) -> Indices:
-    """The finalizer of splitmix64: every input bit reaches every output bit."""
+    """Finalizer of splitmix64: every input bit affects every output bit."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
     return values ^ (values >> np.uint64(31))
 
 
 def permute(places: Indices, count: int, key: Sequence[int]) -> Indices:
-    """Where a pseudo-random permutation of range(count), chosen by `key`, sends `places` (uint64, each < count).
+    """Apply a pseudo-random permutation of range(count), selected by `key`, to `places` (uint64, each < count).
 
-    A Feistel network permutes the smallest 4^n >= count; a place sent outside is sent on until it falls inside, which
-    takes fewer than four tries on average and is a permutation again.
+    A Feistel network permutes the smallest 4^n >= count; a place outside the range is permuted again until it falls inside,
+    which takes fewer than four rounds on average and is again a permutation.
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)
@@ -71,7 +71,7 @@ def permute(places: Indices, count: int, key: Sequence[int]) -> Indices:
 
 @dataclass(frozen=True)
 class Source:
-    """Windows of one folder: how many, the number of its first among all, and of how many of `PERIOD` places it has."""
+    """Windows of one folder: their number, the number of the first window, and the number of places among `PERIOD`."""
 
     folder: Path
     windows: int
@@ -80,7 +80,8 @@ class Source:
 
 
 def shares(weights: Mapping[Path, float]) -> list[int]:
-    """How many of `PERIOD` places each has, by largest remainders. ValueError for one that has none."""
+    """Return the number of places of each source among `PERIOD`, by largest remainders. ValueError for a source without a
+    place."""
     exact = [PERIOD * weight / sum(weights.values()) for weight in weights.values()]
     found = [math.floor(each) for each in exact]
     by_rest = sorted(range(len(exact)), key=lambda i: found[i] - exact[i])
@@ -97,7 +98,7 @@ def shares(weights: Mapping[Path, float]) -> list[int]:
 
 @lru_cache(maxsize=4)
 def turns(shares: tuple[int, ...], key: tuple[int, int]) -> tuple[Indices, Indices]:
-    """Of each place of a period: whose turn it is, and how many turns of the period that source had before; uint64 [PERIOD]."""
+    """Return, for each place of a period, the source and the number of earlier places of this source; uint64 [PERIOD]."""
     whose = np.repeat(np.arange(len(shares), dtype=np.uint64), shares)
     whose = whose[permute(np.arange(PERIOD, dtype=np.uint64), PERIOD, (*key, len(shares)))]
     before = np.empty_like(whose)
@@ -107,11 +108,11 @@ def turns(shares: tuple[int, ...], key: tuple[int, int]) -> tuple[Indices, Indic
 
 
 class TokenStream:
-    """Batches of windows by step. Holds no position: the caller's step is the position.
+    """Batches of windows by step. The object holds no position: the step of the caller is the position.
 
-    `weights`: of the folders of the shards, where there are several. Raises ValueError if a folder's shards hold no window;
-    `split` is what the message calls them. `rank` and `world` below are data-parallel ones: ranks that differ only along tp
-    read the same windows.
+    `weights`: weights of the folders, if there are several. `split`: name in messages. `rank` and `world` below count
+    data-parallel ranks; ranks that differ only along tp read the same windows. Raises ValueError if a folder has no
+    complete window.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class TokenStream:
         self.sources = self._sources(weights or {}, split)
 
     def _sources(self, weights: Mapping[Path, float], split: str) -> list[Source]:
-        """One for all shards, or one for each folder, whose shards lie together."""
+        """Return one source for all shards, or one source for each folder."""
         of_folder = {folder: [s.path.parent for s in self.shards].count(folder) for folder in weights}
         given = zip(of_folder.items(), shares(weights), strict=True) if len(weights) > 1 else []
         counts = [(folder, count, share) for (folder, count), share in given]
@@ -145,14 +146,14 @@ class TokenStream:
         return found
 
     def describe(self, steps: int) -> Iterator[str]:
-        """What a run of so many steps reads of each source, where there are several."""
+        """Yield what a run of `steps` steps reads of each source, if there are several."""
         for source in self.sources if len(self.sources) > 1 else ():
             part = source.share / PERIOD
             epochs = part * steps * self.global_batch / source.windows
             yield f"data: {source.folder}: {part:.1%} of the sequences, {epochs:.2g} times all of it in {steps} steps"
 
     def order(self, step: int) -> Indices:
-        """The windows of one step, uint64 [global_batch]."""
+        """Return the windows of one step, uint64 [global_batch]."""
         places = np.arange(step * self.global_batch, (step + 1) * self.global_batch, dtype=np.uint64)
         numbers, drawn = self._drawn(places)
         windows = np.empty_like(places)
@@ -166,7 +167,7 @@ class TokenStream:
         return windows
 
     def _drawn(self, places: Indices) -> tuple[Any, Indices]:
-        """Whose turn it is at each place, and how many turns that source had before."""
+        """Return the source of each place, and the number of earlier places of this source."""
         if len(self.sources) == 1:
             return np.zeros_like(places), places
         given = tuple(source.share for source in self.sources)
@@ -180,14 +181,14 @@ class TokenStream:
         return numbers, before
 
     def batch(self, step: int, micro: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, targets) of one rank's microbatch, both int64 [micro_batch, sequence] on the CPU."""
+        """Return (tokens, targets) of a microbatch of one rank, int64 [micro_batch, sequence] each, on the CPU."""
         windows = (self._window(window) for window in self._chosen(step, micro, rank, world))
         rows = [shard.tokens[first : first + self.sequence + 1] for shard, first in windows]
         tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def documents(self, step: int, micro: int, rank: int, world: int) -> Documents:
-        """Where documents lie in that microbatch's tokens, on the CPU."""
+        """Return the documents of a microbatch of one rank, on the CPU."""
         begins = [self._begins(*self._window(window)) for window in self._chosen(step, micro, rank, world)]
         offsets = np.concatenate([row * self.sequence + each for row, each in enumerate(begins)])
         starts = np.append(offsets, self.micro_batch * self.sequence)
@@ -197,23 +198,23 @@ class TokenStream:
         )
 
     def _chosen(self, step: int, micro: int, rank: int, world: int) -> list[int]:
-        """The windows of one rank's microbatch."""
+        """Return the windows of a microbatch of one rank."""
         first = (micro * world + rank) * self.micro_batch
         assert 0 <= rank < world and first + self.micro_batch <= self.global_batch, "outside the global batch"
         return [int(window) for window in self.order(step)[first : first + self.micro_batch]]
 
     def _window(self, window: int) -> tuple[Shard, int]:
-        """The shard of a window and its first token there; windows do not cross shards."""
+        """Return the shard of a window and the first token of the window in the shard; a window lies within one shard."""
         shard = int(np.searchsorted(self._ends, window, side="right"))
         return self.shards[shard], (window - (int(self._ends[shard - 1]) if shard else 0)) * self.sequence
 
     def _begins(self, shard: Shard, first: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Where documents begin in the window from token `first`, counted from there; its own beginning is the first."""
+        """Return where documents begin in the window from token `first`, relative to the window; the first entry is 0."""
         inside = slice(*np.searchsorted(shard.starts, (first + 1, first + self.sequence)))
         return np.concatenate([[0], shard.starts[inside] - first])
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order depends on apart from the step."""
+        """Return everything that the order depends on, except the step."""
         return {
             "data": self.digest,
             "sequence": self.sequence,
@@ -223,7 +224,7 @@ class TokenStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Checks that a saved run read the same windows in the same order; raises ValueError naming what differs."""
+        """Check that a saved run read the same windows in the same order. Raises ValueError that names the difference."""
         for key, now in self.state_dict().items():
             if state.get(key) != now:
                 before, now = (f"{each:.12}" if key == "data" else each for each in (state.get(key, ""), now))

@@ -1,8 +1,8 @@
-"""What makes tokens of text: bytes, or the tokenizer.json that lies beside a model's weights, by the package tokenizers.
+"""Tokenizers: bytes, or a tokenizer.json of a published model by the package tokenizers.
 
-Every document ends with the separator: 256 behind bytes, else the token with which the tokenizer's own model ends a text
-(`eos_token` in tokenizer_config.json beside it) or the one that is named. What the tokenizer itself puts around a text, as a
-token for its beginning, is kept.
+Every document ends with the separator: 256 for bytes, otherwise the token with which the tokenizer ends a text (`eos_token` in
+the tokenizer_config.json of the same folder), or the token of --separator. Tokens that the tokenizer adds to a text, such as a
+begin token, are kept.
 """
 
 from __future__ import annotations
@@ -28,8 +28,14 @@ Text = tuple[str, bytes]  # what messages call a document, and its text in UTF-8
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """`name`: for people; `digest`: the SHA-256 of its file; `unknown`: what it says where it knows no token, if it has that;
-    `encode`: documents -> their tokens with the separator; `decode`: tokens -> text, separators left out."""
+    """Tokenizer with its encode and decode functions.
+
+    name     name in messages
+    digest   SHA-256 of the file; "" for bytes
+    unknown  token for text that the tokenizer does not know; None without such a token
+    encode   documents -> tokens of each document, with the separator
+    decode   tokens -> text, without separators
+    """
 
     name: str
     digest: str
@@ -41,12 +47,12 @@ class Tokenizer:
 
 
 def encode_bytes(text: bytes) -> Tokens:
-    """The bytes of one document and the separator, uint16 [len(text) + 1]."""
+    """Return the bytes of one document and the separator, uint16 [len(text) + 1]."""
     return np.append(np.frombuffer(text, np.uint8).astype(np.uint16), np.uint16(SEPARATOR))
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:
-    """What is no UTF-8, as where a text ends within a character, is replaced."""
+    """Decode tokens as UTF-8; invalid bytes, such as a text that ends inside a character, are replaced."""
     return bytes(token for token in tokens if token < SEPARATOR).decode(errors="replace")
 
 
@@ -54,14 +60,13 @@ BYTES = Tokenizer("bytes", "", 257, SEPARATOR, lambda texts: [encode_bytes(text)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What `open_tokenizer` takes, as options of a program."""
+    """Add the options of `open_tokenizer` to a parser."""
     parser.add_argument("--tokenizer", default=BYTES.name, help=f"bytes, or a tokenizer.json [{BYTES.name}]")
     parser.add_argument("--separator", help="the token that ends a document [eos_token of tokenizer_config.json]")
 
 
 def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
-    """ "bytes", or the path of a tokenizer.json. ValueError for a file that is none, and where no token is known to end a
-    document."""
+    """Open "bytes" or a tokenizer.json. ValueError for a file that is not a tokenizer, and if no token ends a document."""
     if name == BYTES.name:
         if separator is not None:
             raise ValueError("--separator: bytes are separated by 256; leave it out")
@@ -105,7 +110,7 @@ def _decoded(name: str, text: bytes) -> str:
 
 
 def _separator(path: Path, vocabulary: dict[str, int], asked: str | None) -> str:
-    """The token that ends a document."""
+    """Return the token that ends a document."""
     beside = path.with_name("tokenizer_config.json")
     if asked is None and beside.is_file():
         try:
@@ -130,13 +135,13 @@ def _separator(path: Path, vocabulary: dict[str, int], asked: str | None) -> str
 
 
 class KnownTokens:
-    """Notices text that a tokenizer does not know, of which it makes one token over and over."""
+    """Check that a tokenizer knows the text: unknown text becomes one token over and over."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._unknown, self._all = tokenizer, 0, 0
 
     def check(self, name: str, tokens: Tokens) -> None:
-        """The next document. ValueError where too many of all tokens so far are unknown."""
+        """Check the next document. ValueError if too many of all tokens so far are unknown."""
         if self._tokenizer.unknown is None:
             return
         self._all += len(tokens)

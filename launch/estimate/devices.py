@@ -1,4 +1,4 @@
-"""GPUs by name, as `--plan --device` takes them: their kind and memory."""
+"""GPUs by name, for `--plan --device`: kind and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that was trained, without its training: from a checkpoint, on these ranks, to be evaluated or to write text."""
+"""Model of a checkpoint on these ranks, without the training state, for evaluation and generation."""
 
 from __future__ import annotations
 

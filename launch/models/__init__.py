@@ -1,1 +1,1 @@
-"""The models that are trained: decoders of one shape, of which families of published weights are settings."""
+"""Models: decoders of one architecture, of which the families of published weights are settings."""

@@ -1,15 +1,12 @@
-"""Causal attention, over whole rows or within the documents that a row holds.
+"""Causal attention over complete rows, or within the documents of a row.
 
-    row        a a a a | b b | c c c c c c       a row of tokens packed from three documents
-    positions  0 1 2 3   0 1   0 1 2 3 4 5       begin anew with each
-    starts     0         4     6            12   where documents begin in the flattened rows, and the end of all
+    row        a a a a | b b | c c c c c c       row of tokens packed from three documents
+    positions  0 1 2 3   0 1   0 1 2 3 4 5       restart at each document
+    starts     0         4     6            12   begin of each document in the flattened rows, and the number of tokens
 
-Within documents, on GPUs: torch's kernel for sequences of differing lengths, which takes `starts` and computes nothing that
-is masked. On CPUs: a mask.
-
-Over whole rows, on GPUs, `[train] attention` chooses between the backends of `scaled_dot_product_attention`;
-`launch.training.attention_backend` decides "auto", and the plan names the backend. All of them take grouped heads without
-copies of k and v.
+Within documents, GPUs use torch's attention for sequences of different lengths, which takes `starts` and computes no masked
+scores; CPUs use a mask. Over complete rows, GPUs use a backend of `scaled_dot_product_attention`
+(`launch.training.attention_backend`). All backends accept grouped heads without copies of k and v.
 """
 
 from __future__ import annotations
@@ -28,8 +25,11 @@ ORDERS = {"flash": _REST, "cudnn": [SDPBackend.CUDNN_ATTENTION, *_REST]}
 
 
 class Documents(NamedTuple):
-    """Where the documents of tokens [B, S] lie. positions: int64 [B, S]; starts: int32 [documents + 1]. What a row begins
-    with counts as the beginning of a document."""
+    """Documents in tokens [B, S]. The begin of a row counts as the begin of a document.
+
+    positions  int64 [B, S], position of each token in its document
+    starts     int32 [documents + 1], begin of each document in the flattened tokens
+    """
 
     positions: Tensor
     starts: Tensor
@@ -37,20 +37,25 @@ class Documents(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """Backend of attention over whole rows: a key of ORDERS, or None, which leaves the choice to torch; and the reason."""
+    """Backend of attention over complete rows: a key of ORDERS, or None if torch chooses; and the reason."""
 
     backend: str | None
     reason: str
 
     def describe(self) -> str:
-        """Line of the plan."""
+        """Return the line of the plan."""
         return f"attention: {self.backend or 'chosen by torch'} ({self.reason})"
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, backend: str | None = None) -> Tensor:
-    """q [B, heads, S, D], k and v [B, kv heads, S or more, D] -> [B, heads, S, D]. No token sees a later one, nor, where
-    `documents` are given, one of another document. Fewer queries than keys are those of the last tokens. backend: a key of
-    ORDERS for attention over whole rows; None: torch chooses."""
+    """Causal attention; with `documents`, tokens attend only to tokens of the same document.
+
+    q          [B, heads, S, D]; fewer queries than keys belong to the last tokens
+    k, v       [B, kv heads, S or more, D]
+    documents  documents of the tokens; None: complete rows
+    backend    key of ORDERS, for attention over complete rows; None: torch chooses
+    returns    [B, heads, S, D]
+    """
     grouped, before = q.shape[1] != k.shape[1], k.shape[2] - q.shape[2]
     if before:
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(before)
@@ -66,7 +71,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, 
 
 
 def mask(positions: Tensor) -> Tensor:
-    """Which token sees which: bool [B, 1, S, S]."""
+    """Return the attention mask, bool [B, 1, S, S]: True where a token attends to a token."""
     document = (positions == 0).cumsum(-1)
     same = document.unsqueeze(-1) == document.unsqueeze(-2)
     return same.tril().unsqueeze(1)

@@ -1,4 +1,4 @@
-"""What families of published models are here: features, and how names and settings of Hugging Face's folders map to ours."""
+"""Families of published models: features, and the mapping of names and settings of Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """How a family differs from the others. architecture: the class of `transformers` that reads it. qkv_bias: q, k and v have
-    biases; qk_norm: RMSNorm over each head of q and k; window: it may have a sliding window.
+    """Differences of a family.
 
-    Settings of config.json: `optional` are keys that a file may leave out, with the values that `transformers` then uses;
-    `nullable` are keys that may be null; `fixed` are keys that this package computes with one value only.
+    architecture  class of `transformers` that reads the family
+    qkv_bias      q, k and v have biases
+    qk_norm       RMSNorm over each head of q and k
+    window        a sliding window may be set
+    optional      keys of config.json that a file may omit, with the defaults of `transformers`
+    nullable      keys of config.json that may be null
+    fixed         keys of config.json for which only one value is supported
     """
 
     architecture: str
@@ -87,7 +91,7 @@ UNREAD = ("rotary_emb.inv_freq",)
 
 
 def their_names(layers: int) -> Iterator[tuple[str, str]]:
-    """All of our names with theirs, in order; which of them a model has is its own matter."""
+    """Yield (our name, Hugging Face name) of all parameters that a model with `layers` blocks may have."""
     for ours, theirs in NAMES.items():
         for i in range(layers) if "{i}" in ours else (0,):
             yield ours.format(i=i), theirs.format(i=i)

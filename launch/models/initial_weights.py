@@ -1,4 +1,4 @@
-"""The weights that a run begins with: a function of (seed, name, shape) alone, so that any mesh begins alike."""
+"""Initial weights, a function of (seed, name, shape) only, so that every mesh starts with equal weights."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from launch.models.settings import Model
 
 
 def initial_value(name: str, shape: torch.Size, config: Model, seed: int) -> Tensor:
-    """The full initial tensor of a parameter, fp32 on the CPU: a function of (seed, name, shape) alone, so that any mesh
-    starts from the same weights. Biases are 0, weights of norms 1; matrices are N(0, 0.02), those that write to the residual
-    stream 1/sqrt(2L) of it."""
+    """Return the complete initial value of a parameter, fp32 on the CPU.
+
+    Biases are 0 and weights of norms 1. Matrices are N(0, 0.02), matrices that write to the residual stream N(0, 0.02 /
+    sqrt(2L)).
+    """
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -28,7 +30,7 @@ def initial_value(name: str, shape: torch.Size, config: Model, seed: int) -> Ten
 
 
 def this_ranks_part(full: Tensor, parameter: Tensor) -> Tensor:
-    """The slice of `full` that a parameter keeps: cut by tp first, then what is left by dp_shard, as FSDP does."""
+    """Return the part of `full` that this rank holds: sharded over tp first, then over dp_shard, as FSDP shards."""
     if not isinstance(parameter, DTensor):
         return full
     for axis in (TP, DP_SHARD):
@@ -42,7 +44,7 @@ def this_ranks_part(full: Tensor, parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def init_weights(model: Llama, seed: int) -> None:
-    """Fill the parameters of a materialised model, one full tensor at a time; each rank keeps its slice."""
+    """Fill the parameters of a materialized model, one complete tensor at a time; each rank keeps its shard."""
     for name, parameter in model.named_parameters():
         full = initial_value(name, parameter.shape, model.config, seed)
         kept = parameter._local_tensor if isinstance(parameter, DTensor) else parameter

@@ -1,4 +1,4 @@
-"""Keys and values of tokens that a model has read, so that reading on does not begin anew."""
+"""Cache of keys and values for generation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from torch import Tensor
 
 
 class KeyValues:
-    """Of one block: [B, kv heads, `room`, head_dim] each, filled up to `length`; made by the first tokens."""
+    """Keys and values of one block, [B, kv heads, `room`, head_dim] each, of which `length` tokens are filled. The first
+    tokens allocate the memory."""
 
     def __init__(self, room: int) -> None:
         self.room, self.length = room, 0
@@ -14,8 +15,8 @@ class KeyValues:
         self._values: Tensor | None = None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [B, kv heads, S, head_dim] of the next S tokens -> those of all tokens so far. ValueError where there is no
-        room for them."""
+        """Append k and v [B, kv heads, S, head_dim] of the next S tokens, and return keys and values of all tokens.
+        ValueError if the cache is full."""
         first, end = self.length, self.length + k.shape[2]
         if end > self.room:
             raise ValueError(f"a cache for {self.room} tokens was given {end}; make one with more room")

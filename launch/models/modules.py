@@ -1,10 +1,10 @@
-"""A decoder from modules: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, tied or untied head; biases of q,
-k and v and norms of q and k where its family has them (tables.py).
+"""Decoder modules: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, tied or untied head; biases of q, k and v and
+norms of q and k for families that have them (families.py).
 
-Parameter names are Hugging Face's. The model knows nothing of ranks: attention views its heads as
-`view(B, S, -1, head_dim)`, so each tp rank computes the heads its weights make, and hidden states may be [B, S, H] or,
-under sequence parallelism, this rank's token shard [B*S/tp, H]. `parallel.py` says how tp cuts it, and makes sequences of
-`dlp.ops` of its blocks where `[model] fused` asks for it.
+Parameter names are those of Hugging Face. The modules do not depend on ranks: attention views heads as `view(B, S, -1,
+head_dim)`, so each tp rank computes the heads of its weight shards, and hidden states are [B, S, H] or, with sequence
+parallelism, the token shard [B*S/tp, H]. `parallel.py` defines how tp shards the model, and fuses blocks into sequences of
+`dlp.ops` for `[model] fused`.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in fp32, in the dtype of x (Zhang and Sennrich, 2019)."""
+    """x / rms(x) * weight over the last dimension, computed in fp32 and returned in the dtype of x (Zhang and Sennrich,
+    2019)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. backend: that of attention over whole rows, decided by
+    """Grouped-query attention. `backend`: backend of attention over complete rows, decided by
     `launch.training.attention_backend.choose`."""
 
     backend: str | None = None
@@ -82,7 +83,7 @@ class Attention(nn.Module):
 
 
 class Gated(nn.Module):
-    """silu(gate) * up."""
+    """Compute silu(gate) * up."""
 
     def forward(self, gate_up: tuple[Tensor, Tensor]) -> Tensor:
         gate, up = gate_up
@@ -103,15 +104,15 @@ class MLP(nn.Module):
 
 
 class Sequences(NamedTuple):
-    """A block but for its attention, as ops: x -> (q, k, v) and x; what attention made, and x -> what the MLP adds to h, and
-    h, the sum behind attention."""
+    """Operations of a block around attention: x -> (q, k, v) and x; (attention output, x) -> MLP output and the residual
+    sum h."""
 
     before: ops.Sequential
     behind: ops.Sequential
 
 
 class Block(nn.Module):
-    """`sequences`: it runs as these, which have its parameters and are no modules of it (`fuse`)."""
+    """Transformer block. After `fuse()` the block runs as `sequences`, which share its parameters and are not submodules."""
 
     sequences: Sequences | None = None
 
@@ -124,7 +125,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def fuse(self) -> None:
-        """From now on run as ops: its linears are converted."""
+        """Run as fused sequences of operations from now on; the linears must be converted."""
         attention, mlp = self.self_attn, self.mlp
         before = {
             "x": ops.MakeExtraOutput(), "input_layernorm": self.input_layernorm,
@@ -178,8 +179,11 @@ class LlamaModel(nn.Module):
 
 
 class Llama(nn.Module):
-    """tokens [B, S] int64 -> logits [B*S, V] (V/tp per rank once converted), in `dtype`. Attention and positions end and begin
-    anew with each of `documents`, where they are given. past: keys and values of each block, of tokens before these."""
+    """Decoder: tokens [B, S] int64 -> logits [B*S, V] (V/tp per rank after conversion), in `dtype`.
+
+    documents  attention and positions restart at each document
+    past       keys and values of earlier tokens, for each block
+    """
 
     base_model_prefix = "model"  # Hugging Face's attribute: layer groups may leave this prefix out
 

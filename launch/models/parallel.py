@@ -1,4 +1,4 @@
-"""How tp cuts a model, under which layer groups it cannot run, and its blocks as sequences of ops."""
+"""Parallel styles of the model, checks of layer groups, and blocks as fused sequences of operations."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
-"""A rank that hangs is noticed by the others, which say where every rank was and end the run.
+"""Detection of hanging ranks: the run ends with a report of where each rank is.
 
-A thread of each rank looks once a second where its rank is: steps done, the layer that ran last, the innermost Python frame
-of the main thread. It tells the others through the run's store. That costs the training thread nothing but a note of the
-layer, and goes on while that thread waits in a collective. A process that is stopped tells nothing any more, so its last
-word grows old.
+A thread of each rank records once a second where the rank is (completed steps, last layer, innermost Python frame of the main
+thread) and shares the record through the store of the run. The training thread only notes the layer, and the thread runs
+while the training thread waits in a collective. The record of a stopped process is no longer updated.
 
-The run hangs when every rank has stood still for longer than it may where it is (`Place.patience`): one rank that moves, or
-compiles, is what the others wait for. Then each rank also tells who waits for whom in memory that GPUs map
-(`dlp.comm.mapped`), which it reads beside what hangs.
+A run hangs when every rank has made no progress for longer than `Place.patience` allows at its place: if one rank makes
+progress, or compiles, the other ranks may be waiting for that rank. With mapped memory (`dlp.comm.mapped`) the report also
+says which rank waits for which peer.
 
-Times are wall-clock times, which hosts share. Where one has jumped between two looks, because the clock was set or the process
-or its machine was stopped for a while, a rank counts anew.
+Times are wall-clock times, which hosts share. After a jump of the clock (clock set, process or machine suspended) a rank
+starts counting again.
 """
 
 from __future__ import annotations
@@ -33,8 +32,11 @@ Told = tuple[float, float, float, str, str]
 
 
 class Place(NamedTuple):
-    """Where a rank is. `slow`: it may stand still there for good reason, as where code is compiled or a file is written;
-    `step`: seconds of the step before, all of which the host may wait for the device."""
+    """Place of a rank in the program.
+
+    slow   the rank may stand still here, for example during compilation or while writing a file
+    step   duration of the previous step in seconds; the host may wait for the device that long
+    """
 
     text: str
     slow: bool
@@ -45,9 +47,14 @@ class Place(NamedTuple):
 
 
 class HangWatch:
-    """`after`: seconds that a rank may stand still in a step. `where`: asked once a second; `end`: called once, on the watching
-    thread, with a line for each rank; `waits`: who waits for whom here, asked when this rank has stood still for too long.
-    `store`: shared by all ranks, used by nobody else at the same time."""
+    """Thread that detects hangs.
+
+    after   seconds that a rank may stand still in a step
+    where   called once a second, returns the place of this rank
+    end     called once, on the thread, with a line for each rank
+    waits   called when this rank has stood still for too long, returns which peer this rank waits for
+    store   store shared by all ranks, without another user at the same time
+    """
 
     def __init__(
         self, store: dist.Store, after: float, where: Callable[[], Place], end: Callable[[list[str]], None],
@@ -65,7 +72,7 @@ class HangWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. An interpreter that ends while it is in the store's C++ aborts the process."""
+        """End the thread. If the interpreter ended while the thread is inside the C++ store, the process would abort."""
         self._over.set()
         self._thread.join()
 
@@ -79,7 +86,7 @@ class HangWatch:
             self.end(told)
 
     def look(self) -> list[str] | None:
-        """Tell the others where this rank is; a line for each rank if all have stood still for too long."""
+        """Share the place of this rank; return a line for each rank if all ranks have stood still for too long."""
         frame, instruction = frame_of_main()
         where, now = self.where(), time.time()
         text, patience = f"{where.text}, in {frame}", where.patience(self.after)

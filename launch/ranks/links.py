@@ -1,8 +1,7 @@
-"""How fast the links between ranks are, for the seconds that a plan prints: what makers state, one direction, per GPU.
+"""Nominal speeds of links between ranks, for the seconds in a plan: one direction, per GPU, as vendors state.
 
-tp is the innermost axis of the mesh, so a group lies among as many neighbours as its axis and those within it have ranks. Where
-these never leave a host of 8 GPUs, it goes over NVLink; else it is as slow as the network between hosts. Nothing here is
-measured on the machine at hand.
+tp is the innermost axis of the mesh. A group whose ranks lie within one host of 8 GPUs uses NVLink; any other group is as slow
+as the network between hosts. Nothing is measured on this machine.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ OWN = {"layer": "launch", "direction": "other"}  # what ledgers call bytes that 
 
 @dataclass(frozen=True)
 class Link:
-    """`speed` in bytes a second that a rank sends."""
+    """Link between ranks. `speed`: bytes per second that a rank sends."""
 
     name: str
     speed: float
@@ -33,22 +32,25 @@ NVLINK = {"sm_90": Link("NVLink 4", 450e9), "sm_100": Link("NVLink 5", 900e9)}
 
 
 def link_of(group: str, dims: ParallelDims, device: str) -> Link:
-    """The slowest link that a group of ranks crosses. `group`: an axis or "world"; `device`: one of
-    `dlp.quant.gemm.DEVICES`."""
+    """Return the slowest link inside a group of ranks.
+
+    group   a mesh axis, or "world"
+    device  one of `dlp.quant.gemm.DEVICES`
+    """
     if device == "cpu":
         return ETHERNET
     return NETWORK if leaves_host(group, dims) else NVLINK.get(device, NETWORK)
 
 
 def leaves_host(group: str, dims: ParallelDims, host: int = HOST) -> bool:
-    """Whether ranks of some group of an axis, or the world, are on several hosts of so many GPUs."""
+    """Return whether a group of ranks spans several hosts of `host` GPUs."""
     inner = AXES[AXES.index(group) :] if group in AXES else AXES
     return dims.world_size > host and host % prod(map(dims.size, inner)) != 0
 
 
 def transport_name(asked: str, dims: ParallelDims, device: str) -> str:
-    """The carrier of transfers over tp for `[mesh] transport = asked`: "gloo", "nccl" or "mapped". ValueError for "mapped" over
-    several hosts."""
+    """Return the carrier of transfers over tp for `[mesh] transport = asked`: "gloo", "nccl" or "mapped". ValueError for
+    "mapped" over several hosts."""
     if asked == MAPPED and leaves_host(TP, dims):
         raise ValueError(
             f"[mesh] transport = 'mapped': a tp group of {dims.tp} ranks leaves a host of {HOST} GPUs, and only GPUs of one "
@@ -58,7 +60,7 @@ def transport_name(asked: str, dims: ParallelDims, device: str) -> str:
 
 
 def describe_transports(asked: str, dims: ParallelDims, device: str) -> list[str]:
-    """The plan's line on the carrier of each axis of several ranks, and the reason."""
+    """Return the lines of the plan on the carrier of each axis, with the reason."""
     backend, said = "gloo" if device == "cpu" else "NCCL", []
     if dims.tp > 1 and transport_name(asked, dims, device) == MAPPED:
         said.append(f"tp {dims.tp}: mapped memory (all ranks on one host; needs peer access between the GPUs)")
@@ -74,7 +76,7 @@ def describe_transports(asked: str, dims: ParallelDims, device: str) -> list[str
 
 
 def slow_tp(dims: ParallelDims, device: str, nbytes: float, host: int = HOST) -> list[str]:
-    """A warning where tp leaves a host of so many GPUs; `nbytes`: what a rank sends over it in a step."""
+    """Return a warning if tp spans several hosts. `nbytes`: bytes that a rank sends over tp in a step."""
     if device == "cpu" or not leaves_host(TP, dims, host):
         return []
     fast, least = NVLINK.get(device), gcd(dims.tp, host)

@@ -1,8 +1,7 @@
-"""The store through which torchrun and the ranks of one host meet, on loopback alone.
+"""Rendezvous of torchrun and the ranks of one host through a store that listens on loopback only.
 
-torchrun's own stores listen on every interface, with --standalone, too; whoever reaches such a port can read and write what
-ranks tell each other. This one is given a socket that listens on 127.0.0.1. `--rdzv-backend=loopback` chooses it, once
-`meet_on_loopback` was called.
+The stores of torchrun listen on every interface, also with --standalone; anyone who reaches the port can read and write what
+ranks exchange. This store listens on 127.0.0.1. `--rdzv-backend=loopback` selects the store after `meet_on_loopback()`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ BACKEND, HOST = "loopback", "127.0.0.1"
 
 
 class Loopback(RendezvousHandler):
-    """One agent meets itself; its ranks are clients of its store."""
+    """Rendezvous of a single agent; ranks are clients of its store."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -61,8 +60,8 @@ class Loopback(RendezvousHandler):
 
 
 def meet_on_loopback() -> None:
-    """Make the backend known to torchrun in this process, and let gloo's sockets of the ranks that it starts listen on
-    loopback, unless an interface is set already."""
+    """Register the rendezvous backend in this process, and make gloo of the started ranks listen on loopback unless an
+    interface is set."""
     rendezvous_handler_registry.register(BACKEND, _create)
     interfaces = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if interfaces:

@@ -1,12 +1,11 @@
-"""How a rank's process ends when the run is not simply over.
+"""End of a rank's process other than at the end of the run.
 
-SIGTERM         a flag; ranks agree on it in the step's metrics reduction, save together and exit 0
-a refusal       what every rank knows alike (a setting, a checkpoint, a NaN), in one sentence, from rank 0 alone
-an exception    its traceback, and out at once: leaving a group in peace may wait for a peer that is gone
-a dead peer     torchrun sends the survivors a SIGTERM, too; they can no longer agree on anything and may sit in a
-                collective, where Python runs no handler. So a thread watches the signal's wake-up pipe, which is
-                written at once, and ends the process when no step boundary comes within `patience` seconds, a save
-                apart, which may take as long as it does
+SIGTERM         sets a flag; ranks agree on the flag in the metrics reduction of a step, save together and exit 0
+a refusal       an error that all ranks know (a setting, a checkpoint, a NaN), printed as one sentence by rank 0
+an exception    traceback and immediate exit: an orderly exit of the process group may wait for a dead peer
+a dead peer     torchrun sends SIGTERM to the surviving ranks, which can no longer agree on anything and may be inside a
+                collective, where Python runs no handlers. A thread watches the wake-up pipe of the signal and ends the
+                process if no step boundary follows within `patience` seconds; time for saving is not counted
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ CAUSE_FIRST = 2.0  # seconds; torchrun tells first from second by whole ones
 
 
 class StopFlag:
-    """`requested` after a SIGTERM, once `watch()` was called; `beat()` at every step boundary, saves included. `waits`: who
-    waits for whom in memory that GPUs map, asked where a run comes to no boundary any more; it returns in seconds."""
+    """Flag that a SIGTERM sets, once `watch()` was called. Call `beat()` at every step boundary and after every save.
+    `waits`: function that returns which peer this rank waits for in mapped memory, called if no step boundary follows a
+    SIGTERM."""
 
     def __init__(self, patience: float = PATIENCE, waits: Callable[[], list[str]] = list) -> None:
         self.requested = False
@@ -41,12 +41,12 @@ class StopFlag:
         self._beat, self._saving = time.monotonic(), False
 
     def beat(self) -> None:
-        """The run is alive and at a step boundary."""
+        """Record that the run is at a step boundary."""
         self._beat = time.monotonic()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """What is written inside is what a SIGTERM leaves time for."""
+        """Context of a save, whose duration does not count after a SIGTERM."""
         self._saving = True
         try:
             yield
@@ -55,7 +55,7 @@ class StopFlag:
             self._saving = False
 
     def watch(self) -> None:
-        """Take over this process's SIGTERM, and let Ctrl-C end it without a word. On the main thread, once."""
+        """Install the handler of SIGTERM, and let Ctrl-C end the process without a traceback. Call once, on the main thread."""
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -79,9 +79,11 @@ class StopFlag:
 
 
 def refuse(sentence: str, code: int = 1) -> NoReturn:
-    """End a run that cannot go on, with this exit code. Rank 0 says why, and torchrun then ends the others; only if that
-    has not come after a few seconds, because rank 0 knows nothing of it, do they say it themselves. torchrun prints a report
-    after the sentence, which ends with the sentence, too (`tell_torchrun`)."""
+    """End a run that cannot continue, with this exit code.
+
+    Rank 0 prints the sentence, and torchrun then ends the other ranks. If rank 0 does not know the reason, the other ranks
+    print the sentence after a few seconds. The report of torchrun ends with the sentence, too (`tell_torchrun`).
+    """
     rank = int(os.environ.get("RANK", 0))
     if rank:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -93,7 +95,7 @@ def refuse(sentence: str, code: int = 1) -> NoReturn:
 
 
 def tell_torchrun(sentence: str) -> None:
-    """Write the file from which torchrun takes the cause of a failure, where torchrun started this rank."""
+    """Write the error file from which torchrun reads the cause of a failure, if torchrun started this rank."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         with contextlib.suppress(OSError):
@@ -101,12 +103,12 @@ def tell_torchrun(sentence: str) -> None:
 
 
 def is_refusal(report: Mapping[str, Any]) -> bool:
-    """Whether a file of a failure is one of `tell_torchrun`, of which rank 0 has said everything."""
+    """Return whether an error file was written by `tell_torchrun`, so that rank 0 has printed the sentence already."""
     return bool(report.get(REFUSED))
 
 
 def end_hung(told: list[str], after: float, stop: StopFlag) -> NoReturn:
-    """End a run that hangs, from a thread. Rank 0 says where all ranks were; another rank does if rank 0 cannot."""
+    """End a hanging run from a thread. Rank 0 prints where all ranks are; if rank 0 cannot, another rank does."""
     rank = int(os.environ.get("RANK", 0))
     deadline = time.monotonic() + RANK_0_FIRST
     while rank and time.monotonic() < deadline:
@@ -122,15 +124,15 @@ def end_hung(told: list[str], after: float, stop: StopFlag) -> NoReturn:
 
 
 def leave_behind(reason: str) -> NoReturn:
-    """End a run that lost a peer, after torchrun has noted the peer's own end as the first failure."""
+    """End this rank after the loss of a peer, once torchrun has recorded the end of the peer as the first failure."""
     time.sleep(CAUSE_FIRST)
     print(f"rank {os.environ.get('RANK', 0)}: lost a peer, whose own end is the cause ({reason})", file=sys.stderr)
     leave(1)
 
 
 def leave_after_exceptions() -> None:
-    """From here on, an exception that nobody catches is shown as before and ends the process at once. Call it when the
-    process group exists: torch installs a hook with it, which names the rank."""
+    """Make uncaught exceptions end the process immediately after the traceback. Call after the process group exists,
+    because torch installs a hook that adds the rank."""
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -141,7 +143,7 @@ def leave_after_exceptions() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Out, without the destructors that wait for other ranks."""
+    """Exit without destructors, which may wait for other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

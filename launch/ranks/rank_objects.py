@@ -1,5 +1,4 @@
-"""What ranks of a run tell each other as plain objects, over the whole process group or another one of all ranks: answers,
-refusals, findings. A process without a group is alone."""
+"""Exchange of Python objects between all ranks of a run. A process without a process group is the only rank."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ T = TypeVar("T")
 
 
 def from_rank_0(make: Callable[[], T], group: ProcessGroup | None = None) -> T:
-    """What `make` returns on rank 0, on all ranks; a ValueError, OSError or RuntimeError that it raises there is raised on
-    all."""
+    """Return the result of `make` on rank 0 on all ranks. A ValueError, OSError or RuntimeError of rank 0 is raised on all
+    ranks."""
     if not dist.is_initialized():
         return make()
     box: list[Any] = [None, None]
@@ -32,7 +31,7 @@ def from_rank_0(make: Callable[[], T], group: ProcessGroup | None = None) -> T:
 
 
 def from_all(mine: T, group: ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, by rank."""
+    """Return the values of all ranks, in the order of ranks."""
     if not dist.is_initialized():
         return [mine]
     values: list[Any] = [None] * dist.get_world_size()
@@ -41,5 +40,5 @@ def from_all(mine: T, group: ProcessGroup | None = None) -> list[T]:
 
 
 def place() -> tuple[int, int]:
-    """This process among all: rank and number of ranks."""
+    """Return (rank, number of ranks) of this process."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

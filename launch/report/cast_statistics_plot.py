@@ -1,4 +1,4 @@
-"""A page of plots from the statistics of a run's casts: a column for each of x, w and dy, a row for each number.
+"""Plots of cast statistics of a run: a column for each of x, w and dy, a row for each number.
 
 Lines are layers, in the order of the model from dark to light; an operand that is cast twice has its columnwise cast
 dashed. Steps of recipe swaps are marked.

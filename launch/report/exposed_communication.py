@@ -1,4 +1,4 @@
-"""Exposed communication: for how long a step's transfers ran while nothing was computed, from one profiled step.
+"""Exposed communication of one profiled step: time during which transfers ran and no computation ran.
 
     transfers      ███████      ████
     computation  ████    ██████████████

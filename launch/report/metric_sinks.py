@@ -1,4 +1,4 @@
-"""Where numbers of a run go beside metrics.jsonl: a CSV file, TensorBoard, Weights & Biases.
+"""Further outputs of the metrics of a run: a CSV file, TensorBoard, Weights & Biases.
 
     record   {"step": 7, "loss": 2.1, "split": {"forward": 0.2}}     a line of metrics.jsonl
     scalars  {"loss": 2.1, "split/forward": 0.2}                     what TensorBoard and wandb get of it

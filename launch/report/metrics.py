@@ -1,4 +1,4 @@
-"""What a run's numbers mean: model FLOPs, a device's peak, memory; and how they are shown and kept.
+"""Metrics of a run: model FLOPs, peak FLOPs of a device, memory; progress display and metrics.jsonl.
 
 `metrics.jsonl` has one JSON object a line, each with its "step". `Progress` shows the steps on rank 0: a bar on a
 terminal, plain lines in a log file or a pipe. Whoever prints while a bar may be there does so by `tell`.

@@ -1,4 +1,4 @@
-"""One step marked for NVIDIA's profilers: a range for each layer in forward, and for each operation of autograd.
+"""NVTX ranges of one step for profilers of NVIDIA: one range per layer in forward, and per autograd operation.
 
     nsys profile --capture-range=cudaProfilerApi --pytorch=none torchrun ... --train.profile 20 --train.profiler nvtx
 

@@ -1,4 +1,4 @@
-"""A GPU that runs out of memory leaves a picture of it, and the run a sentence.
+"""Memory snapshot and error message of a GPU that runs out of memory.
 
 The snapshot is taken by an observer, at the moment of the failed allocation and before anything is freed; it opens at
 https://pytorch.org/memory_viz. It holds what was live and how large; `[train] memory_history` adds the Python stack of each

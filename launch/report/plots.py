@@ -1,4 +1,4 @@
-"""Draws loss, gradient norm, learning rate and throughput of one run, or of several in one picture.
+"""Plots of loss, gradient norm, learning rate and throughput of one run, or of several runs in one picture.
 
 A run is a folder with `metrics.jsonl`. The loss axis leaves out the first steps, from which a loss falls so far that nothing
 else could be seen; several runs are also drawn as differences to the first. matplotlib's figure is used without pyplot,

@@ -1,4 +1,4 @@
-"""What a run measures: the split of a step's time, metrics.jsonl, progress, plot."""
+"""Measurements of a run: phases of a step's time, metrics.jsonl, progress, plot."""
 
 from __future__ import annotations
 

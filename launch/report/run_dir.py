@@ -1,4 +1,4 @@
-"""The folder of a run.
+"""Folder of a run.
 
     .lock  config.toml  plan.txt  overlap.json  env.txt  log/rank{N}.txt  metrics.jsonl  loss.png  checkpoints/step-N/
 

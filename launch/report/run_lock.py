@@ -1,4 +1,4 @@
-"""One run at a time in a folder, which all ranks of the run must share.
+"""Lock of a run folder: one run at a time, and all ranks must see the same folder.
 
 Rank 0 holds a lock on the file `.lock` and writes into it who it is; the others read that, so a host with a disk of its own
 is noticed before anything else is written. The system releases the lock with the process, however that ends; and, as POSIX

@@ -1,4 +1,4 @@
-"""From a config to a model on its ranks: mesh, conversion, recomputation, compilation, FSDP, weights, optimizer.
+"""Build the model of a configuration on its ranks: mesh, conversion, recomputation, compilation, FSDP, weights, optimizer.
 
 The order matters: conversion swaps modules on the meta device, FSDP shards what conversion made, and only then is
 memory allocated and filled, each rank with its slice.

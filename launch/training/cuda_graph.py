@@ -1,4 +1,4 @@
-"""Whether the steps of a run are replayed as a CUDA graph (`dlp.parallel.model.graph`), and why not."""
+"""Decision whether the steps of a run are replayed as a CUDA graph (`dlp.parallel.model.graph`), with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`[train] deterministic = true`: the same bits on every run on GPUs, too, and what that costs, measured at the start.
+"""`[train] deterministic = true`: equal bits in every run, on GPUs as well; the cost is measured at the start.
 
 Off, some CUDA kernels add by atomics, in the order of arrival. On a CPU every run repeats its bits anyway. Collectives
 sum in rank order in both cases.

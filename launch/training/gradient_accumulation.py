@@ -1,4 +1,4 @@
-"""Where FSDP's gradients wait while microbatches accumulate.
+"""Storage of FSDP gradients while microbatches accumulate.
 
     step          whole, in fp32, on every rank until the last microbatch; one reduction a step
     microbatch    as shards: each microbatch's gradients are reduced when its backward has made them

@@ -1,4 +1,4 @@
-"""The true global gradient norm in one reduction, with the same bits on every rank.
+"""Global gradient norm in one reduction, with equal bits on every rank.
 
 `get_total_norm` of DTensors reduces axis by axis, a collective for each, and gives no promise that ranks end with equal
 bits; clipping by norms that differ would let replicas drift apart.

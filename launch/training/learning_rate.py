@@ -1,4 +1,4 @@
-"""The learning rate of each step, and what a continued run says when its settings bend the curve."""
+"""Learning rate of each step, and remarks of a resumed run whose settings change the schedule."""
 
 from __future__ import annotations
 

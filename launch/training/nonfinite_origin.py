@@ -1,4 +1,4 @@
-"""Where a NaN or Inf came from.
+"""Origin of a NaN or Inf.
 
     by flags         of the step itself: which of its casts met one (see `dlp.parallel.model.checks`)
     by a repetition  where flags show nothing in forward, of forward and backward with the weights of now: the first layer

@@ -1,4 +1,4 @@
-"""The optimizer of a run, by the name that `[train] optimizer` has."""
+"""Optimizer of a run, by the name in `[train] optimizer`."""
 
 from __future__ import annotations
 

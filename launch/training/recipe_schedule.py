@@ -1,4 +1,4 @@
-"""Recipe swaps and statistics that a config's groups ask for, layer by layer.
+"""Scheduled recipe changes and statistics of the layer groups of a configuration, layer by layer.
 
 A layer's swaps are those of the last group that matches it and sets a recipe or swaps: a group that gives some layers a
 recipe of their own takes them out of the swaps of the groups before it.

@@ -1,4 +1,4 @@
-"""Which parts of a forward run again in backward, so that their activations need not be kept.
+"""Recomputation in backward of parts of the forward, whose activations are then not saved.
 
     full        a block keeps its input; all of it runs again
     selective   what GEMMs and attention made is kept, and what linears keep for wgrad; the pointwise rest runs again

@@ -1,4 +1,4 @@
-"""The sentinel: a microbatch that is run twice must give the same bits.
+"""Sentinel: a microbatch that runs twice must give equal bits.
 
     [train] sentinel = N     in every N-th step the first microbatch runs forward and backward once more, before the step
 

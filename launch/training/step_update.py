@@ -1,4 +1,4 @@
-"""The update of a step: the gradient norm, clipping, the optimizer's step, or none of it where the norm is a spike.
+"""Update of a step: gradient norm, clipping and the optimizer step, which is skipped if the norm is a spike.
 
     spike     norm > [train] skip_spikes x median of the last 100 norms that were none, once 20 of these are known
     bound     5 in a row; the sixth is taken, clipped as any other: it is no spike but where the norms now are

@@ -1,4 +1,4 @@
-"""The training loop of one rank.
+"""Training loop of one rank.
 
     ┌─ step: microbatches forward and backward, clip, optimizer (step boundary) ─┐
     └─ read the previous step's numbers; validate, save, stop at boundaries ◄────┘

@@ -1,4 +1,4 @@
-"""What a training step of this launcher sends: the plan's bytes, and those of its loss, norm and metrics."""
+"""Bytes that a training step sends: the bytes of the plan, and of loss, gradient norm and metrics."""
 
 from __future__ import annotations
 

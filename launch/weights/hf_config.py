@@ -1,4 +1,4 @@
-"""Hugging Face's config.json of a folder of weights, read as `[model]` and written from it.
+"""config.json of a Hugging Face folder, read as `[model]` and written from `[model]`.
 
 A model that is read must compute here what `transformers` computes. Every setting therefore comes from the file, or is the
 default of `transformers` (`launch.models.families`), never a default of this package. Two values for one setting, and

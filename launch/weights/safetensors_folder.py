@@ -1,4 +1,4 @@
-"""A folder of safetensors: which tensor lies in which file, read one at a time, and files of bounded size written.
+"""Folder of safetensors: location of each tensor, reading of single tensors, and writing of files of bounded size.
 
 Nothing but safetensors is read: other files of weights are pickles, which run what they name.
 """

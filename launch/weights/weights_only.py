@@ -1,5 +1,4 @@
-"""Weights alone: checkpoints without optimizer and data, written and read a tensor at a time, and models filled from any
-checkpoint.
+"""Checkpoints of weights, without optimizer and data, written and read one tensor at a time; models filled from any checkpoint.
 
 A folder of them is a checkpoint like those of a run (checkpoint/save_load.py): torch's files, and a manifest with their hashes.
 """
