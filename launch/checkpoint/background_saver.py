@@ -1,15 +1,15 @@
 """Checkpoints in the background: copied at the end of a step, written by a thread during the next steps.
 
-    step N ─► device copy of what fits into free memory ─► a thread: pinned copy, write, rename ─► settled at the next save
-          └─► pinned copy of the rest, beside forward and backward of N + 1 ─► the update of N + 1 waits for both copies
+    step N ─► device copy of what fits into free memory ─► thread: pinned copy, write, rename ─► settled at the next save
+          └─► pinned copy of the rest, during forward and backward of N + 1 ─► the update of N + 1 waits for both copies
 
-Pinned memory is kept from save to save. All copies run on a stream of their own; the device waits for them before the next
-update, and before the next replay of a CUDA graph, and the host never does. The thread has a process group of its own.
-A checkpoint is the same as one that training waits for: it counts once every rank is done and it is renamed. The last save
-of a run has nothing to run beside: where no memory for copies is there yet, it is written without them.
+Pinned memory is kept between saves. Copies run on a side stream; the device waits for the copies before the next update and
+before the next replay of a CUDA graph, and the host never waits. The thread has a process group of its own. A checkpoint is the
+same as one that training waits for: it counts once every rank is done and the folder is renamed. The last save of a run has no
+steps to overlap with; without pinned memory from an earlier save the last save is written without copies.
 
-Ranks agree on how a save ended when they settle it, all at the same step. A save that fails is reported, and the run goes on
-with what was saved before; the second failure in a row ends the run, as does the failure of the run's last save.
+Ranks agree on the result of a save when they settle it, all at the same step. A failed save is reported, and the run continues
+with the checkpoint before; the run ends after the second failure in a row, and after a failure of the last save.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ IN_A_ROW = 2  # saves that fail, before the run ends
 
 
 class Copies:
-    """Copies of a run's tensors in memory of this host, which is kept from one save to the next: `take`, then `fetch`.
+    """Copies of tensors in host memory that is kept between saves: first `take`, then `fetch`.
 
-    On a GPU `take` copies as many tensors as fit into half of the free device memory on the device, which takes
-    milliseconds, and the others to the host, which takes as long as the bus. `fetch` brings the former to the host.
+    On a GPU `take` copies as many tensors as fit into half of the free device memory to device memory, which takes
+    milliseconds, and the other tensors to the host. `fetch` copies the device copies to the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,11 +49,11 @@ class Copies:
 
     @property
     def empty(self) -> bool:
-        """Whether no host memory was taken yet."""
+        """Return whether no host memory is allocated yet."""
         return not self._kept
 
     def take(self, taken: Snapshot) -> Snapshot:
-        """Copy all tensors, at the latest when `done` is reached, on the device or on the host."""
+        """Copy all tensors, on the device or to the host; the copies are complete when `done` is reached."""
         if self._stream is None:
             return replace(taken, tensors=self._tree("", taken.tensors, self._to_host))
         self._room = room = (self._free_device_memory() + self._reserved) // 2
@@ -66,7 +66,7 @@ class Copies:
         return replace(taken, tensors=copied)
 
     def fetch(self, taken: Snapshot) -> None:
-        """Replace device copies of `take` by copies on the host, and wait. Called by the thread that writes."""
+        """Replace the device copies of `take` by host copies, and wait. Called by the writing thread."""
         if self._stream is None:
             return
         with torch.cuda.stream(self._stream):
@@ -104,8 +104,8 @@ class Copies:
 
 @dataclass
 class Overhead:
-    """Seconds that the training waited for saves. Of asynchronous ones apart: for the first, which takes its memory; for the
-    last, which a run ends with and nothing runs beside; and for all others, on its host and, on a GPU, on its device."""
+    """Seconds that training waited for saves. Asynchronous saves are counted separately: the first save, which allocates
+    its memory; the last save, which nothing overlaps; and all other saves, on the host and, on a GPU, on the device."""
 
     asynchronous: bool
     saves: int = 0
@@ -115,7 +115,7 @@ class Overhead:
     device: float = 0.0
 
     def said(self, took: float) -> str:
-        """`took`: seconds of the whole loop."""
+        """Describe the overhead. `took`: seconds of the whole training loop."""
         saves = f"{self.saves} save{'s' * (self.saves > 1)}: "
         if not self.asynchronous or self.saves == 1:
             waited = self.first + max(self.host, self.device) + self.last
@@ -130,7 +130,7 @@ class Overhead:
 
 
 def describe(settings: Checkpoint) -> str:
-    """When a run saves, for its plan."""
+    """Return the line of the plan about saves."""
     if settings.none:
         return "saves: none ([checkpoint] every = 0 and at_end = false)"
     if not settings.every:
@@ -141,8 +141,8 @@ def describe(settings: Checkpoint) -> str:
 
 
 class Saver:
-    """The saves of one run on this rank; all ranks make and call it alike. `saved`: the step of the last finished checkpoint
-    that this run has written or began from, 0 without one."""
+    """Saves of one run on this rank; all ranks construct and call it alike. `saved`: step of the last finished checkpoint
+    that this run has written or started from; 0 without one."""
 
     def __init__(self, folder: Path, training: Training, keep: int, asynchronous: bool) -> None:
         self.folder, self.training, self.keep = folder, training, keep
@@ -156,8 +156,8 @@ class Saver:
         self.asynchronous = asynchronous
 
     def save(self, step: int, final: bool) -> list[str]:
-        """Save this step, and settle the save before; `final`: settle this one as well. What is to be said of those that
-        are settled. Raises SaveError on all ranks."""
+        """Save this step, and settle the save before; with `final`, settle this save as well. Returns lines about the
+        settled saves. Raises SaveError on all ranks."""
         said = self.settle(final=False)
         began = time.perf_counter()
         self.overhead.saves += 1
@@ -179,7 +179,7 @@ class Saver:
         return save_load.write(self.folder, taken, self.keep, self._group)
 
     def before_update(self) -> None:
-        """What is being copied is about to change: the device waits for the copy, the host does not."""
+        """Make the device wait for the copies before the tensors change; the host does not wait."""
         copied = self._copies.done if self.asynchronous else None
         if copied is None:
             return
@@ -190,8 +190,8 @@ class Saver:
         self._copies.done, self._waits = None, (before, behind)
 
     def settle(self, final: bool) -> list[str]:
-        """Wait for the save in flight, if there is one -> what is to be said of it. Raises SaveError on all ranks, of one
-        that failed after another, or was to be the last."""
+        """Wait for the save in flight, if there is one, and return lines about it. Raises SaveError on all ranks for the
+        second failure in a row and for a failure of the last save."""
         if self._writing is None:
             return []
         began, writing, self._writing = time.perf_counter(), self._writing, None
@@ -209,7 +209,7 @@ class Saver:
         return [str(saved)]
 
     def unsaved(self, done: int) -> str:
-        """What a run that ends after `done` steps says of steps that are in no checkpoint."""
+        """Describe the steps that are in no checkpoint when a run ends after `done` steps."""
         if self.saved == done:
             return ""
         return f", nothing was saved after step {self.saved}" if self.saved else ", nothing was saved"

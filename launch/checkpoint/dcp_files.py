@@ -1,8 +1,8 @@
 """Files of torch.distributed.checkpoint (DCP): read as data, and written with the cause of a failure in the error.
 
-DCP's index `.metadata` is a pickle, and unpickling runs what a pickle names. Here it may name only the classes of an
-index, torch's dtypes and sizes; every entry must be a tensor (DCP loads other entries by an unrestricted `torch.load`;
-tensors it loads with weights_only=True) in a file that the manifest lists.
+The index `.metadata` of DCP is a pickle, and unpickling runs the code that a pickle names. Here a pickle may name only the
+classes of an index, and dtypes and sizes of torch; every entry must be a tensor (DCP loads other entries by an unrestricted
+`torch.load`, and tensors with weights_only=True) in a file that the manifest lists.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(path: Path) -> Metadata:
-    """The index of a checkpoint's tensors, of which nothing was run. ValueError with the reason for any other file."""
+    """Read the index of a checkpoint without running code from the file. ValueError with the reason for any other file."""
     try:
         with (path / INDEX).open("rb") as file:
             found = _Unpickler(file).load()
@@ -67,7 +67,7 @@ def read_index(path: Path) -> Metadata:
 
 
 def files_of(index: Metadata) -> set[str]:
-    """The files that an index says hold tensors. ValueError where it does not say that."""
+    """Return the files that hold the tensors of an index. ValueError if the index does not name files."""
     places = list(index.storage_data.values()) if isinstance(index.storage_data, dict) else []
     known = [
         place for place in places if isinstance(place, filesystem._StorageInfo) and not place.transform_descriptors
@@ -78,7 +78,7 @@ def files_of(index: Metadata) -> set[str]:
 
 
 def check_index(path: Path, files: Collection[str]) -> Metadata:
-    """The index of a checkpoint that was written as exactly these files. ValueError with the reason otherwise."""
+    """Return the index of a checkpoint that consists of exactly these files. ValueError with the reason otherwise."""
     index = read_index(path)
     if differing := sorted((files_of(index) | {INDEX}).symmetric_difference(files), key=str):
         raise ValueError(f"{INDEX} and the manifest list different files, first {differing[0]!r}")
@@ -86,7 +86,7 @@ def check_index(path: Path, files: Collection[str]) -> Metadata:
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads tensors of a checkpoint whose index was checked."""
+    """Reader of the tensors of a checkpoint whose index was checked."""
 
     def __init__(self, path: Path, index: Metadata) -> None:
         super().__init__(path)
@@ -97,8 +97,8 @@ class Reader(dcp.FileSystemReader):
 
 
 class _Files(filesystem.FileSystem):
-    """Hashes what is written, and raises the OSError behind a failure, as of a full disk, for which torch's writer of archives
-    has other words. `hashes`: size and hash of each finished file, by name."""
+    """Files that are hashed while they are written. A failure raises the OSError behind it, such as a full disk, for which
+    the archive writer of torch has another message. `hashes`: size and hash of each finished file, by name."""
 
     def __init__(self) -> None:
         self.hashes: dict[str, dict[str, Any]] = {}
@@ -125,18 +125,18 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def threads_of_rank() -> int:
-    """Threads in which a rank writes its files: its share of this host's cores, at most 8."""
+    """Return the number of threads in which a rank writes files: its share of the cores of this host, at most 8."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return max(1, min(8, len(os.sched_getaffinity(0)) // ranks))
 
 
 class Writer(dcp.FileSystemWriter):
-    """A file for each thread of a rank, as many as `threads_of_rank` and at most one for 64 MiB of tensors; or a file for each
-    tensor in turn, because torch keeps what it wrote to a file until the file is complete. `hashes`: size and hash of each file
-    that this rank wrote, by name.
+    """Writer of one file per thread of a rank, at most one file per 64 MiB of tensors; or of one file per tensor in turn,
+    because torch keeps what it wrote to a file until the file is complete. `hashes`: size and hash of each file of this
+    rank, by name.
 
-    torch's own threads lose their errors, and its copies from a GPU ahead of the write allocate pinned memory; neither is used.
-    torch's checksums of an archive's records (CRC-32) are left out: the manifest has better ones of all files.
+    The threads of torch lose their errors, and its copies from a GPU ahead of the write allocate pinned memory; neither is
+    used. The CRC-32 checksums of archive records are left out: the manifest has stronger hashes of all files.
     """
 
     def __init__(self, path: Path, *, file_each: bool = False) -> None:
@@ -175,7 +175,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 def _shares(items: list[WriteItem], count: int) -> list[list[WriteItem]]:
-    """At most `count` shares of about as many bytes; each tensor is in one."""
+    """Divide items into at most `count` shares of similar size; each tensor is in one share."""
     shares: list[tuple[int, int, list[WriteItem]]] = [(0, i, []) for i in range(min(max(count, 1), len(items)))]
     for item in sorted(items, key=_bytes, reverse=True):
         size, i, share = shares[0]

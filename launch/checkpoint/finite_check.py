@@ -14,9 +14,10 @@ CHECKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def not_finite(tensors: Mapping[str, Any]) -> str | None:
-    """Name the first tensor of a tree that holds a NaN or Inf on this rank, with their number; None if all are finite.
+    """Name the first tensor of a tree that holds a NaN or Inf on this rank, with the number of such elements; None if all
+    are finite.
 
-    Each tensor is read once, and the device is waited for once. Codes of optimizer states are not looked at.
+    Each tensor is read once, and the host waits for the device once. Codes of optimizer states are not checked.
     """
     names, extremes = [], []
     for name, tensor in _leaves(tensors):
@@ -30,7 +31,7 @@ def not_finite(tensors: Mapping[str, Any]) -> str | None:
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors of this rank, by name."""
+    """Yield the floating-point tensors of this rank, by name."""
     for name, value in tree.items():
         local = value._local_tensor if isinstance(value, DTensor) else value
         if isinstance(local, Mapping):

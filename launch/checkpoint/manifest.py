@@ -1,10 +1,9 @@
 """Manifest of a checkpoint: description, and size and hash of every file, which are checked before a file is used.
 
-    manifest.json   format, step, ranks, model, recipes, data, config, files, and the digest of all that
+    manifest.json   format, step, ranks, model, recipes, data, config, files, and the digest of all these
 
-A file's hash is the SHA-256 of the SHA-256s of its pieces of 64 MiB, so that the pieces can be hashed in threads (hashlib
-lets go of the interpreter): 1.7 GB/s a core here. A rank hashes its files while they are written (`HashedFile`), and an equal
-share of those it checks.
+The hash of a file is the SHA-256 of the SHA-256s of pieces of 64 MiB, so that pieces can be hashed in threads (hashlib releases
+the GIL). A rank hashes its files while writing them (`HashedFile`), and checks an equal share of the hashes.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ THREADS = 8
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names it, the reason and the way out."""
+    """Error for a checkpoint that cannot be used; the message names the checkpoint, the reason and the way out."""
 
 
 def complete(folder: Path) -> list[Path]:
-    """The finished checkpoints of a run, oldest step first."""
+    """Return the finished checkpoints of a run, oldest step first."""
     return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
 
 
@@ -45,8 +44,8 @@ def step_of(path: Path) -> int:
 
 
 def resolve(resume: str, folder: Path) -> Path | None:
-    """What `[checkpoint] resume` names: "none": nothing, "auto": the newest finished one, else that path. CheckpointError for a
-    file that is named like the newest one."""
+    """Return the checkpoint of `[checkpoint] resume`: None for "none", the newest finished checkpoint for "auto", else the
+    path. CheckpointError for a file that has the name of the newest checkpoint."""
     if resume == "none":
         return None
     if resume == "auto":
@@ -74,12 +73,12 @@ WayOut = Callable[[Path], str]
 
 
 def other_weights(path: Path) -> str:
-    """The way out where weights alone were to be read."""
+    """Return the way out for a program that reads weights only."""
     return "name another checkpoint, or make it again"
 
 
 def way_out(path: Path) -> str:
-    """The way out of a run that was to be continued."""
+    """Return the way out for a run that resumes."""
     beside = complete(path.parent)
     older = beside[: beside.index(path)] if path in beside else []
     previous = f"--checkpoint.resume {older[-1]} to continue from that one, " if older else ""
@@ -87,7 +86,7 @@ def way_out(path: Path) -> str:
 
 
 def hashed(path: Path) -> dict[str, Any]:
-    """The size and the hash of a file, as a manifest has them."""
+    """Return size and hash of a file, as in a manifest."""
     size = path.stat().st_size
 
     def piece(start: int) -> bytes:
@@ -105,7 +104,7 @@ def hashed(path: Path) -> dict[str, Any]:
 
 
 class HashedFile(io.BufferedWriter):
-    """A new file that is written once, front to back, and hashed meanwhile: `entry()` equals `hashed` of the closed file.
+    """New file that is written sequentially and hashed at the same time: `entry()` equals `hashed` of the closed file.
 
     The disk starts to write a piece as soon as the piece is complete, so that the last fsync does not wait for the whole file.
     """
@@ -129,7 +128,7 @@ class HashedFile(io.BufferedWriter):
         return len(view)
 
     def entry(self) -> dict[str, Any]:
-        """Size and hash of all that was written, as a manifest has them."""
+        """Return size and hash of the content, as in a manifest."""
         rest = self._piece.digest() if self._size % PIECE else b""
         return {"bytes": self._size, "sha256": hashlib.sha256(self._pieces + rest).hexdigest()}
 
@@ -147,7 +146,7 @@ def _write_back(file: int, start: int) -> None:
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
-    """The hash of all that a manifest says."""
+    """Return the hash of the content of a manifest."""
     said = {key: value for key, value in manifest.items() if key != "digest"}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
@@ -163,8 +162,8 @@ def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(path: Path, way_out: WayOut = way_out) -> dict[str, Any]:
-    """The checked manifest of a checkpoint, whose files are still to be checked. CheckpointError, which ends with the way out,
-    when it is foreign or torn."""
+    """Return the checked manifest of a checkpoint; the files are not checked yet. CheckpointError with the way out for a
+    foreign or torn checkpoint."""
     if not (path / MANIFEST).is_file():
         raise CheckpointError(f"{path} {_without_manifest(path)}; {way_out(path)}")
     try:
@@ -184,7 +183,7 @@ def read_manifest(path: Path, way_out: WayOut = way_out) -> dict[str, Any]:
 
 
 def _without_manifest(path: Path) -> str:
-    """What a path is that is no checkpoint, and where there are some."""
+    """Describe a path that is not a checkpoint, and name checkpoints nearby."""
     for kind, folder in (("is the folder of a run", path / "checkpoints"), ("is the folder of its checkpoints", path)):
         if found := complete(folder):
             return f"{kind}, whose newest checkpoint is {found[-1]}"
@@ -195,7 +194,7 @@ def _without_manifest(path: Path) -> str:
 
 
 def _unlike(manifest: dict[str, Any]) -> str | None:
-    """How a manifest differs from those that are written here."""
+    """Return the difference between the form of a manifest and the form that is written here; None without difference."""
     if manifest["digest"] != digest(manifest):
         return "was changed after it was written"
     for key, kind in TYPES.items():
@@ -209,7 +208,7 @@ def _unlike(manifest: dict[str, Any]) -> str | None:
 
 
 def damage(path: Path, files: Mapping[str, Mapping[str, Any]], share: Iterable[str]) -> str | None:
-    """What is wrong with the files of a checkpoint: with the sizes of all, and the hashes of some."""
+    """Return the damage of the files of a checkpoint, from all sizes and a share of the hashes; None without damage."""
     for name, entry in files.items():
         actual = (path / name).stat().st_size if (path / name).is_file() else None
         if actual != entry["bytes"]:

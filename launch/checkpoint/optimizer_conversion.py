@@ -1,9 +1,8 @@
-"""Averages of an optimizer that a checkpoint holds in another form than the run that loads it: as codes where the run keeps
-fp32, the other way round, or of another encoding. They are loaded whole, a parameter at a time, decoded, and written into
-what the run has.
+"""Conversion of optimizer states whose form in a checkpoint differs from the form in the run: codes instead of fp32, fp32
+instead of codes, or another encoding. Such states are loaded unsharded, one parameter at a time, decoded and written into
+the run's states.
 
-That is so behind another `[train] optimizer`, and on a mesh that leaves other rows on a rank. Codes in the form that the
-run has are taken as they are, on any mesh.
+Forms differ after a change of `[train] optimizer`, and on a mesh with other shards. Codes in equal form are loaded directly.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def form_of(average: Average) -> Form:
 
 
 def saved_form(index: Metadata, name: str) -> Form:
-    """Of the average of this name; empty where the checkpoint has none."""
+    """Return the form of the average `name` in a checkpoint; empty if the checkpoint has no such average."""
     found: Form = {}
     for part in ("", "codes", "scale"):
         entry = index.state_dict_metadata.get(f"{name}.{part}" if part else name)
@@ -36,7 +35,7 @@ def saved_form(index: Metadata, name: str) -> Form:
 
 
 def take_differing(states: dict[str, dict[str, Any]], index: Metadata) -> dict[tuple[str, str], Average]:
-    """Out of the states of parameters, by name, those averages that the checkpoint has in another form: by both names."""
+    """Remove from the states the averages whose form in the checkpoint differs, and return them by (parameter, average)."""
     differing = {}
     for parameter, state in states.items():
         for name in AVERAGES.keys() & state.keys():
@@ -47,7 +46,7 @@ def take_differing(states: dict[str, dict[str, Any]], index: Metadata) -> dict[t
 
 
 def convert(differing: dict[tuple[str, str], Average], index: Metadata, load: Load) -> None:
-    """Fill the averages that `take_differing` found. `load`: fills a state dict from the checkpoint."""
+    """Fill the averages of `take_differing`. `load`: function that fills a state dict from the checkpoint."""
     for (parameter, name), average in differing.items():
         saved = saved_form(index, f"optimizer.{parameter}.{name}")
         room = {part: torch.empty(size, dtype=dtype) for part, (size, dtype) in saved.items()}

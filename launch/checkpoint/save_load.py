@@ -1,18 +1,18 @@
 """Checkpoints by torch.distributed.checkpoint: weights, optimizer, recipe state, RNG, and a manifest.
 
     runs/NAME/checkpoints/step-100/     complete: written as .step-100.tmp and renamed when every rank is done
-        __0_0.distcp, ..., .metadata    torch's files; plain tensors and DTensors only, no subclass, no object of ours
-        manifest.json                   what it is, and the size and hash of every file (manifest.py)
+        __0_0.distcp, ..., .metadata    files of torch; plain tensors and DTensors, without subclasses and objects
+        manifest.json                   description, size and hash of every file (manifest.py)
 
-Names are the model's own parameter names, and tensors are whole to the reader, so a checkpoint loads on another mesh:
-each rank reads its part. Learning rate and position in the data are functions of the step and the settings, and are not
-stored twice. RNG states belong to ranks and are restored on the same number of ranks only.
+Names are the parameter names of the model, and tensors appear unsharded to the reader, so a checkpoint loads on another mesh:
+each rank reads its part. Learning rate and position in the data are functions of step and settings, and are not stored. RNG
+states belong to ranks and are restored only on the same number of ranks.
 
-A torn or foreign checkpoint is refused by name; an older one is used only when it is asked for. Rank 0 reads the manifest
-for all, so that all ranks load the same checkpoint or refuse it for the same reason. Nothing that a checkpoint names is
-run: its index is read as data (dcp_files.py), and a recipe's file is imported only if this run's config names it, too. The
-road not taken: `get_state_dict` and `set_state_dict`, which step the optimizer to make its state and put saved
-hyperparameters in the place of the config's.
+A torn or foreign checkpoint is refused with its name; an older checkpoint is used only if the user asks for it. Rank 0
+reads the manifest for all ranks, so that all ranks load the same checkpoint or refuse it for the same reason. No code that
+a checkpoint names is run: the index is read as data (dcp_files.py), and the file of a recipe is imported only if the
+configuration of the run names it, too. Not used: `get_state_dict` and `set_state_dict`, which step the optimizer to create
+its state and replace hyperparameters of the configuration by saved ones.
 """
 
 from __future__ import annotations
@@ -52,14 +52,19 @@ MODEL_DEFAULTS = {each.name: each.default for each in fields(Model) if each.defa
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written, on all ranks; what was saved before stands."""
+    """Error on all ranks for a checkpoint that could not be written; earlier checkpoints are unchanged."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a checkpoint saves and restores on this rank. `settings`: what the config says of the model, as a table;
-    `config`: the whole file. `recipe_files`: the Python files of recipes that the config names. `tokenizer`: the hash of
-    the data's, where it is known. `update`: what the update of a step keeps, by name, the same on all ranks."""
+    """State that a checkpoint saves and restores on this rank.
+
+    settings      `[model]` as a table
+    config        the complete configuration file
+    recipe_files  Python files of recipes that the configuration names
+    tokenizer     hash of the tokenizer of the data, if known
+    update        state of the step update, by name, equal on all ranks
+    """
 
     model: nn.Module
     optimizer: Optimizer
@@ -74,8 +79,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The steps that were done, what is to be told of the difference between that run and this one, and that run's config,
-    a TOML file."""
+    """Result of loading: completed steps, remarks on differences between both runs, and the configuration of the saved run
+    (TOML)."""
 
     step: int
     remarks: list[str]
@@ -83,7 +88,7 @@ class Loaded:
 
 
 def _tensors(training: Training) -> dict[str, Any]:
-    """The run's own tensors, by name; loading writes into them. A tied parameter is there once."""
+    """Return the tensors of the run by name; loading writes into them. A tied parameter appears once."""
     for module in training.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward without backward the root still holds gathered parameters
@@ -108,8 +113,7 @@ def _set_rng(state: dict[str, Tensor], device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was written: its bytes, and the seconds it took. `left`: the names of older ones that could not be
-    removed."""
+    """Written checkpoint: bytes and seconds. `left`: names of older checkpoints that could not be removed."""
 
     step: int
     path: Path
@@ -128,8 +132,8 @@ def _cost(size: int, seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint of this rank will hold: tensors by name, in a tree, and the manifest but for the files. `tensors` of
-    "model" and "optimizer" are the run's own, all others are copies."""
+    """Content of a checkpoint of this rank: a tree of tensors by name, and the manifest without the files. `tensors` of
+    "model" and "optimizer" are the tensors of the run, all others are copies."""
 
     step: int
     tensors: dict[str, Any]
@@ -137,7 +141,7 @@ class Snapshot:
 
 
 def snapshot(step: int, training: Training) -> Snapshot:
-    """Of the run as it is between two steps; all ranks call it together."""
+    """Return the snapshot of a run between two steps; all ranks call it together."""
     recipes, rng = dlp.state_dict(training.model), {f"rank{dist.get_rank()}": _rng(training.device)}
     data = {**training.data.state_dict(), "tokenizer": training.tokenizer}
     manifest = {
@@ -149,7 +153,7 @@ def snapshot(step: int, training: Training) -> Snapshot:
 
 
 def save(folder: Path, step: int, training: Training, keep: int) -> Saved:
-    """`write` of the run as it is."""
+    """Write a checkpoint of the run as it is."""
     taken = snapshot(step, training)
     if training.device.type == "cuda":
         torch.cuda.synchronize(training.device)  # threads of the writer read the tensors on streams of their own
@@ -157,10 +161,10 @@ def save(folder: Path, step: int, training: Training, keep: int) -> Saved:
 
 
 def write(folder: Path, taken: Snapshot, keep: int, group: ProcessGroup | None = None) -> Saved:
-    """Write checkpoint `step-N` under `folder`, all ranks together, then remove all but the newest `keep`. `group`: of all
-    ranks, which nothing else uses meanwhile.
+    """Write checkpoint `step-N` under `folder`, all ranks together, then remove all but the newest `keep` checkpoints.
+    `group`: process group of all ranks without other users at the same time.
 
-    Raises SaveError on all ranks when one could not write; what was there before stands, and nothing else is left.
+    Raises SaveError on all ranks if one rank could not write; earlier checkpoints stay, and no partial files are left.
     """
     began, rank = time.perf_counter(), dist.get_rank()
     final, temporary = folder / f"step-{taken.step}", folder / f".step-{taken.step}.tmp"
@@ -182,7 +186,7 @@ def write(folder: Path, taken: Snapshot, keep: int, group: ProcessGroup | None =
 
 
 def _check_finite(tensors: dict[str, Any], group: ProcessGroup | None) -> None:
-    """SaveError on all ranks where weights or the optimizer's states of one hold a NaN or Inf."""
+    """Raise SaveError on all ranks if weights or optimizer states of a rank hold a NaN or Inf."""
     found = not_finite({name: tensors[name] for name in ("model", "optimizer")})
     for finder, reason in enumerate(rank_objects.from_all(found, group)):
         if reason is not None:
@@ -192,7 +196,7 @@ def _check_finite(tensors: dict[str, Any], group: ProcessGroup | None) -> None:
 
 
 def _at_rank_0(do: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Do it on rank 0; all ranks return what it returns, or raise SaveError where it cannot be done."""
+    """Call `do` on rank 0; all ranks return the result, or raise SaveError if `do` fails."""
 
     def done() -> T:
         try:
@@ -237,19 +241,19 @@ def _finish(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -
 
 
 def _retire(finished: Path) -> None:
-    """Give a checkpoint that is to be removed the name of a leftover, so that none is half removed under its own."""
+    """Rename a checkpoint before its removal, so that no partly removed checkpoint keeps a valid name."""
     finished.rename(finished.with_name(f".{finished.name}.old.tmp"))
 
 
 def _reason(error: dcp.api.CheckpointException) -> str:
-    """The first failing rank's error, in one line."""
+    """Return the error of the first failing rank, on one line."""
     rank, (failure, _) = min(error.failures.items())
     return f"rank {rank}: {type(failure).__name__}: {' '.join(str(failure).split())}"
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose files are as they were written: its manifest, the index of its tensors, and what checking cost."""
+    """Checkpoint with undamaged files: manifest, index of tensors, and a remark on the time of the check."""
 
     manifest: dict[str, Any]
     index: Metadata
@@ -257,7 +261,8 @@ class Opened:
 
 
 def opened(path: Path, way_out: WayOut = way_out) -> Opened:
-    """All ranks together, or a process without ranks. CheckpointError on all of them for a torn or foreign checkpoint."""
+    """Open a checkpoint, all ranks together, or a process without ranks. CheckpointError on all ranks for a torn or foreign
+    checkpoint."""
     manifest = rank_objects.from_rank_0(lambda: read_manifest(path, way_out))
     remark = _check_files(path, manifest["files"], way_out)
     try:
@@ -270,7 +275,7 @@ def opened(path: Path, way_out: WayOut = way_out) -> Opened:
 def load(path: Path, training: Training) -> Loaded:
     """Restore everything from a checkpoint, on this or another mesh, into a model that has not run yet.
 
-    Raises CheckpointError, on all ranks, for a torn or foreign one, or one of another model or other data.
+    Raises CheckpointError on all ranks for a torn or foreign checkpoint, and for one of another model or other data.
     """
     found = opened(path)
     manifest, index = found.manifest, found.index
@@ -311,7 +316,7 @@ def load(path: Path, training: Training) -> Loaded:
 
 
 def _check_files(path: Path, files: dict[str, Any], way_out: WayOut) -> str:
-    """Every rank looks at all sizes and at its share of the hashes; returns what it cost. CheckpointError on all ranks."""
+    """Check all sizes and this rank's share of the hashes; return a remark on the time. CheckpointError on all ranks."""
     began, (rank, world) = time.perf_counter(), rank_objects.place()
     found = rank_objects.from_all(damage(path, files, share=sorted(files)[rank::world]))
     for finder, reason in enumerate(found):
@@ -323,7 +328,7 @@ def _check_files(path: Path, files: dict[str, Any], way_out: WayOut) -> str:
 
 
 def saved_recipes(path: Path, index: Metadata, way_out: WayOut = way_out) -> dict[str, Tensor]:
-    """Room for the recipe state of a checkpoint, whose shapes are its own."""
+    """Return empty tensors for the recipe state of a checkpoint, with the saved shapes."""
     try:
         return {
             key.removeprefix("recipes."): torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -338,7 +343,7 @@ def saved_recipes(path: Path, index: Metadata, way_out: WayOut = way_out) -> dic
 def check_model(
     path: Path, manifest: Mapping[str, Any], settings: Mapping[str, Any], way_out: WayOut = way_out
 ) -> None:
-    """CheckpointError for one of another model than `settings`, [model] as a table."""
+    """Raise CheckpointError if a checkpoint is of another model than `settings`, `[model]` as a table."""
     for key, now in settings.items():
         saved = manifest["model"].get(key, MODEL_DEFAULTS.get(key))
         if saved != now:
@@ -348,7 +353,7 @@ def check_model(
 
 
 def _check_states(path: Path, index: Metadata, states: dict[str, dict[str, Any]]) -> None:
-    """That Muon finds the momentum of its matrices, AdamW both averages."""
+    """Check that the checkpoint has the momentum of matrices for Muon, and both averages for AdamW."""
     for name, state in states.items():
         for key in state.keys() - {"step"}:
             if not optimizer_conversion.saved_form(index, f"optimizer.{name}.{key}"):
@@ -373,14 +378,15 @@ def _check_fits(path: Path, manifest: dict[str, Any], training: Training) -> Non
 
 
 def changes(before: str, now: str) -> list[str]:
-    """How two configs differ in what makes the training, e.g. "changed since then: train.lr was 0.003, now 0.001"."""
+    """Describe the differences of two configurations that affect the training, e.g. "changed since then: train.lr was
+    0.003, now 0.001"."""
     old, new = _settings(before), _settings(now)
     differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return [f"changed since then: {key} was {old.get(key, 'unset')}, now {new.get(key, 'unset')}" for key in differing]
 
 
 def _settings(config: str) -> dict[str, Any]:
-    """The settings of a config file by dotted name, without where the run is and what it saves."""
+    """Return the settings of a configuration file by dotted name, without `[run]` and `[checkpoint]`."""
     tables = tomllib.loads(config)
     try:
         groups = {f"groups.{group['name']}": group for group in tables.pop("groups")}

@@ -1,7 +1,7 @@
 """Plots of cast statistics of a run: a column for each of x, w and dy, a row for each number.
 
-Lines are layers, in the order of the model from dark to light; an operand that is cast twice has its columnwise cast
-dashed. Steps of recipe swaps are marked.
+Lines are layers, from dark to light in the order of the model; the columnwise cast of an operand with two casts is dashed.
+Steps of recipe changes are marked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUMBERS = {  # name in the metrics -> what the axis says, and its scale
 
 
 def write_stats(records: Sequence[dict[str, Any]], title: str, out: Path) -> None:
-    """Draws the records of a metrics file into a PNG. Raises ValueError if they hold no statistics."""
+    """Draw the records of a metrics file into a PNG. Raises ValueError for records without statistics."""
     measured = [record for record in records if "stats" in record]
     names = list(dict.fromkeys(name for record in measured for name in record["stats"]))
     if not names:
@@ -47,7 +47,7 @@ def write_stats(records: Sequence[dict[str, Any]], title: str, out: Path) -> Non
 
 
 def parts_of(name: str) -> tuple[str, str, str]:
-    """ "layers.0.up.x.rowwise" -> (layer, operand, orientation or "")."""
+    """Split "layers.0.up.x.rowwise" into (layer, operand, orientation or "")."""
     layer, _, last = name.rpartition(".")
     if last in OPERANDS:
         return layer, last, ""
@@ -56,7 +56,7 @@ def parts_of(name: str) -> tuple[str, str, str]:
 
 
 def draw(axes: Axes, measured: Sequence[dict[str, Any]], names: Sequence[str], number: str, operand: str) -> None:
-    """One number of one operand of all layers."""
+    """Draw one number of one operand of all layers."""
     layers = list(dict.fromkeys(parts_of(name)[0] for name in names))
     for name in names:
         layer, of, way = parts_of(name)
@@ -72,7 +72,7 @@ def draw(axes: Axes, measured: Sequence[dict[str, Any]], names: Sequence[str], n
 
 
 def mark_swaps(axes: Axes, records: Sequence[dict[str, Any]], text: bool = False) -> None:
-    """A line where layers got another recipe; text: and its name, inside the frame, on the side that has more room."""
+    """Draw a line at each recipe change; `text`: with the name of the recipe, on the side of the frame with more room."""
     steps = [record["step"] for record in records]
     for record in records:
         if "swap" in record:

@@ -30,7 +30,7 @@ NO_WORK = (
 
 
 class Activity(NamedTuple):
-    """What ran from `start` to `end`, microseconds."""
+    """Activity from `start` to `end`, in microseconds."""
 
     name: str
     start: float
@@ -39,8 +39,8 @@ class Activity(NamedTuple):
 
 @dataclass(frozen=True)
 class Exposure:
-    """Milliseconds of one profiled step on this rank: from its first activity to its last, of its transfers, and of these
-    with no computation beside them."""
+    """Milliseconds of one profiled step on this rank: the complete step, transfers, and transfers without simultaneous
+    computation."""
 
     step: float
     transfers: float
@@ -48,7 +48,7 @@ class Exposure:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time as spans that do not touch, in order."""
+    """Merge spans into disjoint spans, in order."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -63,7 +63,7 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def common(a: Sequence[Span], b: Sequence[Span]) -> float:
-    """The time that lies in both, each of which is a result of `union`."""
+    """Return the time that two results of `union` have in common."""
     i = j = 0
     total = 0.0
     while i < len(a) and j < len(b):
@@ -73,7 +73,7 @@ def common(a: Sequence[Span], b: Sequence[Span]) -> float:
 
 
 def exposure(activities: Iterable[Activity]) -> Exposure:
-    """What the activities of one step say."""
+    """Return the exposure of the activities of one step."""
     spans: dict[bool, list[Span]] = {True: [], False: []}
     for name, start, end in activities:
         spans[name.lower().startswith(TRANSFERS)].append((start, end))
@@ -85,7 +85,7 @@ def exposure(activities: Iterable[Activity]) -> Exposure:
 
 
 def profiled(run: Callable[[], T], device: torch.device, trace: Path) -> tuple[T, Exposure]:
-    """Run a step under torch's profiler, wait for it, and write its trace."""
+    """Run a step under the profiler of torch, wait for the step, and write the trace."""
     on_device = device.type == "cuda"
     kinds = [profiler.ProfilerActivity.CPU] + [profiler.ProfilerActivity.CUDA] * on_device
     with profiler.profile(activities=kinds) as record:
@@ -97,7 +97,7 @@ def profiled(run: Callable[[], T], device: torch.device, trace: Path) -> tuple[T
 
 
 def _activities(events: Any, on_device: bool) -> list[Activity]:
-    """Kernels and copies of a GPU, without the ranges that programs annotate; on a CPU torch's operators, and transfers."""
+    """Return kernels and copies of a GPU, without annotated ranges; on a CPU operators of torch and transfers."""
     device_type = torch.autograd.DeviceType.CUDA if on_device else torch.autograd.DeviceType.CPU
     seen = ("aten::", *TRANSFERS)
     return [

@@ -1,10 +1,10 @@
 """Further outputs of the metrics of a run: a CSV file, TensorBoard, Weights & Biases.
 
-    record   {"step": 7, "loss": 2.1, "split": {"forward": 0.2}}     a line of metrics.jsonl
-    scalars  {"loss": 2.1, "split/forward": 0.2}                     what TensorBoard and wandb get of it
+    record   {"step": 7, "loss": 2.1, "split": {"forward": 0.2}}     line of metrics.jsonl
+    scalars  {"loss": 2.1, "split/forward": 0.2}                     values for TensorBoard and wandb
 
-Each is a class with `write(record)` and `close()`, made when a run begins or continues after `step`: what a former run wrote
-beyond that is gone from all of them.
+Each sink is a class with `write(record)` and `close()`, constructed when a run begins or resumes after `step`: values of an
+earlier run beyond this step are removed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Sink(Protocol):
 
 
 def scalars(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a record by name, those of tables within it behind a slash."""
+    """Yield the numbers of a record by name; names inside a table follow a slash."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{name}/")
@@ -41,7 +41,7 @@ def scalars(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 class CsvSink:
-    """metrics.csv: a row for each record that has one of `COLUMNS`, empty where it has not."""
+    """Sink that writes metrics.csv: a row for each record with one of `COLUMNS`; missing values are empty."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self._file = (folder / "metrics.csv").open("w", newline="", encoding="utf-8", buffering=1)
@@ -59,7 +59,7 @@ class CsvSink:
 
 
 class TensorBoardSink:
-    """Files below `tensorboard`."""
+    """Sink that writes event files into the folder `tensorboard`."""
 
     def __init__(self, folder: Path, step: int) -> None:
         made = need(PACKAGES["tensorboard"], "tensorboard", "[run] metrics: tensorboard").SummaryWriter
@@ -74,7 +74,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of its own package, which takes project and mode from its environment variables."""
+    """Sink for Weights & Biases, which takes project and mode from its environment variables."""
 
     def __init__(self, folder: Path, step: int) -> None:
         package = need(PACKAGES["wandb"], "wandb", "[run] metrics: wandb")
@@ -92,7 +92,7 @@ SINKS: dict[str, Callable[[Path, int], Sink]] = {"csv": CsvSink, "tensorboard": 
 
 
 def check(names: Sequence[str]) -> None:
-    """ValueError for a sink whose package is not installed."""
+    """Raise ValueError for a sink whose package is not installed."""
     for name in names:
         if name in PACKAGES:
             need(PACKAGES[name], name, f"[run] metrics: {name}")

@@ -1,7 +1,7 @@
 """Metrics of a run: model FLOPs, peak FLOPs of a device, memory; progress display and metrics.jsonl.
 
-`metrics.jsonl` has one JSON object a line, each with its "step". `Progress` shows the steps on rank 0: a bar on a
-terminal, plain lines in a log file or a pipe. Whoever prints while a bar may be there does so by `tell`.
+`metrics.jsonl` has one JSON object per line, each with "step". `Progress` shows the steps on rank 0: a bar on a terminal, plain
+lines in a log file or a pipe. Print through `tell` while a bar may be shown.
 """
 
 import errno
@@ -39,18 +39,18 @@ def flops_per_token(model: Model, sequence: int) -> float:
 
 
 def peak_of(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device by its name, or None for one that is not in the table."""
+    """Return the dense bf16 FLOP/s of a device name, or None for an unknown name."""
     words = re.findall(r"[A-Za-z0-9]+", device_name)
     return next((peak for word, peak in BF16_PEAK.items() if word in words), None)
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of this device, or None where it is not known, as on any CPU: MFU is then "n/a"."""
+    """Return the dense bf16 FLOP/s of this device, or None if unknown, as for CPUs; MFU is then "n/a"."""
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes this process ever allocated on its GPU; on a CPU, the largest resident size it had."""
+    """Return the largest number of bytes that this process has allocated on its GPU; on a CPU, the largest resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -58,12 +58,12 @@ def peak_memory(device: torch.device) -> int:
 
 
 class MetricsError(ValueError):
-    """A file of metrics with a line that is no record."""
+    """Error for a metrics file with a line that is not a record."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a last line without its end, left by a run that was killed, is not one. MetricsError for
-    any other line that is none."""
+    """Return the records of a metrics file, without an incomplete last line of a killed run. MetricsError for any other
+    line that is not a record."""
     *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     return [_record(path, number, line) for number, line in enumerate(lines, start=1)]
 
@@ -79,7 +79,7 @@ def _record(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def append(path: Path, text: str) -> None:
-    """Adds lines to a file. OSError, as of a full disk, leaves it as it was."""
+    """Append lines to a file. After an OSError, such as a full disk, the file is unchanged."""
     data = text.encode()
     with path.open("ab", buffering=0) as file:
         before = file.tell()
@@ -92,7 +92,7 @@ def append(path: Path, text: str) -> None:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Keeps the records up to `step`, from which a run continues, so that no step is in the file twice."""
+    """Keep the records up to `step`, from which a run resumes, so that no step occurs twice."""
     kept = [record for record in read_metrics(path) if record["step"] <= step] if path.exists() else []
     rewrite(path, "".join(json.dumps(record) + "\n" for record in kept))
 
@@ -114,7 +114,7 @@ class Progress:
         self._bar = tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True, mininterval=1.0, disable=plain)
 
     def show(self, step: int, text: str) -> None:
-        """`step` steps are done; `text` says how it goes."""
+        """Show that `step` steps are done; `text`: further numbers."""
         if self._bar.disable:
             if step % self._every == 0 or step in (self._first + 1, self._steps):
                 self.tell(step, f"{text}{self._left(step)}")
@@ -123,7 +123,8 @@ class Progress:
         self._bar.update(step - self._bar.n)
 
     def _left(self, step: int) -> str:
-        """Until the last step; the first one of a run is no measure, since much is made in it."""
+        """Return the estimated time to the last step. The first step of a run does not count, because it includes one-time
+        work."""
         done, left = step - self._first, self._steps - step
         seconds = (time.monotonic() - self._began) / max(1, done) * left
         return f", {tqdm.format_interval(seconds)} left" if done > 1 and left else ""

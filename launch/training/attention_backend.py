@@ -33,7 +33,7 @@ def choose(train: Train, head_dim: int, documents: bool, kind: str) -> Choice:
 
 
 def _obstacle(backend: str, train: Train, head_dim: int, documents: bool, kind: str) -> str | None:
-    """Why a backend cannot be set; None: the backend can."""
+    """Return the reason why a backend cannot be set; None if it can."""
     if kind == "cpu":
         return "backends are chosen on GPUs only"
     if documents:

@@ -1,7 +1,7 @@
 """Build the model of a configuration on its ranks: mesh, conversion, recomputation, compilation, FSDP, weights, optimizer.
 
-The order matters: conversion swaps modules on the meta device, FSDP shards what conversion made, and only then is
-memory allocated and filled, each rank with its slice.
+The order matters: conversion replaces modules on the meta device, FSDP shards the converted modules, and only then is memory
+allocated and filled, on each rank with its shard.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GRAPHS = 64
 
 @dataclass(frozen=True)
 class Built:
-    """A model ready to train. `dims.dp_rank` of `batch.dp_size`: which slice of the global batch this rank reads."""
+    """Model that is ready for training. `dims.dp_rank` of `batch.dp_size`: part of the global batch that this rank reads."""
 
     model: Llama
     plan: Plan
@@ -57,7 +57,7 @@ class Built:
 
 
 def layer_groups(config: Config) -> list[LayerGroup]:
-    """How tp cuts a Llama, then the run's own groups."""
+    """Return the layer groups of the model's parallel styles, followed by the groups of the configuration."""
     own = [
         LayerGroup(group.name, group.match, **layer_fields)
         for group in config.groups
@@ -80,7 +80,8 @@ def attention_of(config: Config, kind: str) -> Choice:
 
 
 def plan_for(config: Config, world_size: int, device_type: str, board: str = "") -> Plan:
-    """The layer plan of a config, without ranks or memory; `board`: its name, where it is one of `launch.estimate.devices`."""
+    """Return the layer plan of a configuration, without ranks or memory. `board`: name of a GPU in
+    `launch.estimate.devices`."""
     batch = (validate_world(config, world_size).micro, config.train.sequence)
     groups = layer_groups(config)
     plan = dlp.make_plan(
@@ -93,7 +94,8 @@ def plan_for(config: Config, world_size: int, device_type: str, board: str = "")
 
 
 def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[Llama, Plan, Batch]:
-    """The model on its ranks, still without memory. Raises ValueError where config, model and mesh do not fit."""
+    """Return model, plan and batch on these ranks, without memory. Raises ValueError if configuration, model and mesh do
+    not fit."""
     model = meta_model(config)
     batch = validate_world(config, mesh.size())
     tokens = (batch.micro, config.train.sequence)
@@ -114,15 +116,15 @@ def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[Llama, Plan, Batch
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Let torch.compile run each block, and raise where torch would give up on a block."""
+    """Compile each block with torch.compile; raise if torch cannot compile a block."""
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = GRAPHS, True
     for block in blocks:
         block.compile()
 
 
 def check_device(config: Config, device_type: str) -> bool:
-    """Whether steps run as a CUDA graph on this device. ConfigError for settings that need another device, or a package that is
-    not installed. `device_type`: "cpu", "cuda", or a kind of GPU."""
+    """Return whether steps run as a CUDA graph on this device. ConfigError for settings that need another device or a
+    missing package. `device_type`: "cpu", "cuda", or a kind of GPU."""
     if config.train.profiler == "nvtx" and device_type == "cpu":
         raise ConfigError(f"{config.source}: [train] profiler: expected a GPU for nvtx, got a CPU: set it to torch")
     if config.train.sentinel and device_type != "cpu" and not config.train.deterministic:
@@ -135,7 +137,7 @@ def check_device(config: Config, device_type: str) -> bool:
 
 
 def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
-    """Everything a training loop needs. Raises ValueError where config, model and mesh do not fit."""
+    """Build everything that a training loop needs. Raises ValueError if configuration, model and mesh do not fit."""
     graph = check_device(config, device.type)
     model, plan, batch = parallel_model(config, mesh)
     model.to_empty(device=device)
@@ -155,7 +157,7 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
 
 
 def carry_gradients(model: Llama, config: Config, wire: str) -> None:
-    """Set the wire of FSDP's gradients. With "auto", bf16 gradients travel as they were computed."""
+    """Set the dtype in which FSDP sends gradients. With "auto", bf16 gradients are sent as bf16."""
     if wire == "fp32":
         return
     if config.mesh.grad_wire == "auto":
@@ -165,8 +167,8 @@ def carry_gradients(model: Llama, config: Config, wire: str) -> None:
 
 
 def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype, asked: Mesh) -> None:
-    """FSDP over each block and the rest: gathered quantized, or in `dtype`; gradients reduced in fp32. Blocks let go of what
-    they gathered after forward, where that is `asked`; the rest keeps it for backward."""
+    """Apply FSDP to each block and to the rest: weights gathered quantized, or in `dtype`; gradients reduced in fp32.
+    Blocks free gathered weights after forward if `asked`; the rest keeps them for backward."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     gather = asked.quantized_gather
     for block in model.model.layers:

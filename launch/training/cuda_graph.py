@@ -8,7 +8,7 @@ from launch.settings.schema import ConfigError
 
 
 def replays_steps(config: Config, device_type: str) -> bool:
-    """Whether steps are captured and replayed. Raises ConfigError where `[train] cuda_graph = true` and there is no GPU."""
+    """Return whether steps are captured and replayed. ConfigError for `[train] cuda_graph = true` without a GPU."""
     asked = config.train.cuda_graph
     if asked is True and device_type == "cpu":
         raise ConfigError(
@@ -18,7 +18,7 @@ def replays_steps(config: Config, device_type: str) -> bool:
 
 
 def describe_graph(config: Config, device_type: str) -> str:
-    """The plan's line on CUDA graphs."""
+    """Return the line of the plan about CUDA graphs."""
     if replays_steps(config, device_type):
         return f"cuda graph: steps are captured after {WARM_UP} eager steps and replayed"
     why = "[train] cuda_graph = false" if config.train.cuda_graph is False else cannot_capture(config)

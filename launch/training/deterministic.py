@@ -1,7 +1,7 @@
 """`[train] deterministic = true`: equal bits in every run, on GPUs as well; the cost is measured at the start.
 
-Off, some CUDA kernels add by atomics, in the order of arrival. On a CPU every run repeats its bits anyway. Collectives
-sum in rank order in both cases.
+Otherwise some CUDA kernels add with atomics, in the order of arrival. CPUs repeat their bits in any case, and collectives
+sum in the order of ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ REPEATS = 3
 
 
 def prepare() -> None:
-    """Before the first use of a GPU: cuBLAS reads this when it makes its workspace."""
+    """Set the environment of cuBLAS, which reads it when creating a workspace. Call before the first use of a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def switch_on(device: torch.device, work: Callable[[], None]) -> str:
-    """Make all that follows deterministic. `work` is a microbatch without effects; returns a sentence on the cost."""
+    """Make all further work deterministic. `work`: a microbatch without side effects. Returns a sentence on the cost."""
     if device.type != "cuda":
         return "deterministic: free on a CPU, where every run repeats its bits"
     with torch.random.fork_rng([device]):
@@ -35,7 +35,7 @@ def switch_on(device: torch.device, work: Callable[[], None]) -> str:
 
 
 def _seconds(work: Callable[[], None]) -> float:
-    """The fastest of a few runs, after one that warms up."""
+    """Return the shortest time of a few runs, after one warm-up run."""
     work()
     times = []
     for _ in range(REPEATS):

@@ -1,10 +1,10 @@
 """Storage of FSDP gradients while microbatches accumulate.
 
-    step          whole, in fp32, on every rank until the last microbatch; one reduction a step
-    microbatch    as shards: each microbatch's gradients are reduced when its backward has made them
+    step          unsharded, in fp32, on every rank until the last microbatch; one reduction per step
+    microbatch    sharded: the gradients of each microbatch are reduced after its backward
 
-"auto" takes `step` where whole gradients fit beside weights and optimizer into half of a rank's memory; the other half is
-for activations, casts and gathered weights.
+"auto" chooses `step` if unsharded gradients fit, next to weights and optimizer, into half of the memory of a rank; the
+other half is for activations, casts and gathered weights.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ WEIGHT = 8  # bytes a parameter of a shard: fp32 weight and gradient
 
 @dataclass(frozen=True)
 class Accumulation:
-    """reductions: of FSDP's gradients in a step. whole, shard: bytes of gradients that wait on a rank in either way. why:
-    what decided."""
+    """Decision on gradient accumulation.
+
+    reductions    FSDP reductions of gradients in a step
+    whole, shard  bytes of unsharded and of sharded gradients on a rank
+    why           reason of the decision
+    """
 
     reductions: int
     microbatches: int = 1
@@ -38,15 +42,15 @@ class Accumulation:
 
 
 def memory_here() -> float:
-    """Of the smallest GPU of all ranks, in bytes."""
+    """Return the memory of the smallest GPU of all ranks, in bytes."""
     found = torch.tensor(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, device="cuda")
     dist.all_reduce(found, op=dist.ReduceOp.MIN)
     return float(found.item())
 
 
 def gradient_wire(config: Config, microbatches: int, reductions: int) -> str:
-    """The dtype in which FSDP's gradients travel: of `[mesh] grad_wire`, where "auto" is bf16 if gradients are bf16 before they
-    are reduced: FSDP adds up those of several microbatches in fp32."""
+    """Return the dtype in which FSDP sends gradients. "auto" of `[mesh] grad_wire` is bf16 if gradients are bf16 before the
+    reduction; FSDP accumulates gradients of several microbatches in fp32."""
     asked = config.mesh.grad_wire
     if asked != "auto":
         return asked
@@ -54,7 +58,7 @@ def gradient_wire(config: Config, microbatches: int, reductions: int) -> str:
 
 
 def accumulation(config: Config, plan: Plan, batch: Batch, dp_shard: int, memory: float | None = None) -> Accumulation:
-    """What `[train] reduce_gradients` comes to on a mesh of `dp_shard`; `memory` of a rank in bytes, if it is known."""
+    """Decide `[train] reduce_gradients` for `dp_shard` ranks. `memory`: memory of a rank in bytes, if known."""
     asked, micro = config.train.reduce_gradients, batch.num_micro
     if batch.dp_size == 1 or micro == 1:
         return Accumulation(1, micro)

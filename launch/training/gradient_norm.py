@@ -1,7 +1,7 @@
 """Global gradient norm in one reduction, with equal bits on every rank.
 
-`get_total_norm` of DTensors reduces axis by axis, a collective for each, and gives no promise that ranks end with equal
-bits; clipping by norms that differ would let replicas drift apart.
+`get_total_norm` of DTensors runs a collective for each axis, and ranks may end with different bits; clipping with different
+norms would let replicas drift apart.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from launch.ranks.links import OWN
 
 
 class GradientNorm:
-    """The 2-norm of the gradients of these parameters as one vector. A DTensor counts once, however many ranks hold its
-    parts. Call it when all of them have gradients."""
+    """2-norm of the gradients of these parameters as one vector. A DTensor counts once, on however many ranks its parts
+    lie. Call it when all parameters have gradients."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -28,7 +28,7 @@ class GradientNorm:
         self._weights = torch.tensor(shards, device=self._parameters[0].device) / dist.get_world_size()
 
     def __call__(self) -> Tensor:
-        """fp32 [], equal on all ranks."""
+        """Return the norm, fp32 [], equal on all ranks."""
         grads = [_local(parameter.grad) for parameter in self._parameters]
         norms = torch.stack(torch._foreach_norm(grads, dtype=torch.float32))
         squares = norms.square().dot(self._weights)
@@ -44,7 +44,7 @@ def _local(grad: Tensor | None) -> Tensor:
 
 
 def _shards(parameter: Tensor) -> int:
-    """Into how many parts the ranks cut it: each part is on world size / shards of them."""
+    """Return the number of parts into which ranks shard a parameter; each part lies on world size / parts ranks."""
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh

@@ -1,8 +1,8 @@
 """Delayed scales before the first step: forward and backward passes that record amaxes, without an update.
 
-A delayed scale starts at 1. With it most gradients are below the smallest code and become 0, and those of the layers before
-with them; weights are cast to a few codes. A run of 1,526 steps whose first step cast so ended 1.9 % above bf16; one whose
-amaxes were known, 0.1 % (bench/results/quality.md).
+A delayed scale starts at 1. With this scale most gradients are below the smallest code and become 0, as do gradients of the
+layers before; weights are cast to a few codes. A run of 1,526 steps that started so ended 1.9 % above bf16; a run with
+initial amaxes 0.1 % (bench/results/quality.md).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PASSES = 3
 
 
 def find(model: nn.Module, forward_backward: Callable[[], object]) -> int:
-    """Run `forward_backward`, which leaves no gradients, where some scales follow from no amax yet: of a new model, behind a
-    swap of recipes, and in a run that continues a checkpoint of other recipes. All ranks together; returns how many."""
+    """Run `forward_backward`, which must leave no gradients, for scales without an amax: in a new model, after a recipe
+    change, and after resuming with other recipes. All ranks call it together. Returns the number of scales."""
     new = frozenset[str]().union(*rank_objects.from_all(without_amax(model)))
     for _ in range(PASSES if new else 0):
         forward_backward()
@@ -32,7 +32,7 @@ def find(model: nn.Module, forward_backward: Callable[[], object]) -> int:
 
 
 def without_amax(model: nn.Module) -> frozenset[str]:
-    """The delayed scales of this rank that are as they were made, by name."""
+    """Return the names of delayed scales of this rank that still have their initial value."""
     session = session_of(model)
     if not session.has_slots():
         return frozenset()

@@ -20,7 +20,8 @@ SHAPES: dict[str, Callable[[float, float], float]] = {
 
 
 def learning_rate(step: int, train: Train) -> float:
-    """Of the step'th step, from 0: linear warm-up, then down to `min_lr` of the peak at the last step, as `schedule` says."""
+    """Return the learning rate of step `step`, counted from 0: linear warm-up, then decay to `min_lr` of the peak at the
+    last step, as `schedule` says."""
     if step < train.warmup:
         return train.lr * (step + 1) / train.warmup
     behind = max(1, train.steps - 1 - train.warmup)
@@ -30,8 +31,8 @@ def learning_rate(step: int, train: Train) -> float:
 
 
 def rate_remarks(done: int, before: str, now: Train) -> Iterator[str]:
-    """A warning where the next step of a run that continues after `done` steps has another learning rate than the curve of
-    the config `before` (TOML) gives it."""
+    """Yield a warning if the next step of a run that resumes after `done` steps has another learning rate than the
+    configuration `before` (TOML) gives."""
     saved = tomllib.loads(before)["train"]
     old = replace(now, **{key: saved[key] for key in CURVE if key in saved})
     last, would, will = learning_rate(max(done - 1, 0), old), learning_rate(done, old), learning_rate(done, now)

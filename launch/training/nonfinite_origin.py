@@ -1,11 +1,11 @@
 """Origin of a NaN or Inf.
 
-    by flags         of the step itself: which of its casts met one (see `dlp.parallel.model.checks`)
-    by a repetition  where flags show nothing in forward, of forward and backward with the weights of now: the first layer
-                     whose output is not finite, or in backward whose output's gradient is not
+    by flags         of the step: casts that read a NaN or Inf (see `dlp.parallel.model.checks`)
+    by repetition    if flags show nothing in forward: forward and backward are repeated with the current weights; the first
+                     layer with a non-finite output, or in backward with a non-finite gradient of its output
 
-Every rank calls it together, and gets the same sentence. What is repeated shows tensors as well: each rank gets the numbers
-of its own first layer's.
+All ranks call `origin` together and get the same sentence. A repetition also gives each rank statistics of the tensors of
+its own first layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlp.parallel.model.session import in_backward
 
 
 class Layer(NamedTuple):
-    """The first layer of a pass with something that is not finite: its place in order of execution, on which rank."""
+    """First layer of a pass with a non-finite tensor: position in order of execution, and rank."""
 
     place: int
     rank: int
@@ -34,7 +34,7 @@ class Layer(NamedTuple):
 
 
 def statistics(what: str, tensor: Tensor) -> dict[str, Any]:
-    """Of a tensor: how many NaN and Inf, where the first of them is, and what the finite ones are like."""
+    """Return statistics of a tensor: numbers of NaN and Inf, the position of the first, and the range of finite values."""
     values = tensor.detach().float()
     finite = values[torch.isfinite(values)]
     found: dict[str, Any] = {
@@ -58,7 +58,7 @@ def statistics(what: str, tensor: Tensor) -> dict[str, Any]:
 
 
 class _Pass:
-    """What came of one pass, layer after layer. `tensors`: of the first layer with something that is not finite."""
+    """Observations of one pass. `tensors`: statistics of the first layer with a non-finite tensor."""
 
     def __init__(self, made: str) -> None:
         self.made, self.seen = made, 0
@@ -74,8 +74,8 @@ class _Pass:
 
 
 def first_layers(model: nn.Module, repeat: Callable[[], object]) -> tuple[_Pass, _Pass]:
-    """The first leaf modules of this rank, in forward by output and in backward by its gradient, of a repetition of both
-    passes."""
+    """Repeat both passes, and return the first leaf modules of this rank with a non-finite output (forward) and gradient of
+    the output (backward)."""
     forward, backward = _Pass("output"), _Pass("gradient of the output")
 
     def watch(name: str) -> Any:
@@ -106,7 +106,7 @@ def _floats(values: Any) -> list[Tensor]:
 
 
 def _least(mine: Any) -> Any:
-    """The least of what ranks found; None where none found anything."""
+    """Return the smallest finding of all ranks; None if no rank found anything."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return min((each for each in found if each is not None), default=None)
@@ -115,9 +115,13 @@ def _least(mine: Any) -> Any:
 def origin(
     names: Sequence[CastName | None], flags: Sequence[float], model: nn.Module, repeat: Callable[[], object], steps: int
 ) -> tuple[str, dict[str, Any]]:
-    """Where it came from; and of each pass this rank's first layer with it, and the statistics of its tensors. `flags`: of this
-    rank in that step, of the tensors `names`; `repeat`: forward and backward of its microbatches; `steps`: after which the
-    weights of now are."""
+    """Return a sentence about the origin, and statistics of the tensors of this rank's first layer in each pass.
+
+    names   names of the tensors with flags
+    flags   flags of this rank in the step
+    repeat  runs forward and backward of the microbatches again
+    steps   number of steps after which the current weights are
+    """
     cast = _least(first_bad(names, flags, dist.get_rank()))
     passes = first_layers(model, repeat)
     numbers = {

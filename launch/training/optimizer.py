@@ -28,7 +28,7 @@ Rate = float | torch.Tensor  # a tensor on the device where a CUDA graph reads i
 
 
 def adamw(groups: Groups, train: Train, lr: Rate) -> AdamW:
-    """Fused."""
+    """Return the fused AdamW of torch."""
     capturable = isinstance(lr, torch.Tensor)
     return AdamW(groups, lr=lr, betas=train.betas, eps=train.eps, fused=True, capturable=capturable)
 
@@ -49,8 +49,8 @@ OPTIMIZERS: dict[str, Callable[[Groups, Train, Rate], Optimizer]] = {
 
 
 def state_bytes(name: str, parameter: str, shape: Sequence[int], dp_shard: int) -> float:
-    """Of an optimizer, for an element of a parameter of this name, of this shape before FSDP cuts it: AdamW's are two averages
-    in fp32."""
+    """Return the bytes of optimizer state for each element of a parameter. `shape`: shape before FSDP shards the parameter.
+    AdamW keeps two averages in fp32."""
     if name == MUON and is_matrix_of_block(parameter, shape):
         return FP32 / 2
     encoding = ENCODINGS.get(name)
@@ -64,7 +64,7 @@ def fsdp_shards(shape: Sequence[int], dp_shard: int) -> tuple[int, ...]:
 
 
 def check_installed(config: Config) -> None:
-    """ConfigError where the optimizer is of a package that is not here."""
+    """Raise ConfigError if the package of the optimizer is not installed."""
     if config.train.optimizer in ENCODINGS and importlib.util.find_spec("torchao") is None:
         raise ConfigError(
             f"{config.source}: [train] optimizer: {config.train.optimizer!r} keeps its averages as torchao does, which is not "
@@ -73,9 +73,11 @@ def check_installed(config: Config) -> None:
 
 
 def make_optimizer(model: nn.Module, config: Config, device: torch.device, *, capturable: bool = False) -> Optimizer:
-    """Return the optimizer of all parameters that learn, with weight decay on matrices only. A step divides gradients by the
-    attribute `grad_scale` and does nothing at all where `found_inf` is 1; both are fp32 []. `capturable`: a CUDA graph may hold
-    a step, and reads the learning rate from the device."""
+    """Return the optimizer of all parameters that require gradients, with weight decay of matrices only.
+
+    A step divides gradients by the attribute `grad_scale`, and does nothing if `found_inf` is 1; both are fp32 [].
+    `capturable`: a CUDA graph may contain the step, which then reads the learning rate from the device.
+    """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     by_muon = {n for n, p in named if config.train.optimizer == MUON and is_matrix_of_block(n, p.shape)}
     decay = config.train.weight_decay
@@ -89,7 +91,8 @@ def make_optimizer(model: nn.Module, config: Config, device: torch.device, *, ca
 
 
 def describe(config: Config, plan: Plan, dp_shard: int) -> Iterator[str]:
-    """What of the averages a rank keeps in few bits, and what in fp32 and why, in lines; none for fp32 alone."""
+    """Yield lines about averages that a rank stores in few bits, and about averages in fp32 with the reason; none for fp32
+    alone."""
     encoding = ENCODINGS.get(config.train.optimizer)
     if encoding is None:
         return

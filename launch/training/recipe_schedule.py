@@ -1,7 +1,7 @@
 """Scheduled recipe changes and statistics of the layer groups of a configuration, layer by layer.
 
-A layer's swaps are those of the last group that matches it and sets a recipe or swaps: a group that gives some layers a
-recipe of their own takes them out of the swaps of the groups before it.
+The scheduled changes of a layer come from the last group that matches the layer and sets a recipe or changes: a group with
+a recipe cancels the changes that earlier groups schedule for its layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from launch.config.sections import Group
 
 @dataclass(frozen=True)
 class PlannedSwap:
-    """Layers that get another recipe after `at_step` steps."""
+    """Recipe change of layers after `at_step` steps."""
 
     at_step: int
     recipe: Any
@@ -33,12 +33,12 @@ class PlannedSwap:
 
 
 def some(layers: Sequence[str]) -> str:
-    """A few words for many layers."""
+    """Abbreviate a list of layers."""
     return layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more layers"
 
 
 def matching(group: Group, model: nn.Module, plan: Plan) -> list[str]:
-    """The linears that a group names. ValueError for a pattern that names none."""
+    """Return the linears that match a group. ValueError for a pattern without a match."""
     names = [row.name for row in plan.layers]
     lengths = {
         name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)
@@ -51,7 +51,7 @@ def matching(group: Group, model: nn.Module, plan: Plan) -> list[str]:
 
 
 def planned_swaps(groups: Sequence[Group], model: nn.Module, plan: Plan) -> list[PlannedSwap]:
-    """All swaps, by step and then in the order of the groups."""
+    """Return all scheduled recipe changes, by step and then in the order of groups."""
     asked: dict[str, Group] = {}
     for group in groups:
         if group.recipe is not None or group.swap:
@@ -64,7 +64,7 @@ def planned_swaps(groups: Sequence[Group], model: nn.Module, plan: Plan) -> list
 
 
 def prepare(groups: Sequence[Group], model: nn.Module, plan: Plan) -> list[PlannedSwap]:
-    """Schedule the swaps of a converted model with its optimizer attached, and measure the layers that groups choose."""
+    """Schedule the recipe changes of a converted and attached model, and start to measure the layers with `stats`."""
     swaps = planned_swaps(groups, model, plan)
     for planned in swaps:
         boundary.schedule(model, planned.layers, planned.at_step, planned.recipe)

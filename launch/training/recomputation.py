@@ -1,10 +1,10 @@
 """Recomputation in backward of parts of the forward, whose activations are then not saved.
 
-    full        a block keeps its input; all of it runs again
-    selective   what GEMMs and attention made is kept, and what linears keep for wgrad; the pointwise rest runs again
+    full        a block saves its input and runs again completely
+    selective   results of GEMMs and attention are saved, and operands of wgrad; pointwise operations run again
 
-Selective recomputation is torch's own: a dispatch mode asks at every operation. Under it a linear is the opaque op that
-`dlp.parallel.linear.autograd` defines, so it is one such operation; it is not run again, and nothing is sent again.
+Selective recomputation is the mechanism of torch: a dispatch mode decides for every operation. A linear is then one opaque
+operation (`dlp.parallel.linear.autograd`), which is not run again, so nothing is sent again.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ POINTS = frozenset({
 
 
 def recomputed(train: Train, layers: int) -> list[int]:
-    """The blocks that run again, wholly or in part: every n-th."""
+    """Return the blocks that are recomputed, completely or in part: every n-th."""
     return [] if train.checkpointing == "none" else list(range(0, layers, train.recompute_every))
 
 
 def recompute(blocks: Sequence[nn.Module], train: Train) -> None:
-    """Let blocks run again in backward as `train` asks. They draw no random numbers: those of stochastic rounding are counted,
-    not drawn."""
+    """Set up recomputation of blocks as `train` says. Blocks draw no random numbers: stochastic rounding uses counters."""
     asked: dict[str, Any] = {"context_fn": _contexts} if train.checkpointing == "selective" else {}
     for i in recomputed(train, len(blocks)):
         block = blocks[i]

@@ -2,13 +2,12 @@
 
     [train] sentinel = N     in every N-th step the first microbatch runs forward and backward once more, before the step
 
-From the same weights, tokens and random state both passes give equal bits, unless a GPU, its memory or a transfer failed.
-Checksums are compared of the loss, of y of each module and, where a step has one microbatch, of the gradient of each parameter.
-A checksum is the sum of the tensor's bits as integers, which any single flipped bit changes. A difference ends the run before
-the update, on all ranks, with the rank, the layer, the direction, the device and the step.
+With equal weights, tokens and random state both passes give equal bits, unless a GPU, its memory or a transfer failed. Compared
+are checksums of the loss, of y of each module and, if a step has one microbatch, of the gradient of each parameter. A
+checksum is the sum of the bits of a tensor as integers, which any flipped bit changes. A difference ends the run before the
+update, on all ranks, with rank, layer, direction, device and step.
 
-A step whose bytes the ledger counts has no sentinel, which would send twice. Modules inside of compiled blocks are not looked
-at.
+A step whose bytes the ledger counts has no sentinel, which would send twice. Modules inside compiled blocks are not checked.
 """
 
 from __future__ import annotations
@@ -31,30 +30,31 @@ Sums = dict[tuple[str, str], Tensor]  # (direction, what) -> checksum
 
 
 class SentinelError(Exception):
-    """A microbatch that ran twice gave other bits; the message, equal on all ranks, says where."""
+    """Error for a microbatch that gave different bits when it ran again; the message is equal on all ranks and names the
+    place."""
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits as integers of the size of an element, modulo 2^64; int64 []."""
+    """Return the sum of the bits of a tensor, as integers of the size of an element, modulo 2^64; int64 []."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     bits = local.detach().contiguous().view(-1).view(_BITS[local.dtype.itemsize])
     return bits.sum(dtype=torch.int64)
 
 
 class Sentinel:
-    """Runs and compares. `every`: [train] sentinel; 0: never."""
+    """Runner and comparison of repeated microbatches. `every`: `[train] sentinel`; 0: never."""
 
     def __init__(self, model: nn.Module, every: int) -> None:
         self._model, self.every = model, every
         self._first: Sums = {}
 
     def due(self, step: int) -> bool:
-        """Whether step number `step`, from 1, has a sentinel."""
+        """Return whether step `step`, counted from 1, has a sentinel."""
         return self.every > 0 and step % self.every == 0
 
     def rehearse(self, backward: Callable[[], Tensor], *, gradients: bool) -> None:
-        """Run a microbatch without effects: `backward()` runs it and returns the loss; its gradients and recipe state are
-        dropped. gradients: those of the parameters are compared, too."""
+        """Run a microbatch without side effects: `backward()` runs it and returns the loss; gradients and recipe state are
+        dropped. `gradients`: compare gradients of parameters as well."""
         with without_effects(session_of(self._model)):
             with self.recording() as sums:
                 loss = backward()
@@ -65,7 +65,7 @@ class Sentinel:
 
     @contextmanager
     def recording(self) -> Iterator[Sums]:
-        """Sum y of each module that runs inside in forward."""
+        """Context in which y of each module is added to the checksums."""
         sums: Sums = {}
 
         def look(name: str, module: nn.Module, args: Any, y: Any) -> None:
@@ -89,7 +89,7 @@ class Sentinel:
         return any(module._compiled_call_impl is not None for module in above)
 
     def close(self, sums: Sums, loss: Tensor, *, gradients: bool) -> None:
-        """Add the loss and, with `gradients`, those of all parameters, in the order of backward."""
+        """Add the checksums of the loss and, with `gradients`, of the gradients of all parameters in the order of backward."""
         sums["forward", "the loss"] = checksum(loss)
         named = reversed(list(self._model.named_parameters()))
         for name, parameter in named if gradients else ():
@@ -97,7 +97,8 @@ class Sentinel:
                 sums["backward", f"the gradient of {name}"] = checksum(parameter.grad)
 
     def compare(self, sums: Sums, step: int, device: torch.device) -> None:
-        """Compare with the rehearsal; all ranks call it. Waits for the device. SentinelError on all ranks."""
+        """Compare with the repeated microbatch; all ranks call it together. Waits for the device. SentinelError on all
+        ranks."""
         keys = list(self._first)
         same = keys == list(sums)
         differs = torch.tensor([not same], device=device)

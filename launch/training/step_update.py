@@ -1,10 +1,10 @@
 """Update of a step: gradient norm, clipping and the optimizer step, which is skipped if the norm is a spike.
 
-    spike     norm > [train] skip_spikes x median of the last 100 norms that were none, once 20 of these are known
-    bound     5 in a row; the sixth is taken, clipped as any other: it is no spike but where the norms now are
+    spike     norm > [train] skip_spikes x median of the last 100 norms without spikes, once 20 norms are known
+    limit     5 skipped steps in a row; the sixth step is applied and clipped: the norm has moved
 
-All of it is decided on the device, by numbers that are the same bits on all ranks: the host waits for nothing. Norms so far
-are saved with a checkpoint, so that a run that continues skips what it would have skipped.
+All decisions are made on the device, by numbers with equal bits on all ranks, so the host never waits. Norms are saved with a
+checkpoint, so that a resumed run skips the same steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IN_A_ROW = 5
 
 
 class SpikeFilter:
-    """`factor`: of the median, beyond which a norm is a spike; 0 for never."""
+    """Detector of spikes. `factor`: multiple of the median above which a norm is a spike; 0: never."""
 
     def __init__(self, factor: float, device: torch.device) -> None:
         self._factor = factor
@@ -31,7 +31,7 @@ class SpikeFilter:
         self.in_a_row = torch.zeros(1, dtype=torch.int64, device=device)
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint saves, and loading writes into."""
+        """Return the tensors that a checkpoint saves and loading overwrites."""
         return {"norms": self.norms, "taken": self.taken, "in_a_row": self.in_a_row} if self._factor else {}
 
     def __call__(self, norm: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ class SpikeFilter:
 
 
 class Update:
-    """Of a model whose gradients are complete."""
+    """Update of a model whose gradients are complete."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, train: Train, device: torch.device) -> None:
         self._optimizer, self._clip = optimizer, train.clip

@@ -1,10 +1,10 @@
 """Training loop of one rank.
 
     ┌─ step: microbatches forward and backward, clip, optimizer (step boundary) ─┐
-    └─ read the previous step's numbers; validate, save, stop at boundaries ◄────┘
+    └─ read the numbers of the previous step; validate, save, stop at boundaries ◄┘
 
-What a step computed is read one step later, so the host never waits for the device in between; ranks share the loss and
-the wish to stop in one reduction per step.
+Results of a step are read one step later, so the host never waits for the device in between. Ranks share loss and stop
+requests in one reduction per step.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ class Step:
 
 
 class NotFinite(Exception):
-    """A loss, or something that was cast, was NaN or Inf; the message, equal on all ranks, says where it came from."""
+    """Error for a NaN or Inf in the loss or in a cast tensor; the message is equal on all ranks and names the origin."""
 
 
 class Trainer:
-    """One run on this rank: what does not change in it, and the loop. Raises ValueError for data that does not fit."""
+    """One run on this rank: the constant parts and the loop. Raises ValueError for data that does not fit."""
 
     def __init__(self, config: Config, built: Built, run: RunDir, stop: StopFlag) -> None:
         self.config, self.built, self.run, self.stop = config, built, run, stop
@@ -116,7 +116,7 @@ class Trainer:
         self.doing, self.took = "starting", 0.0  # what is slow, besides steps; seconds of the last step that was read
 
     def resume(self) -> int:
-        """Restore what the config asks for; returns how many steps are done. Raises CheckpointError."""
+        """Restore the checkpoint of the configuration; return the number of completed steps. Raises CheckpointError."""
         resume = self.config.checkpoint.resume
         path = rank_objects.from_rank_0(lambda: manifest.resolve(resume, self.run.checkpoints))
         if path is None:
@@ -130,7 +130,7 @@ class Trainer:
         return loaded.step
 
     def start_from_weights(self) -> None:
-        """Those that the config names, if it names any. Raises CheckpointError."""
+        """Load the weights of `[train] init_from`, if set. Raises CheckpointError."""
         config = self.config
         if config.train.init_from is None:
             return
@@ -142,7 +142,7 @@ class Trainer:
             self.run.say(remark)
 
     def place(self) -> Place:
-        """Where this rank is, for whoever watches it from another thread."""
+        """Return the place of this rank in the program, for a watching thread."""
         last, direction, doing = self.recipes.last, self.recipes.direction, self.doing
         layer = "none yet" if last is None else f"{', '.join(last.members)} in {direction}"
         text = f"step {self.recipes.steps + 1}, {doing + ', ' if doing else ''}last layer {layer}"
@@ -150,7 +150,7 @@ class Trainer:
 
     @contextmanager
     def slowly(self, what: str, is_so: bool = True) -> Iterator[None]:
-        """What is done inside may take long with nothing seen to move (`launch.ranks.hang_watch`), if it `is_so`."""
+        """Context of work that may take long without visible progress (`launch.ranks.hang_watch`), if `is_so`."""
         before = self.doing
         self.doing = what if is_so else before
         try:
@@ -159,33 +159,33 @@ class Trainer:
             self.doing = before
 
     def replace_later(self, done: int) -> None:
-        """Move checkpoints of this run's own lineage aside that lie beyond the step it goes on from."""
+        """Move checkpoints of this run beyond the step from which the run resumes aside."""
         if self.run.leader:
             for later in (each for each in manifest.complete(self.run.checkpoints) if manifest.step_of(each) > done):
                 self.run.say(f"{later} is of the continuation that this run replaces; it is now {move_aside(later)}")
 
     def batches(self, data: TokenStream, step: int) -> Iterator[Batch]:
-        """This rank's microbatches of a global batch, on its device: tokens, targets, and where documents lie if attention
-        asks."""
+        """Yield this rank's microbatches of a global batch on the device: tokens, targets, and documents if attention needs
+        them."""
         for micro in range(self.built.batch.num_micro):
             place = (step, micro, self.built.dims.dp_rank, self.built.batch.dp_size)
             documents = data.documents(*place) if self.config.data.reset_attention else ()
             yield tuple(self.on_device(each) for each in (*data.batch(*place), *documents))
 
     def on_device(self, tokens: Tensor) -> Tensor:
-        """From pinned memory, so that the host does not wait for what the device still has to do."""
+        """Copy from pinned memory, so that the host does not wait for the device."""
         device = self.built.device
         return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
 
     def loss(self, batch: Batch) -> Tensor:
-        """Sum over a microbatch, fp32 []; with its z_loss where it is trained on."""
+        """Return the loss summed over a microbatch, fp32 [], with z_loss during training."""
         tokens, targets, *documents = batch
         logits = self.built.model(tokens, Documents(*documents) if documents else None)
         z_loss = self.config.train.z_loss if torch.is_grad_enabled() else 0.0
         return dlp.cross_entropy(logits, targets, self.built.mesh, z_loss=z_loss)
 
     def valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
-        """How many targets of the global batch count; fp32 []."""
+        """Return the number of targets of the global batch that count, fp32 []."""
         valid = torch.stack([(batch[1] != IGNORED).sum() for batch in batches]).sum().float()
         if dist.get_world_size() > 1:
             with observer.label(**OWN):
@@ -193,7 +193,7 @@ class Trainer:
         return valid / self.built.dims.tp
 
     def watched_step(self, step: int) -> Step:
-        """`train_step`, in which the bytes on the wire are compared with the plan where the config asks for it. Raises
+        """Run `train_step`, and compare the bytes on the wire with the plan if the configuration asks for it. Raises
         LedgerError on all ranks."""
         with self.wire.step() as watched:
             current = self.train_step(step)
@@ -202,7 +202,7 @@ class Trainer:
         return current
 
     def profiled_step(self, step: int) -> Step:
-        """`watched_step`, which rank 0 runs under the profiler where it is the step that the config names."""
+        """Run `watched_step`, on rank 0 under the profiler if this is the step of `[train] profile`."""
         if step + 1 != self.config.train.profile or not self.run.leader:
             return self.watched_step(step)
         if self.config.train.profiler == "nvtx":
@@ -218,7 +218,7 @@ class Trainer:
         return current
 
     def train_step(self, step: int) -> Step:
-        """Forward and backward over the microbatches, then the optimizer; nothing is read back."""
+        """Run forward and backward over the microbatches, then the optimizer; nothing is read back."""
         began, watch = time.perf_counter(), Stopwatch(self.built.device)
         with self.slowly("reading data"):
             batches, lr = list(self.batches(self.train_data, step)), learning_rate(step, self.config.train)
@@ -236,11 +236,11 @@ class Trainer:
         return Step(step + 1, coming, lr, watch, began, self.wire.bytes())
 
     def compute(self, batches: Sequence[Batch], lap: Callable[[str], None] = lambda part: None) -> Tensor:
-        """What a step does on the device -> this rank's part of the loss, and what `optimize` returns; fp32 [4]."""
+        """Run the device work of a step; return this rank's part of the loss and the results of `optimize`, fp32 [4]."""
         return torch.cat([self.forward_backward(batches, lap).unsqueeze(0), self.optimize()])
 
     def forward_backward(self, batches: Sequence[Batch], lap: Callable[[str], None] = lambda part: None) -> Tensor:
-        """The gradients of a step, and this rank's part of its loss, fp32 []."""
+        """Compute the gradients of a step; return this rank's part of the loss, fp32 []."""
         model = self.built.model
         valid = self.valid_tokens(batches)
         total = torch.zeros((), device=self.built.device)
@@ -264,7 +264,7 @@ class Trainer:
         return total
 
     def microbatch(self, batch: Batch, valid: Tensor, lap: Callable[[str], None] = lambda part: None) -> Tensor:
-        """Forward and backward of one; its part of the loss, fp32 []."""
+        """Run forward and backward of one microbatch; return its part of the loss, fp32 []."""
         loss = self.loss(batch) / valid
         lap("forward")
         (loss * self.built.batch.dp_size).backward()  # FSDP averages over its ranks; the sum is wanted
@@ -272,7 +272,7 @@ class Trainer:
         return loss.detach()
 
     def replay(self, batches: Sequence[Batch]) -> Tensor:
-        """`compute` by a CUDA graph, which is captured where there is none."""
+        """Run `compute` as a CUDA graph, which is captured if there is none."""
         self.saver.before_update()
         if not self.replays.captured:
             with self.wire.capture():
@@ -282,7 +282,7 @@ class Trainer:
         return numbers
 
     def rehearse(self) -> None:
-        """One microbatch forward and backward, without effects: its gradients and its recipe state are dropped."""
+        """Run one microbatch forward and backward without side effects: gradients and recipe state are dropped."""
         with self.replays.stream():
             before = dlp.state_dict(self.built.model)
             self.loss(next(self.batches(self.train_data, 0))).backward()
@@ -291,7 +291,7 @@ class Trainer:
             dlp.load_state_dict(self.built.model, before)
 
     def find_scales(self, step: int) -> None:
-        """Of tensors whose scales are delayed and follow from no amax yet, from the batches of the step that comes next."""
+        """Calibrate delayed scales without history on the batches of the next step."""
 
         def without_update() -> None:
             self.forward_backward(list(self.batches(self.train_data, step)))
@@ -304,7 +304,7 @@ class Trainer:
                 self.run.say(f"step {step + 1}: {passes} passes without an update found {found} delayed scales")
 
     def set_learning_rate(self, lr: float) -> None:
-        """Of the next step; where a graph reads it, in the memory it is read from."""
+        """Set the learning rate of the next step; a CUDA graph reads the rate from device memory."""
         for group in self.built.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
@@ -312,12 +312,12 @@ class Trainer:
                 group["lr"] = lr
 
     def optimize(self) -> Tensor:
-        """Of `Update`: gradient norm, its limit, whether the update was skipped; fp32 [3]."""
+        """Apply `Update`; return gradient norm, limit of a spike, and whether the update was skipped, fp32 [3]."""
         self.saver.before_update()
         return self.update()
 
     def read(self, step: Step) -> None:
-        """Take a finished step's numbers: record them, and notice what is not finite or a wish to stop."""
+        """Read the numbers of a finished step: record them, and react to a NaN or Inf or a stop request."""
         loss, wishes, flagged, norm, limit, skipped, *flags = step.numbers.read()
         loss /= self.built.dims.tp  # every tp rank brought the same
         self.took = seconds = (step.ended or time.perf_counter()) - step.began
@@ -348,14 +348,14 @@ class Trainer:
         self.say(step.remarks)
 
     def repeat(self, step: int) -> None:
-        """Forward and backward of a step once more, for what is seen of them; gradients are left."""
+        """Run forward and backward of a step again for diagnosis; gradients stay."""
         for batch in self.batches(self.train_data, step):
             self.loss(batch).backward()
             dlp.backward_dw(self.built.model)
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss over the validation batches, in nats per token."""
+        """Return the mean loss over the validation batches, in nats per token."""
         totals = torch.zeros(2, device=self.built.device)
         for step in range(self.config.train.eval_batches):
             for batch in self.batches(self.validation_data, step):
@@ -368,7 +368,7 @@ class Trainer:
         return (totals[0] / totals[1]).item()
 
     def save(self, step: int, final: bool = False) -> None:
-        """`final`: the run ends with it. Raises SaveError on all ranks."""
+        """Save a checkpoint. `final`: the run ends after this save. Raises SaveError on all ranks."""
         with self.slowly("saving"), self.stop.saving():
             self.say(self.saver.save(step, final))
 
@@ -377,8 +377,8 @@ class Trainer:
             self.run.say(line)
 
     def loop(self, done: int) -> tuple[int, float]:
-        """Train on from `done` steps; returns the steps done, fewer than asked for after a SIGTERM, and the last
-        validation loss. Raises NotFinite; nothing is saved of a step whose numbers were not read."""
+        """Train from `done` steps on; return the number of completed steps (fewer than configured after a SIGTERM) and the
+        last validation loss. Raises NotFinite; a step whose numbers were not read is never saved."""
         config, steps, loss, begun = self.config, self.config.train.steps, math.nan, done
         settled = begun + SETTLED
         in_flight: Step | None = None
@@ -415,8 +415,8 @@ class Trainer:
         return done, loss
 
     def tell_recipes(self, current: Step) -> bool:
-        """Record what was counted in this step, the swaps that its boundary made, and the statistics of the layers that are
-        measured; whether there were swaps."""
+        """Record counted bytes, recipe changes at the step boundary and statistics of measured layers; return whether
+        recipes changed."""
         done, swaps = current.number, [swap for swap in self.recipes.swaps if swap.step == current.number]
         if self.wire.watches:
             self.recorder.ledger(done, self.wire.account())
@@ -428,7 +428,7 @@ class Trainer:
         return bool(swaps)
 
     def train(self, done: int) -> None:
-        """Train on from `done` steps to the end, or to a SIGTERM, and say which it was."""
+        """Train from `done` steps to the end or to a SIGTERM, and print which."""
         steps = self.config.train.steps
         if done >= steps:
             self.run.say(

@@ -46,8 +46,7 @@ SHARED_NUMBERS = (1, 1, 3)
 
 
 def workload(config: Config, world: int, reductions: int) -> Workload:
-    """A step of this config on so many ranks, with so many reductions of FSDP's gradients. Raises ConfigError where they do
-    not fit."""
+    """Return the sizes of a step on `world` ranks. Raises ConfigError if the configuration does not fit."""
     batch, mesh = validate_world(config, world), config.mesh
     blocks = tuple(f"model.layers.{i}" for i in range(config.model.layers))
     dtype, sharded = DTYPES[config.train.dtype], batch.dp_size > 1
@@ -78,7 +77,7 @@ def planned(
 
 
 def _gathers_of_muon(plan: Plan, load: Workload) -> Counter[Sent]:
-    """Every matrix of a block in bf16, over dp_shard, then over tp."""
+    """Return the bytes of gathers by Muon: every matrix of a block in bf16, over dp_shard, then over tp."""
     total, cut_by_tp = (
         Counter[Sent](),
         {name for name, (row, _) in linear_weights(plan).items() if row.row.shard_dim is not None},
@@ -95,7 +94,7 @@ def _gathers_of_muon(plan: Plan, load: Workload) -> Counter[Sent]:
 
 
 def by_group(sent: Mapping[Any, int]) -> dict[str, int]:
-    """Bytes by group."""
+    """Return bytes by process group."""
     sums = observer.totals(sent, "group")
     return {group: sums[group] for group in GROUPS if sums.get(group)}
 
@@ -104,8 +103,8 @@ COLUMNS = ("group", "pass", "bytes", "of bf16", "seconds", "over", "as")
 
 
 def describe(plan: Plan, load: Workload, optimizer: str = "adamw") -> list[str]:
-    """The plan's lines on the wire: what a rank sends in a step, by group and pass, beside the same plan in bf16, and how
-    long it takes at the speed of a named link, nothing else using it."""
+    """Return the lines of the plan about bytes on the wire: bytes that a rank sends in a step, by group and pass, next to
+    the same plan in bf16, and seconds at the nominal speed of the link without other traffic."""
     try:
         ours, bf16 = planned(plan, load, optimizer), planned(in_bf16(plan), load, optimizer)
     except Unpredictable as why:
@@ -129,7 +128,7 @@ def describe(plan: Plan, load: Workload, optimizer: str = "adamw") -> list[str]:
 
 
 def warn_of_tp(plan: Plan, load: Workload, optimizer: str, host: int) -> list[str]:
-    """That of `slow_tp`, for hosts of so many GPUs."""
+    """Return the warning of `slow_tp`, for hosts of `host` GPUs."""
     try:
         return slow_tp(load.dims, plan.device_type, by_group(planned(plan, load, optimizer)).get(TP, 0), host)
     except Unpredictable as why:
@@ -137,7 +136,7 @@ def warn_of_tp(plan: Plan, load: Workload, optimizer: str, host: int) -> list[st
 
 
 def describe_gradients(plan: Plan, load: Workload, waits: Accumulation) -> list[str]:
-    """The plan's line on gradients that wait for other microbatches, if any do: what both ways keep and send."""
+    """Return the line of the plan about accumulated gradients: memory and bytes of both options."""
     if not waits.whole:
         return []
     kept = {
@@ -163,7 +162,7 @@ def _share(ours: Mapping[Sent, int], bf16: Mapping[Sent, int]) -> str:
 
 
 class WireWatch:
-    """The ledger of one run: what its steps send, and which of them are watched."""
+    """Ledger of one run: bytes that steps send, and which steps are watched."""
 
     def __init__(self, config: Config, built: Built) -> None:
         world = dist.get_world_size()
@@ -199,7 +198,7 @@ class WireWatch:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """What is launched inside is captured in a CUDA graph: nothing is sent now, and the same by each replay."""
+        """Context of a CUDA graph capture: nothing is sent now, and each replay sends the captured transfers."""
         if self._mode != "always":  # else no step that is replayed is watched
             yield
             return
@@ -207,7 +206,7 @@ class WireWatch:
             yield
 
     def replayed(self) -> None:
-        """The graph was replayed once in the step that runs: a replay itself is seen by nobody."""
+        """Count one replay of the CUDA graph in the current step; the observer does not see replays."""
         if self._counts is not None:
             assert self._captured is not None
             self._counts.replayed(self._captured, 1)
@@ -226,22 +225,22 @@ class WireWatch:
         return replace(self._load, dtypes=activation_dtypes(self._model))
 
     def seen(self) -> observer.Observer:
-        """What was counted in the last step that was watched."""
+        """Return the observer of the last watched step."""
         assert self._ledger.last is not None, "no step was watched yet"
         return self._ledger.last
 
     def bytes(self) -> dict[str, int]:
-        """Planned for the step, by group; nothing where that is unforeseen."""
+        """Return the planned bytes of a step by group; empty if they cannot be predicted."""
         return by_group(self.planned() or {})
 
     def account(self) -> list[dict[str, Any]]:
-        """What was counted in the watched step: a record for each group, pass, kind of collective and precision."""
+        """Return a record of counted bytes for each group, pass, kind of collective and precision of the watched step."""
         fields = ("group", "direction", "kind", "precision")
         sums = observer.totals(self.seen().sent, *fields)
         return [{**dict(zip(fields, key, strict=True)), "bytes": n} for key, n in sorted(sums.items()) if n]
 
     def said(self) -> str:
-        """One sentence on the watched step."""
+        """Return one sentence about the watched step."""
         ours = self.planned()
         if ours is None:
             return f"WARNING: bytes on the wire were counted, but compared with nothing: {self.unforeseen}"

@@ -91,7 +91,7 @@ def _refuse_layer_types(given: Mapping[str, Any], family: Family) -> None:
 
 
 def _settings(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Settings of `[model]` but for the family and the positions."""
+    """Return the settings of `[model]` except family and positions."""
     if lacking := [KEYS[ours] for ours in NEEDED if given.get(KEYS[ours]) is None]:
         raise ValueError(f"no {', '.join(lacking)} in it; fetch it again")
     optional = dict(family.optional)
@@ -136,8 +136,8 @@ def _one(given: Mapping[str, Any], name: str, *aliases: str, beside: bool = True
 
 
 def _positions(given: Mapping[str, Any], family: Family) -> tuple[float, dict[str, Any] | None]:
-    """rope_theta and rope_scaling. Version 5 of `transformers` writes both into the table rope_parameters; version 4 writes
-    rope_theta beside the table rope_scaling, whose rope_type was once called type."""
+    """Return (rope_theta, rope_scaling). Version 5 of `transformers` writes both into the table rope_parameters; version 4
+    writes rope_theta next to the table rope_scaling, whose rope_type was formerly called type."""
     tables = [given.get(key) or {} for key in TABLES]
     if not all(isinstance(table, dict) for table in tables):
         raise ValueError(f"{' and '.join(TABLES)}: expected tables, got {tables}")

@@ -1,6 +1,6 @@
 """Folder of safetensors: location of each tensor, reading of single tensors, and writing of files of bounded size.
 
-Nothing but safetensors is read: other files of weights are pickles, which run what they name.
+Only safetensors are read: other weight files are pickles, which run code when they are loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies and what it is."""
+    """Location, shape and dtype of a tensor."""
 
     file: Path
     shape: tuple[int, ...]
@@ -31,8 +31,8 @@ class Entry:
 
 
 def entries(folder: Path) -> dict[str, Entry]:
-    """All tensors of a folder by name; only headers are read. ValueError for a file that is missing or damaged, and for
-    weights that are no plain numbers."""
+    """Return all tensors of a folder by name, from the headers. ValueError for a missing or damaged file, and for weights
+    with dtypes that are not plain numbers."""
     found: dict[str, Entry] = {}
     for file, names in _files(folder).items():
         with _opened(file) as tensors:
@@ -50,7 +50,7 @@ def entries(folder: Path) -> dict[str, Entry]:
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """The files, each with the names that the index has for it; None: all there are."""
+    """Return the files of a folder with the tensor names of the index; None for all tensors of the file."""
     if (folder / ONE).is_file():
         return {folder / ONE: None}
     path = folder / INDEX
@@ -85,7 +85,7 @@ def _opened(file: Path) -> Any:
 
 
 def read(entry: Entry, name: str) -> Tensor:
-    """One tensor, in memory of its own."""
+    """Return a copy of one tensor."""
     with _opened(entry.file) as tensors:
         found: Tensor = tensors.get_tensor(name)
         return found
@@ -94,8 +94,11 @@ def read(entry: Entry, name: str) -> Tensor:
 def write(
     folder: Path, tensors: Mapping[str, Tensor], load: Callable[[Sequence[str]], dict[str, Tensor]], limit: int
 ) -> None:
-    """Files of at most `limit` bytes, or one tensor, and their index. tensors: shapes and dtypes, without memory; load: those
-    of one file."""
+    """Write files of at most `limit` bytes, or of one larger tensor, and their index.
+
+    tensors  shapes and dtypes, without memory
+    load     function that returns the tensors of one file
+    """
     torch_part = need("safetensors.torch", "safetensors", f"{folder}: a folder of safetensors")
     parts = list(_split(tensors, limit))
     places = {}

@@ -1,6 +1,6 @@
 """Checkpoints of weights, without optimizer and data, written and read one tensor at a time; models filled from any checkpoint.
 
-A folder of them is a checkpoint like those of a run (checkpoint/save_load.py): torch's files, and a manifest with their hashes.
+Such a checkpoint has the form of checkpoints of runs (checkpoint/save_load.py): files of torch, and a manifest with hashes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ PREFIX = "model."
 
 
 def settings_of(model: Model) -> dict[str, Any]:
-    """What must be equal between a checkpoint and a run: all but how the same parameters are computed with."""
+    """Return the settings of `[model]` that must be equal in checkpoint and run: all that define parameters."""
     return {key: value for key, value in asdict(model).items() if key != "fused"}
 
 
 class _OneByOne(DefaultSavePlanner):
-    """Plans by tensors without memory, and reads each when it is written."""
+    """Save planner that plans with tensors without memory, and reads each tensor when it is written."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__()
@@ -47,9 +47,13 @@ def write(
     folder: Path, model: Model, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor], *, config: str,
     tokenizer: str | None,
 ) -> int:  # fmt: skip
-    """Make a checkpoint of `tensors`, names with shapes and dtypes, each as `read` returns it, and beside them the file
-    config.toml; returns the bytes of the tensors' files. tokenizer: the hash of its file. ValueError and OSError leave nothing
-    behind."""
+    """Write a checkpoint of `tensors` (names, shapes, dtypes), each as `read` returns it, with config.toml.
+
+    tokenizer  hash of the tokenizer file
+    returns    bytes of the tensor files
+
+    ValueError and OSError leave nothing behind.
+    """
     with new_folder(folder) as work:
         with _cause():
             dcp.save(
@@ -70,7 +74,7 @@ def write(
 
 @contextmanager
 def _cause() -> Iterator[None]:
-    """What a rank raised, in place of torch's report of it."""
+    """Raise the error of a rank in place of the report of torch."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no ranks are meant
@@ -80,14 +84,14 @@ def _cause() -> Iterator[None]:
 
 
 class Reader:
-    """A checkpoint whose tensors are read by name, without ranks."""
+    """Checkpoint whose tensors are read by name, without ranks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.opened = save_load.opened(path, other_weights)
 
     def model(self) -> Model:
-        """ValueError for a checkpoint of a model that is not here."""
+        """Return `[model]` of the checkpoint. CheckpointError for a model that does not exist here."""
         try:
             return Model(**self.opened.manifest["model"])
         except (TypeError, ValueError) as error:
@@ -97,24 +101,24 @@ class Reader:
             ) from None
 
     def dtypes(self, names: Collection[str]) -> set[torch.dtype]:
-        """The dtypes in which tensors are stored, as far as the checkpoint has them."""
+        """Return the stored dtypes of these tensors, as far as the checkpoint has them."""
         there = (self.opened.index.state_dict_metadata.get(PREFIX + name) for name in names)
         return {entry.properties.dtype for entry in there if isinstance(entry, TensorStorageMetadata)}
 
     def names(self) -> set[str]:
-        """The names of its weights."""
+        """Return the names of all weights."""
         return {key.removeprefix(PREFIX) for key in self.opened.index.state_dict_metadata if key.startswith(PREFIX)}
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of these names, shapes and dtypes."""
+        """Return the tensors with these names, shapes and dtypes."""
         found = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
         fill(self.path, self.opened, found, no_dist=True)
         return found
 
 
 def fill(path: Path, opened: save_load.Opened, tensors: Mapping[str, Tensor], *, no_dist: bool = False) -> None:
-    """Write a checkpoint's weights into tensors of any dtype, sharded or whole; all ranks together, or one without others.
-    CheckpointError naming a tensor that is not there or has another shape."""
+    """Copy weights of a checkpoint into tensors of any dtype, sharded or not; all ranks together, or one process without ranks.
+    CheckpointError names a tensor that is missing or has another shape."""
     there = opened.index.state_dict_metadata
     for name, tensor in tensors.items():
         entry = there.get(PREFIX + name)
@@ -132,8 +136,8 @@ def fill(path: Path, opened: save_load.Opened, tensors: Mapping[str, Tensor], *,
 
 
 def load(path: Path, model: nn.Module, settings: Mapping[str, Any]) -> tuple[save_load.Opened, list[str]]:
-    """Fill a model that has not run yet from any checkpoint of one like it, on any mesh; all ranks together. Returns what was
-    found there, and remarks. CheckpointError, on all ranks, for what does not fit."""
+    """Fill a model that has not run yet from a checkpoint of an equal model, on any mesh; all ranks together. Returns the
+    opened checkpoint and remarks. CheckpointError on all ranks for a checkpoint that does not fit."""
     opened = save_load.opened(path, other_weights)
     save_load.check_model(path, opened.manifest, settings, other_weights)
     fill(path, opened, {name: parameter.detach() for name, parameter in model.named_parameters()})
@@ -141,8 +145,8 @@ def load(path: Path, model: nn.Module, settings: Mapping[str, Any]) -> tuple[sav
 
 
 def load_recipes(path: Path, model: nn.Module, opened: save_load.Opened, recipe_files: Collection[Path]) -> list[str]:
-    """Restore what a checkpoint has of the state of recipes, as delayed scales; all ranks together. Returns what was found
-    to differ. CheckpointError where it cannot be read."""
+    """Restore saved recipe state, such as delayed scales; all ranks together. Returns remarks on differences.
+    CheckpointError if the state cannot be read."""
     state = save_load.saved_recipes(path, opened.index, other_weights)
     if not state:
         return []
@@ -155,8 +159,7 @@ def load_recipes(path: Path, model: nn.Module, opened: save_load.Opened, recipe_
 
 
 def check_tokenizer(path: Path, manifest: Mapping[str, Any], folder: str, digest: str | None) -> None:
-    """CheckpointError where a model has learned tokens of another tokenizer than the data was made with, as far as both are
-    known."""
+    """Raise CheckpointError if the tokenizer of the data differs from the tokenizer of the training, if both are known."""
     learned = manifest["data"].get("tokenizer")
     if learned is not None and digest is not None and learned != digest:
         raise CheckpointError(
