@@ -26,8 +26,8 @@ OURS = ("AssertionError", "NotImplementedError")  # mistakes in dlp, not of its 
 FOLDERS = ("dlp", "launch", "bench")
 VERBS = (
     "add ask attach build call check choose convert copy correct cut declare decode encode fetch get give install leave let "
-    "make merge move name norm pad parametrize pass pip prepare quantize quote register remove rename replace restore resume "
-    "return save set split start step take untie use wait write"
+    "load make merge move name norm pad parametrize pass pip prepare quantize quote register remove rename replace restore "
+    "resume return save set split start step take untie use wait write"
 )
 WAY_OUT = re.compile(
     rf"[;:.] (to [\w ]+, )?({VERBS.replace(' ', '|')})\b"

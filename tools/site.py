@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-MODULES = ("dlp", "dlp.ops")  # every name of their `__all__` has a page
+MODULES = ("dlp", "dlp.ops", "dlp.optim")  # every name of their `__all__` has a page
 
 # Names outside `__all__` that formats and recipes of users are made of (docs/custom-recipes.md).
 FORMATS = (
@@ -34,7 +34,12 @@ FORMATS = (
     "dlp.quant.tensor.Format", "dlp.quant.tensor.Part", "dlp.quant.tensor.QuantizedTensor",
     "dlp.quant.parameter.QuantizedParameter", "dlp.quant.integers.IntScaling",
 )  # fmt: skip
-TITLES = {"dlp": "Layers, models and recipes", "dlp.ops": "Operations", "dlp.quant": "Formats and recipes of your own"}
+TITLES = {
+    "dlp": "Layers, models and recipes",
+    "dlp.ops": "Operations",
+    "dlp.optim": "Optimizers",
+    "dlp.quant": "Formats and recipes of your own",
+}
 
 # Methods that a page shows; all other members are left out.
 MEMBERS = {

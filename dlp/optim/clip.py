@@ -10,18 +10,27 @@ from torch.optim import Optimizer
 
 @torch.no_grad()
 def clip_(optimizer: Optimizer, max_norm: float) -> Tensor:
-    """Let the next step of an optimizer of `dlp.optim` clip its gradients, or skip where their norm is not finite.
+    """Clip the gradients in the next step of an optimizer of `dlp.optim`, or skip the step if their norm is not finite.
+
+    The host does not wait for the device.
 
     Args:
-        optimizer: An optimizer with the attributes `grad_scale` and `found_inf`.
-        max_norm: The largest norm of all gradients as one vector.
+        optimizer: optimizer with the attributes `grad_scale` and `found_inf`.
+        max_norm: largest norm of all gradients as one vector.
 
     Returns:
-        The norm before clipping, fp32 [] on the device.
+        Norm before clipping, fp32 [] on the device.
 
     Raises:
-        TypeError: For an optimizer without `grad_scale`, such as one of torch.
-        ValueError: For a max_norm that is not positive.
+        TypeError: for an optimizer without `grad_scale`, such as an optimizer of torch.
+        ValueError: for a max_norm that is not positive.
+
+    Examples:
+        >>> model = nn.Linear(64, 64)
+        >>> optimizer = dlp.optim.AdamW8bit(model.parameters(), lr=1e-3)
+        >>> model(torch.randn(16, 64)).sum().backward()
+        >>> norm = dlp.optim.clip_(optimizer, 1.0)
+        >>> optimizer.step()
     """
     if not hasattr(optimizer, "grad_scale") or not hasattr(optimizer, "found_inf"):
         raise TypeError(

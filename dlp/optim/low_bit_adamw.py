@@ -79,22 +79,7 @@ class LowBitAdamW(Optimizer):
 
 
 class _ByName(LowBitAdamW):
-    """AdamW with averages in few bits, of fp32 parameters on one device.
-
-    Args:
-        params: Parameters, or groups of parameters.
-        lr: Learning rate; each group holds a tensor on the device, which a schedule may fill.
-        betas, eps, weight_decay: As of torch.optim.AdamW.
-
-    Averages of parameters with fewer than 4096 elements on a rank, and of rows that are no whole blocks, stay fp32.
-
-    Raises:
-        ModuleNotFoundError: Without torchao, with the command that installs it.
-        ValueError: For parameters that are not fp32.
-
-    Example:
-        >>> optimizer = AdamW8bit(model.parameters(), lr=1e-3)
-    """
+    """Base of the public optimizers, whose encoding is `kind`."""
 
     kind: str
 
@@ -116,17 +101,71 @@ class _ByName(LowBitAdamW):
 
 
 class AdamW8bit(_ByName):
-    __doc__ = f"{_ByName.__doc__}\n    Codes of 8 bits, one fp32 scale for each block of 256."
+    """AdamW whose averages are stored in 8 bits (blocks of 256) by torchao, for fp32 parameters on one device.
+
+    Averages of parameters with fewer than 4096 elements on a rank, and of rows that are not complete blocks, stay fp32.
+
+    Args:
+        params: parameters, or groups of parameters.
+        lr: learning rate; each group holds a tensor on the device, which a schedule may fill.
+        betas: decay rates of the averages.
+        eps: number added to the denominator.
+        weight_decay: decoupled weight decay.
+
+    Raises:
+        ModuleNotFoundError: if torchao is not installed.
+        ValueError: for parameters that are not fp32.
+
+    Examples:
+        >>> optimizer = dlp.optim.AdamW8bit(nn.Linear(64, 64).parameters(), lr=1e-3)
+    """
+
     kind = "adamw8bit"
 
 
 class AdamW4bit(_ByName):
-    __doc__ = f"{_ByName.__doc__}\n    Codes of 4 bits, one fp32 scale for each block of 128."
+    """AdamW whose averages are stored in 4 bits (blocks of 128) by torchao, for fp32 parameters on one device.
+
+    Averages of parameters with fewer than 4096 elements on a rank, and of rows that are not complete blocks, stay fp32.
+
+    Args:
+        params: parameters, or groups of parameters.
+        lr: learning rate; each group holds a tensor on the device, which a schedule may fill.
+        betas: decay rates of the averages.
+        eps: number added to the denominator.
+        weight_decay: decoupled weight decay.
+
+    Raises:
+        ModuleNotFoundError: if torchao is not installed.
+        ValueError: for parameters that are not fp32.
+
+    Examples:
+        >>> optimizer = dlp.optim.AdamW4bit(nn.Linear(64, 64).parameters(), lr=1e-3)
+    """
+
     kind = "adamw4bit"
 
 
 class AdamWFp8(_ByName):
-    __doc__ = f"{_ByName.__doc__}\n    Codes in float8 e4m3, one fp32 scale for each block of 256."
+    """AdamW whose averages are stored in float8 e4m3 (blocks of 256) by torchao, for fp32 parameters on one device.
+
+    Averages of parameters with fewer than 4096 elements on a rank, and of rows that are not complete blocks, stay fp32.
+
+    Args:
+        params: parameters, or groups of parameters.
+        lr: learning rate; each group holds a tensor on the device, which a schedule may fill.
+        betas: decay rates of the averages.
+        eps: number added to the denominator.
+        weight_decay: decoupled weight decay.
+
+    Raises:
+        ModuleNotFoundError: if torchao is not installed.
+        ValueError: for parameters that are not fp32.
+
+    Examples:
+        >>> optimizer = dlp.optim.AdamWFp8(nn.Linear(64, 64).parameters(), lr=1e-3)
+    """
+
     kind = "adamwfp8"
 
 

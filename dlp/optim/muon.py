@@ -44,17 +44,22 @@ def is_matrix_of_block(parameter: str, shape: Sequence[int]) -> bool:
 
 
 def muon_groups(model: nn.Module, *, weight_decay: float = 0.0) -> list[dict[str, Any]]:
-    """Groups of the parameters of a model for `Muon`.
+    """Return parameter groups of a model for `dlp.optim.Muon`.
 
     Args:
-        model: Its blocks lie in an nn.ModuleList; 2-D parameters in blocks are the matrices.
-        weight_decay: Of all parameters with two dimensions; vectors have none.
+        model: model whose blocks lie in an nn.ModuleList; 2-D parameters of the blocks are the matrices.
+        weight_decay: weight decay of parameters with at least two dimensions; vectors have none.
 
     Returns:
-        Groups of matrices, of other parameters with two dimensions, and of vectors; empty groups are left out.
+        Groups of matrices, of other parameters with at least two dimensions, and of vectors, without empty groups.
 
     Raises:
-        ValueError: For a model without such matrices.
+        ValueError: for a model without such matrices.
+
+    Examples:
+        >>> model = nn.Sequential(nn.ModuleList([nn.Linear(64, 64)]))
+        >>> len(dlp.optim.muon_groups(model))
+        2
     """
     lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -78,21 +83,23 @@ def muon_groups(model: nn.Module, *, weight_decay: float = 0.0) -> list[dict[str
 
 
 class Muon(Optimizer):
-    """Orthogonalized momentum of matrices, AdamW of all else.
+    """Muon (orthogonalized momentum) for matrices, AdamW for other parameters, also for sharded parameters.
+
+    A step is clipped by `grad_scale` and skipped by `found_inf`, fp32 [] each, as in torch's fused AdamW.
 
     Args:
-        groups: Groups of parameters, such as those of `muon_groups`; a group with `matrices` true holds 2-D parameters that
-            Muon moves, any other group those of AdamW.
-        lr: A number, or a tensor on the device.
-        betas, eps: As of torch.optim.AdamW, for the groups of AdamW.
-
-    A step is clipped by `grad_scale` and skipped by `found_inf`, fp32 [], as torch's fused AdamW is.
+        groups: groups of parameters, for example from `dlp.optim.muon_groups`. A group with `matrices` true holds 2-D
+            parameters for Muon, other groups hold parameters for AdamW.
+        lr: number, or tensor on the device.
+        betas: decay rates of the averages of AdamW; the first is the momentum of Muon.
+        eps: number added to the denominator of AdamW.
 
     Raises:
-        ValueError: For a parameter with another number of dimensions in a group of matrices.
+        ValueError: for a parameter with another number of dimensions in a group of matrices.
 
-    Example:
-        >>> optimizer = Muon(muon_groups(model, weight_decay=0.1), lr=1e-3)
+    Examples:
+        >>> model = nn.Sequential(nn.ModuleList([nn.Linear(64, 64)]))
+        >>> optimizer = dlp.optim.Muon(dlp.optim.muon_groups(model, weight_decay=0.1), lr=1e-3)
     """
 
     def __init__(
