@@ -101,7 +101,7 @@ ALREADY = (
 HISTORY = (
     r"\w+: fp8_delayed scales weights by their history, of which a held weight has none: choose fp8_current or another"
 )
-NOT_FINITE = r"(up|head): its weight has NaN or Inf, which codes would hide; take a checkpoint from before"
+NOT_FINITE = r"(up|head): its weight has NaN or Inf, which codes would hide: restore a checkpoint from before"
 # what is done to a model, the recipe, the doors, the sentence
 TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
     (tie_embedding, "fp8_current", CODES, f"embedding and head {SHARED}"),

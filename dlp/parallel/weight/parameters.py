@@ -439,7 +439,7 @@ def check_finite(name: str, weight: Tensor) -> None:
         (wrong,) = agree([wrong], group)
     if wrong:
         raise ValueError(
-            f"{name}: its weight has NaN or Inf, which codes would hide; take a checkpoint from before training diverged"
+            f"{name}: its weight has NaN or Inf, which codes would hide: restore a checkpoint from before training diverged"
         )
 
 
@@ -456,8 +456,8 @@ def check_are_values(name: str, given: Tensor) -> None:
     """ValueError for a tensor to load into a parameter that holds codes, or integers, in the place of values."""
     if not given.is_floating_point() or given.dtype.itemsize == 1:
         raise ValueError(
-            f"{name}: the tensor to load holds {given.dtype}, codes that mean nothing without their scales; convert them to "
-            f"bf16 or fp32 values before load_state_dict"
+            f"{name}: the tensor to load holds {given.dtype}, codes that mean nothing without their scales: convert them to "
+            f"bf16 or fp32 before load_state_dict"
         )
 
 
