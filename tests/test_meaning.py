@@ -40,7 +40,9 @@ def test_x_that_holds_no_floats_is_refused_by_codes_and_by_layers(dtype: torch.d
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.float8_e8m0fnu])
 def test_codes_are_not_loaded_as_values(dtype: torch.dtype):
     model = layer("fp8_current")
-    with pytest.raises(ValueError, match=rf"0.weight: the tensor to load holds {dtype}, codes .*: convert them to bf16"):
+    with pytest.raises(
+        ValueError, match=rf"0.weight: the tensor to load holds {dtype}, codes .*: convert them to bf16"
+    ):
         model.load_state_dict({"0.weight": X.repeat(8, 1).to(dtype)}, strict=False)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel
 
@@ -256,6 +257,36 @@ def gathered() -> tuple[bool, bool, bool]:
 @pytest.mark.ranks(2)
 def test_gathered_codes_refuse_calls_that_need_values(ranks):
     assert ranks(2).run(gathered) == [(True, True, True)] * 2
+
+
+def held_on_tp() -> list[str]:
+    """What a held weight on tp says of calls that need values."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64)).to(worker.device())
+    with dlp.quantized_model_init():
+        dlp.convert(
+            model, [{"name": "up", "match": ["0"], "style": "column", "recipe": "fp8_current"}], worker.mesh(tp=2)
+        )
+    said = []
+    for call in (
+        lambda p: p.full_tensor(),
+        lambda p: p.to_local(),
+        lambda p: p.redistribute(placements=[Replicate()]),
+        lambda p: p.detach().to_local(),
+        lambda p: nn.Parameter(p).full_tensor(),
+        lambda p: copy.deepcopy(p).to_local(),
+        lambda p: averaged(model),
+    ):
+        with pytest.raises(ValueError) as error:
+            call(model[0].weight)
+        said.append(str(error.value))
+    return said
+
+
+@pytest.mark.ranks(2)
+def test_values_of_held_weights_on_tp_are_refused(ranks):
+    for said in ranks(2).run(held_on_tp):
+        assert all(re.search(HELD, each) or "a copied parameter" in each for each in said), said
 
 
 @torch.no_grad()

@@ -146,7 +146,9 @@ class _Placeholder:
         asked = _needs_values(func, args)
         if asked == "detach":  # activation checkpointing detaches what it saves; the result has no values, either
             with torch._C.DisableTorchFunctionSubclass():
-                detached = func(*args, **(kwargs or {})).as_subclass(DetachedPlaceholder)
+                detached = func(*args, **(kwargs or {}))
+            spread = isinstance(detached, DTensor)
+            detached = take_class(detached, cls) if spread else detached.as_subclass(DetachedPlaceholder)
             detached.dlp_weight = args[0].dlp_weight
             return detached
         if asked is not None:
@@ -205,6 +207,16 @@ class PlaceholderParameter(_Placeholder, nn.Parameter):  # type: ignore[misc]  #
 
 class PlaceholderDTensor(_Placeholder, _SpreadParameter):  # type: ignore[misc]
     """The placeholder of a parameter on tp."""
+
+    def full_tensor(self, **_: Any) -> Any:  # type: ignore[override]
+        """ValueError, as the other methods of a DTensor that read values."""
+        _check_values("full_tensor", (self,))
+
+    def to_local(self, **_: Any) -> Any:  # type: ignore[override]
+        _check_values("to_local", (self,))
+
+    def redistribute(self, *_: Any, **__: Any) -> Any:
+        _check_values("redistribute", (self,))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
