@@ -206,6 +206,56 @@ def test_a_named_toolkit_comes_before_path_and_path_before_the_usual_place(
     assert loader.find_program("nvcc") is None
 
 
+def packages(root: Path, *left_out: str) -> Path:
+    """PyPI's compiler of CUDA 13, in a folder of packages, without some of its files."""
+    for name in ("bin/nvcc", "nvvm/bin/cicc", "include/crt/host_config.h", "lib/libcudart.so.13", "include/cccl/cub"):
+        if name not in left_out:
+            (root / "nvidia" / "cu13" / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / "nvidia" / "cu13" / name).touch()
+    return root / "nvidia" / "cu13"
+
+
+def test_the_compiler_of_pypi_comes_before_path_and_links_the_shared_runtime(
+    tmp_path: Path, ninja: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And its origin is printed; a named toolkit comes before it; a part that is not installed is named."""
+    root = packages(tmp_path / "site")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(loader, "_cuda_version", lambda nvcc: "13.0")
+    tools = loader.find_toolchain()
+    assert (tools.nvcc, tools.runtime) == (f"{root}/bin/nvcc", f"{root}/lib/libcudart.so.13")
+    text = loader.ninja_file(tools, sources(), ARCH)
+    assert f"rule link\n  command = {tools.cxx} -shared $in -o $out {root}/lib/libcudart.so.13\n" in text
+    compile_module(tools, ARCH)
+    assert f"with {root}/bin/nvcc (CUDA 13.0, PyPI), once" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setenv("CUDA_HOME", str(tmp_path / "named"))
+        program(tmp_path / "named" / "bin", "")
+        assert loader.find_toolchain().nvcc == f"{tmp_path}/named/bin/nvcc"
+    (root / "nvvm" / "bin" / "cicc").unlink()
+    (root / "lib" / "libcudart.so.13").unlink()
+    with pytest.raises(MissingError, match=r"need nvidia-nvvm, nvidia-cuda-runtime beside the nvcc.*dlp\[gpu\]"):
+        loader.find_toolchain()
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert loader.packaged_nvcc() is None
+
+
+def test_kernels_that_are_required_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence says what to install, and not what would run instead."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+    monkeypatch.setattr(loader, "packaged_nvcc", lambda: None)
+    monkeypatch.setattr(loader, "load", loader.load.__wrapped__)
+    with pytest.raises(
+        MissingError, match=r"^native kernels need nvcc, which is not on PATH: pip install 'dlp\[gpu\]'$"
+    ):
+        loader.require()
+
+
 def test_what_pip_installs_is_found_without_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / name))
@@ -244,7 +294,8 @@ def test_a_missing_program_is_named(
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None if name == missing else f"/bin/{name}")
     assert build.main(["--compile-only", "sm_90a", "sm_100a"]) == 2
     said = capsys.readouterr()
-    assert said.err == f"native kernels need {missing}, which is not on PATH\n"  # and nothing was to run
+    way = {"nvcc": "pip install 'dlp[gpu]'", "ninja": "pip install ninja", "c++": "apt-get install g++, or"}[missing]
+    assert re.match(f"native kernels need {re.escape(missing)}, which is not on PATH: {re.escape(way)}", said.err)
     assert said.out == ""
 
 
@@ -257,7 +308,7 @@ def test_what_is_missing_and_what_runs_instead_is_one_sentence(
     monkeypatch.setattr(loader, "load", loader.load.__wrapped__)  # whatever is loaded stays
     assert build.main([]) == 2
     assert capsys.readouterr().err == (
-        "native kernels need nvcc, which is not on PATH; "
+        "native kernels need nvcc, which is not on PATH: pip install 'dlp[gpu]'; "
         "without native kernels casts run the plain-torch reference, and GEMMs torch's own\n"
     )
 

@@ -6,6 +6,7 @@ import socket
 import sys
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dlp.comm import mesh
@@ -95,6 +96,10 @@ def test_arguments_go_on_to_training(machine, capsys):
         ),
         (["--train.cuda_graph=true"], "tiny.toml: [train] cuda_graph = true: expected a GPU, got a CPU; set it to "),
         (["--train.profiler=nvtx"], "tiny.toml: [train] profiler: expected a GPU for nvtx, got a CPU: set it to torch"),
+        (
+            ["--train.kernels=required"],
+            f'tiny.toml: [train] kernels = "required": native kernels need a CUDA device, and torch {torch.__version__}',
+        ),
         (
             ["--train.optimizer=adamw4bit"],
             "tiny.toml: [train] optimizer: 'adamw4bit' keeps its averages as torchao does, ",

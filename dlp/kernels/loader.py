@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +35,11 @@ MODULE = "dlp_kernels"
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a"}  # by compute capability
 LOG = logging.getLogger("dlp")
 CUDA = "/usr/local/cuda/bin"  # where its programs are when neither CUDA_HOME nor PATH says
+INSTALL = {  # by program, what installs it where it is missing
+    "nvcc": "pip install 'dlp[gpu]'",
+    "ninja": "pip install ninja",
+    "c++": "apt-get install g++, or the package of your system with a C++ compiler",
+}
 INSTEAD = "without native kernels casts run the plain-torch reference, and GEMMs torch's own"
 
 # Scales are IEEE arithmetic: nothing approximate, nothing contracted, denormals kept.
@@ -52,13 +58,19 @@ class MissingError(BuildError):
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Programs and headers, as paths, and the version of CUDA, such as "13.0"."""
+    """Programs and headers, as paths, and the version of CUDA, such as "13.0".
+
+    runtime   shared libcudart that the module is linked with; "": nvcc links its own static one
+    origin    where nvcc is from, for messages
+    """
 
     nvcc: str
     cuda: str
     ninja: str
     cxx: str
     includes: tuple[str, ...]
+    runtime: str = ""
+    origin: str = "PATH"
 
 
 def cache_folder(name: str) -> Path:
@@ -85,6 +97,40 @@ def _cuda_version(nvcc: str) -> str:
     return found[1]
 
 
+class Packaged(NamedTuple):
+    """The nvcc of PyPI's package nvidia-cuda-nvcc, and the shared libcudart of nvidia-cuda-runtime beside."""
+
+    nvcc: str
+    runtime: str
+
+
+def packaged_nvcc() -> Packaged | None:
+    """The nvcc that pip has installed for torch's major release of CUDA; None: there is none, or CUDA_HOME names a toolkit.
+
+    Raises MissingError for an installation without the parts that compiling needs."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    spec = None if os.environ.get("CUDA_HOME") else importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        root = Path(folder) / f"cu{major}"
+        if (root / "bin" / "nvcc").exists():
+            _check_packages(root, major)
+            return Packaged(str(root / "bin" / "nvcc"), str(root / "lib" / f"libcudart.so.{major}"))
+    return None
+
+
+def _check_packages(root: Path, major: str) -> None:
+    """MissingError for a part of the compiler that its own package lacks: each is in another package of PyPI."""
+    parts = {
+        "nvidia-nvvm": root / "nvvm" / "bin" / "cicc", "nvidia-cuda-crt": root / "include" / "crt" / "host_config.h",
+        "nvidia-cuda-runtime": root / "lib" / f"libcudart.so.{major}", "nvidia-cuda-cccl": root / "include" / "cccl",
+    }  # fmt: skip
+    lacking = [package for package, path in parts.items() if not path.exists()]
+    if lacking:
+        raise MissingError(
+            f"native kernels need {', '.join(lacking)} beside the nvcc in {root}; {INSTALL['nvcc']} installs all parts"
+        )
+
+
 def find_program(name: str) -> str | None:
     """The path of a program: in the CUDA toolkit that is named, on PATH, where pip installs it, or where CUDA is installed."""
     home = os.environ.get("CUDA_HOME")
@@ -96,21 +142,26 @@ def find_program(name: str) -> str | None:
 def _program(name: str) -> str:
     found = find_program(name)
     if found is None:
-        raise MissingError(f"native kernels need {name}, which is not on PATH")
+        raise MissingError(f"native kernels need {name}, which is not on PATH: {INSTALL[name]}")
     return found
 
 
 def find_toolchain() -> Toolchain:
     """Everything that compiling needs. MissingError for the first thing that is missing."""
-    nvcc, ninja, cxx = map(_program, ("nvcc", "ninja", "c++"))
+    packaged = packaged_nvcc()
+    nvcc = _program("nvcc") if packaged is None else packaged.nvcc
+    ninja, cxx = map(_program, ("ninja", "c++"))
     if importlib.util.find_spec("pybind11") is None:
-        raise MissingError("native kernels need the Python package pybind11, which is not installed")
+        raise MissingError(
+            "native kernels need the Python package pybind11, which is not installed: pip install pybind11"
+        )
     import pybind11
 
     includes = (sysconfig.get_path("include"), pybind11.get_include())
     if not (Path(includes[0]) / "Python.h").exists():
         raise MissingError(f"native kernels need Python.h, which is not in {includes[0]}")
-    return Toolchain(nvcc, _cuda_version(nvcc), ninja, cxx, includes)
+    runtime, origin = ("", "CUDA_HOME or PATH") if packaged is None else (packaged.runtime, "PyPI")
+    return Toolchain(nvcc, _cuda_version(nvcc), ninja, cxx, includes, runtime, origin)
 
 
 def architecture() -> str:
@@ -142,9 +193,9 @@ def sources(folder: Path = CSRC) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.suffix in {".cu", ".cuh", ".cpp", ".h"})
 
 
-def build_key(files: Sequence[Path], cuda: str, architectures: Sequence[str]) -> str:
+def build_key(files: Sequence[Path], cuda: str, architectures: Sequence[str], runtime: str = "") -> str:
     """A digest of all that the module depends on."""
-    facts = [NVCC_FLAGS, CXX_FLAGS, cuda, " ".join(architectures), torch.__version__, sys.version]
+    facts = [NVCC_FLAGS, CXX_FLAGS, cuda, " ".join(architectures), torch.__version__, sys.version, runtime]
     digest = hashlib.sha256("\0".join(facts).encode())
     for file in files:
         digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
@@ -159,11 +210,19 @@ def ninja_file(tools: Toolchain, files: Sequence[Path], architectures: Sequence[
     lines = [
         f"rule cu\n  command = {tools.nvcc} {NVCC_FLAGS} {targets} -c $in -o $out",
         f"rule cpp\n  command = {tools.cxx} {CXX_FLAGS} {headers} -c $in -o $out",
-        f"rule link\n  command = {tools.nvcc} -shared $in -o $out",
+        f"rule link\n  command = {_link(tools)}",
         *(f"build {file.stem}.o: {file.suffix[1:]} {file}" for file in compiled),
         f"build {MODULE}.so: link " + " ".join(f"{file.stem}.o" for file in compiled),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _link(tools: Toolchain) -> str:
+    """The command that links the module. PyPI's nvcc does not find the static libraries that it links by default, so c++ links
+    with the shared libcudart, which is the one that torch has loaded."""
+    if not tools.runtime:
+        return f"{tools.nvcc} -shared $in -o $out"
+    return f"{tools.cxx} -shared $in -o $out {tools.runtime}"
 
 
 def run_ninja(tools: Toolchain, folder: Path) -> None:
@@ -191,15 +250,17 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def compile_module(tools: Toolchain, architectures: Sequence[str]) -> Path:
     """Build the module, unless an earlier call or another process has, and return its path."""
     files = sources()
-    folder = cache_folder("kernels") / build_key(files, tools.cuda, architectures)
+    folder = cache_folder("kernels") / build_key(files, tools.cuda, architectures, tools.runtime)
     built, ready = folder / f"{MODULE}.so", folder / "ready" / f"{MODULE}.so"
     if os.path.exists(ready):  # maybe in a cache that can only be read
         return ready
     with _alone_in(folder):
         if not ready.exists():
             start = time.monotonic()
-            print(f"dlp: compiling kernels for {' '.join(architectures)}, once, into {folder} ...", end="", file=sys.stderr,
-                  flush=True)  # fmt: skip
+            print(
+                f"dlp: compiling kernels for {' '.join(architectures)} with {tools.nvcc} (CUDA {tools.cuda}, {tools.origin}), "
+                f"once, into {folder} ...", end="", file=sys.stderr, flush=True,
+            )  # fmt: skip
             (folder / "build.ninja").write_text(ninja_file(tools, files, architectures))
             run_ninja(tools, folder)
             ready.parent.mkdir(exist_ok=True)
@@ -242,6 +303,14 @@ def load_or_explain() -> int:
     except BuildError as error:
         return explain(error)
     return 0
+
+
+def require() -> None:
+    """Load the kernels. Raises BuildError, with what to install, where they do not run on this machine."""
+    try:
+        load()
+    except MissingError as error:
+        raise MissingError(str(error).removesuffix(f"; {INSTEAD}")) from None
 
 
 @functools.cache

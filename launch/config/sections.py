@@ -188,6 +188,11 @@ class Train(Section):
         "steps are captured as a CUDA graph and replayed; auto: on GPUs, where no other setting forbids a graph",
         "auto",
     )
+    kernels: str = setting(
+        choice("auto", "required"),
+        "Required: the run ends where the native kernels cannot be had; auto: casts then run in plain torch, as the plan says.",
+        "auto",
+    )
     sentinel: int = setting(
         integer(">= 1", also=(0,)),
         "in every n-th step the first microbatch runs twice, and the run ends before the update if the bits differ; 0: never",

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 import dlp
 from dlp import LayerGroup, Plan
 from dlp.comm.mesh import ParallelDims
+from dlp.kernels import loader
 from dlp.kernels.table import device_kind
 from dlp.parallel.weight.fsdp2 import set_grad_wire
 from launch.config.run_config import Batch, Config, parallel_dims, validate_world
@@ -133,7 +134,18 @@ def check_device(config: Config, device_type: str) -> bool:
             f"bits in each pass, got false"
         )
     check_installed(config)
+    check_kernels(config, device_type)
     return replays_steps(config, device_type)
+
+
+def check_kernels(config: Config, device_type: str) -> None:
+    """ConfigError where [train] kernels = "required" and the native kernels do not run on this device."""
+    if config.train.kernels != "required" or device_type not in ("cpu", "cuda"):
+        return
+    try:
+        loader.require()
+    except loader.MissingError as error:
+        raise ConfigError(f'{config.source}: [train] kernels = "required": {error}; or set kernels to auto') from None
 
 
 def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
