@@ -38,6 +38,9 @@ from dlp.parallel.traffic.predict import Workload
 from dlp.parallel.weight.fsdp2 import fully_shard
 from dlp.parallel.weight.held import quantized_model_init, with_master_weights
 
+# models of transformers
+from dlp.pretrained import load_pretrained, meta_model
+
 # meshes compared with one rank
 from dlp.proof.run import prove
 
@@ -45,13 +48,14 @@ from dlp.proof.run import prove
 from dlp.quant.custom import CustomRecipe
 from dlp.quant.recipe import Recipe
 from dlp.quant.recipe import load as recipe
+from dlp.tp_plan import groups_for
 
 __all__ = [
     "ColumnParallelLinear", "CustomRecipe", "LayerGroup", "Linear", "Plan", "Recipe", "RowParallelLinear",
     "VocabParallelEmbedding", "Workload", "attach", "autocast", "backward_dw", "build_mesh", "calibrate",
     "check_scales", "convert", "cross_entropy", "end_step", "export", "freeze", "fully_shard", "gather_tokens", "graphed_step",
-    "graphing", "load_lora", "load_quantized_state_dict", "load_state_dict", "lora", "lora_groups",
-    "make_plan", "merge_lora", "not_finite", "ops", "optim", "prove", "quantize_",
+    "graphing", "groups_for", "load_lora", "load_pretrained", "load_quantized_state_dict", "load_state_dict", "lora",
+    "lora_groups", "make_plan", "merge_lora", "meta_model", "not_finite", "ops", "optim", "prove", "quantize_",
     "quantized_model_init", "quantized_state_dict", "read_stats", "recipe", "record_stats", "save_lora", "scatter_tokens",
     "set_recipe", "state_dict", "testing", "watch_scales", "wire_report", "with_master_weights",
 ]  # fmt: skip

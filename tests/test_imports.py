@@ -38,6 +38,8 @@ MAY_IMPORT = {
     "dlp.parallel": {"dlp.quant", "dlp.comm", "dlp.kernels", "dlp.te_arguments"},
     "dlp.ops": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels", "dlp.te_arguments"},
     "dlp.optim": {"dlp.parallel", "dlp.comm"},
+    "dlp.pretrained": {"dlp.parallel"},
+    "dlp.tp_plan": {"dlp.parallel"},
     "dlp.te": {"dlp", "dlp.ops", "dlp.parallel", "dlp.quant", "dlp.te_arguments"},
     "dlp.flows": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
     "dlp.proof": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
@@ -45,6 +47,8 @@ MAY_IMPORT = {
     "dlp": {
         "dlp.ops",
         "dlp.optim",
+        "dlp.pretrained",
+        "dlp.tp_plan",
         "dlp.testing",
         "dlp.flows",
         "dlp.proof",

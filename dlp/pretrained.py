@@ -1,0 +1,112 @@
+"""Folders of transformers (config.json, *.safetensors) to models on ranks, without a copy of the weights on any rank.
+
+    model = dlp.meta_model(folder)                    parameters without memory, buffers as the model makes them
+    dlp.convert(model, dlp.groups_for(model, tp=2), mesh); dlp.fully_shard(...)
+    dlp.load_pretrained(model, folder, device)        one tensor of a file after the other, of which each rank keeps its shard
+    model.save_pretrained(folder)                     called on all ranks
+
+transformers and safetensors are needed here only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dlp.parallel.weight.local import fill
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters that modules register inside have no memory; buffers have."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            made = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            vars(made).update(vars(parameter))
+            parameter = made
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def meta_model(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Make the causal language model of a folder of transformers, with parameters on the meta device.
+
+    Args:
+        folder: Has a config.json.
+        dtype: Of parameters.
+
+    Raises:
+        ModuleNotFoundError: Without transformers, with the command that installs it.
+        ValueError: For a folder without config.json, and for an architecture that is no causal language model.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ModuleNotFoundError("dlp.meta_model makes a model of transformers: pip install transformers") from None
+    if not (Path(folder) / "config.json").exists():
+        raise ValueError(f"{folder}: no config.json in the folder; name a folder that save_pretrained wrote")
+    with _parameters_on_meta():
+        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    return model
+
+
+@torch.no_grad()
+def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device | str = "cpu") -> None:
+    """Load the weights of a folder into a model, converted and sharded or not, whose parameters may be on the meta device.
+
+    Args:
+        model: From `meta_model`; `dlp.convert` and `dlp.fully_shard` come before, `dlp.attach` after.
+        folder: Has *.safetensors with the names of the model's parameters.
+        device: Where parameters on the meta device get memory.
+
+    Raises:
+        ValueError: For parameters and buffers that no file has, tensors that the model lacks, and other shapes, by name.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.device.type != "meta"}
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        model.to_empty(device=torch.device(device))
+    own: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    for name, values in buffers.items():
+        own[name].copy_(values)
+    own |= dict(model.named_parameters(remove_duplicate=False))
+    loaded: set[int] = set()
+    for name, values in _tensors(Path(folder)):
+        if name not in own:
+            raise ValueError(f"{folder}: {name} is in the files, and {type(model).__name__} has no such parameter")
+        if own[name].shape != values.shape:
+            raise ValueError(
+                f"{folder}: {name} is {list(values.shape)} in the files and {list(own[name].shape)} in the model"
+            )
+        fill(own[name], values.to(device=own[name].device, dtype=own[name].dtype))
+        loaded.add(id(own[name]))
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in loaded]
+    if missing:
+        raise ValueError(
+            f"{folder}: no file has {', '.join(missing[:4])}{f' and {len(missing) - 4} more' if len(missing) > 4 else ''} of "
+            f"{type(model).__name__}; name the folder of this model"
+        )
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Name and values of each tensor, from memory-mapped files, one at a time."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder}: no *.safetensors in the folder; name a folder that save_pretrained wrote")
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():
+                yield name, opened.get_tensor(name)

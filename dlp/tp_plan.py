@@ -1,0 +1,183 @@
+"""groups_for: layer groups of a model of transformers, from its own tensor-parallel plan.
+
+    entry of `base_model_tp_plan`        layer group
+    colwise                              style = "column"
+    rowwise                              style = "row"
+    replicated_with_grad_allreduce       style = "column" of a norm of heads, whose gradient is summed over tp
+    replicate, all_reduce                none: modules without a group are replicated
+    sequence_parallel                    none: these modules compute all tokens, with the same results
+    all others                           none: the module, and with it all modules of its parent, stays local (`TpPlan.local`)
+
+A parent, such as an attention, is cut as a whole or stays local as a whole: where one entry has no style here, other linears of
+the parent would compute with features that do not fit. A model without a plan has local linears.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from dlp.parallel.model.groups import LayerGroup
+
+STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "column"}
+HARMLESS = ("replicate", "all_reduce", "sequence_parallel")
+NO_PLAN = "the model has no base_model_tp_plan"
+
+
+@dataclass(frozen=True)
+class TpPlan:
+    """How tp cuts a model.
+
+    groups   layer groups for `dlp.convert`
+    local    by pattern of modules, why the modules stay local
+    blocks   classes of the blocks that FSDP shards and torch.compile compiles one by one
+    """
+
+    groups: tuple[LayerGroup, ...]
+    local: Mapping[str, str]
+    blocks: tuple[str, ...]
+
+    def describe(self) -> list[str]:
+        """Lines for a printed plan: what stays local, and why."""
+        return [f"{pattern}: local on every tp rank: {reason}" for pattern, reason in self.local.items()]
+
+
+def groups_for(model: nn.Module, *, tp: int = 1, recipe: Any = None) -> list[LayerGroup]:
+    """Layer groups of a model of transformers.
+
+    Args:
+        model: A model with a `config`, such as `AutoModelForCausalLM.from_config(config)`.
+        tp: Number of tp ranks. Heads that it does not divide are refused; with 1 rank nothing is cut.
+        recipe: Recipe of all linears in blocks; None: bf16. The head stays in bf16.
+
+    Returns:
+        Groups for `dlp.convert`; empty where the model's linears are local and no recipe is given.
+
+    Raises:
+        ValueError: Where tp > 1 and the model has no plan, no entry of its plan has a style here, or tp does not divide heads.
+
+    Example:
+        >>> dlp.convert(model, dlp.groups_for(model, tp=2, recipe="fp8_current"), mesh)
+    """
+    return list(tp_plan(model, tp=tp, recipe=recipe).groups)
+
+
+def tp_plan(model: nn.Module, *, tp: int = 1, recipe: Any = None) -> TpPlan:
+    """`groups_for`, with what stays local and the blocks of the model."""
+    names = [name for name, _ in model.named_modules()]
+    prefix = _base_prefix(model)
+    entries = {f"{prefix}{pattern}": style for pattern, style in _entries(model).items()}
+    entries = {pattern: style for pattern, style in entries.items() if _matches(pattern, names)}
+    local = _local(entries)
+    cut = {pattern: STYLES[style] for pattern, style in entries.items() if style in STYLES and pattern not in local}
+    if tp > 1:
+        _check(model, tp, cut, local, entries)
+    blocks = blocks_of(model)
+    groups = [
+        LayerGroup(
+            f"{style} of {type(model).__name__}", tuple(p for p, its in cut.items() if its == style), style=style
+        )
+        for style in dict.fromkeys(cut.values())
+    ]
+    if recipe is not None:
+        groups.append(LayerGroup("recipe", tuple(_linears_of_blocks(model, blocks)), recipe=recipe))
+    return TpPlan(tuple(groups), local if entries else {"**": NO_PLAN}, blocks)
+
+
+def _entries(model: nn.Module) -> dict[str, str]:
+    """The plan of the base model, by pattern of its modules."""
+    config = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(f"groups_for reads the config of a model of transformers, and {type(model).__name__} has none")
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return dict(getattr(text, "base_model_tp_plan", None) or {})
+
+
+def _base_prefix(model: nn.Module) -> str:
+    """ "model.", the path of the base model in the whole one; "" where the model is the base model."""
+    name = getattr(model, "base_model_prefix", "")
+    return f"{name}." if name and name in dict(model.named_children()) else ""
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+
+
+def _matches(pattern: str, names: Sequence[str]) -> bool:
+    expression = _expression(pattern)
+    return any(expression.fullmatch(name) for name in names)
+
+
+def _local(entries: Mapping[str, str]) -> dict[str, str]:
+    """By pattern, why the modules stay local: their style, or that of a module of the same parent."""
+    found = {
+        pattern: f"{style} has no counterpart"
+        for pattern, style in entries.items()
+        if style not in STYLES and style not in HARMLESS
+    }
+    for pattern in entries:
+        parent = pattern.rpartition(".")[0]
+        cause = next(
+            (each for each in found if each.rpartition(".")[0] == parent and entries[each] not in HARMLESS), None
+        )
+        if cause is not None and pattern not in found and entries[pattern] in STYLES:
+            found[pattern] = f"{cause.rpartition('.')[2]} of the same parent is {entries[cause]}"
+    return found
+
+
+def _check(
+    model: nn.Module, tp: int, cut: Mapping[str, str], local: Mapping[str, str], entries: Mapping[str, str]
+) -> None:
+    """ValueError for a model that tp cannot cut."""
+    name = type(model).__name__
+    if not entries:
+        raise ValueError(f"{name}: {NO_PLAN}, so tp {tp} would cut nothing: use tp 1, or write layer groups")
+    if not cut:
+        reasons = "; ".join(f"{pattern}: {reason}" for pattern, reason in local.items())
+        raise ValueError(
+            f"{name}: no module of its plan can be cut by tp {tp}: {reasons}: use tp 1, or write layer groups"
+        )
+    config: Any = model.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = getattr(config, key, None)
+        if isinstance(size, int) and size % tp:
+            raise ValueError(f"{name}: tp {tp} does not divide {key} {size}: choose a tp that does")
+
+
+def blocks_of(model: nn.Module) -> tuple[str, ...]:
+    """Names of the classes of the model's blocks: `_no_split_modules` that the model has; else the elements of its longest
+    ModuleList."""
+    present = {type(module).__name__ for module in model.modules()}
+    named = tuple(name for name in (getattr(model, "_no_split_modules", None) or ()) if name in present)
+    if named:
+        return tuple(sorted(named))
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    longest = max(lists, key=len, default=None)
+    return () if longest is None else tuple(sorted({type(each).__name__ for each in longest}))
+
+
+def block_modules(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model in order, the outermost of nested ones."""
+    classes, found = set(blocks_of(model)), dict[str, nn.Module]()
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if type(module).__name__ in classes and not inside:
+            found[name] = module
+    return list(found.values())
+
+
+def _linears_of_blocks(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Names of all linears in blocks."""
+    outer = [name for name, module in model.named_modules() if type(module).__name__ in blocks]
+    names = [
+        name for name, module in model.named_modules()
+        if type(module) is nn.Linear and any(name.startswith(f"{block}.") for block in outer)
+    ]  # fmt: skip
+    if not names:
+        raise ValueError(f"{type(model).__name__}: no linear is found in its blocks ({', '.join(blocks) or 'none'})")
+    return names

@@ -1,0 +1,195 @@
+"""groups_for: tiny random models of transformers, converted by their own tensor-parallel plans, train as they did before.
+
+The default run has a few architectures; `--all-cases` runs all of ARCHITECTURES.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dlp
+from dlp.tp_plan import block_modules, blocks_of, tp_plan
+from tests import hf_models
+from tests import pool as worker
+
+transformers = pytest.importorskip("transformers")
+
+FEW = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM")
+ARCHITECTURES = (
+    *FEW, "ApertusForCausalLM", "ArceeForCausalLM", "AriaTextForCausalLM", "BeamForCausalLM", "BertLMHeadModel",
+    "BertGenerationDecoder", "BioGptForCausalLM", "BitNetForCausalLM", "BloomForCausalLM", "CohereForCausalLM",
+    "Cohere2ForCausalLM", "CwmForCausalLM", "DiffLlamaForCausalLM", "DogeForCausalLM", "Ernie4_5ForCausalLM",
+    "GemmaForCausalLM", "GPTNeoXForCausalLM", "GraniteForCausalLM", "MistralForCausalLM", "Olmo2ForCausalLM",
+    "OPTForCausalLM", "PhiForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "SmolLM3ForCausalLM",
+    "StableLmForCausalLM", "Starcoder2ForCausalLM",
+)  # fmt: skip
+ON_TP = (
+    "LlamaForCausalLM", "Qwen3ForCausalLM", "ApertusForCausalLM", "ArceeForCausalLM", "CohereForCausalLM",
+    "CwmForCausalLM", "Gemma2ForCausalLM", "GraniteForCausalLM", "MistralForCausalLM", "Olmo2ForCausalLM",
+    "Qwen2ForCausalLM", "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
+)  # fmt: skip
+NEAR = 1e-6  # of a loss
+
+
+def some(names: tuple[str, ...], few: int) -> list[Any]:
+    return [name if i < few else pytest.param(name, marks=pytest.mark.full) for i, name in enumerate(names)]
+
+
+def trained(architecture: str, tp: int, dp_shard: int, recipe: Any = None) -> list[list[float]]:
+    """Losses of a model as it is, and converted on a mesh."""
+    logging.getLogger("dlp").setLevel(logging.ERROR)
+    mesh = worker.mesh(dp_shard=dp_shard, tp=tp)
+    model = hf_models.make(architecture)
+    before = hf_models.losses(model)
+    model = hf_models.make(architecture)
+    dlp.convert(model, dlp.groups_for(model, tp=tp, recipe=recipe), mesh)
+    if dp_shard > 1:
+        for block in block_modules(model):
+            dlp.fully_shard(block, mesh=mesh)
+        dlp.fully_shard(model, mesh=mesh)
+    return [before, hf_models.losses(model)]
+
+
+def assert_near(before: list[float], after: list[float]) -> None:
+    assert before[0] != before[-1]
+    assert max(abs(a - b) / abs(a) for a, b in zip(before, after, strict=True)) <= NEAR, (before, after)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("architecture", some(ARCHITECTURES, len(FEW)))
+def test_a_model_trains_as_it_did(ranks, architecture: str):
+    for before, after in ranks(1).run(trained, architecture, 1, 1):
+        assert_near(before, after)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("architecture", some(ON_TP, 2))
+def test_a_model_trains_on_two_tp_ranks(ranks, architecture: str):
+    for before, after in ranks(2).run(trained, architecture, 2, 1):
+        assert_near(before, after)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("architecture", some(FEW, 1))
+def test_a_model_trains_on_two_fsdp_ranks(ranks, architecture: str):
+    """All ranks read the same tokens, so that the mean of their gradients is that of one rank."""
+    for before, after in ranks(2).run(trained, architecture, 1, 2):
+        assert_near(before, after)
+
+
+@pytest.mark.ranks(2)
+def test_a_recipe_reaches_the_linears_of_blocks(ranks):
+    for before, after in ranks(2).run(trained, "LlamaForCausalLM", 2, 1, "fp8_current"):
+        assert before != after
+        assert max(abs(a - b) / abs(a) for a, b in zip(before, after, strict=True)) < 2e-2
+
+
+def exported(folder: str) -> list[float]:
+    """The largest difference of logits between a trained model and what save_pretrained wrote of it, on tp ranks."""
+    mesh = worker.mesh(dp_shard=1, tp=2)
+    model = hf_models.make("LlamaForCausalLM")
+    dlp.convert(model, dlp.groups_for(model, tp=2), mesh)
+    hf_models.losses(model, steps=2)
+    model.save_pretrained(folder, is_main_process=torch.distributed.get_rank() == 0)
+    torch.distributed.barrier()
+    back = transformers.LlamaForCausalLM.from_pretrained(folder)
+    ids = hf_models.tokens(0)
+    with torch.no_grad():
+        return [float((back(ids).logits - model(ids).logits).abs().max()), float(back(ids).logits.abs().max())]
+
+
+@pytest.mark.ranks(2)
+def test_save_pretrained_writes_what_was_trained(ranks, tmp_path):
+    for difference, largest in ranks(2).run(exported, str(tmp_path)):
+        assert difference <= 1e-6 * largest
+
+
+def streamed(folder: str, tp: int, dp_shard: int) -> list[float]:
+    """The largest difference of logits between a model in memory and one whose weights were streamed into shards."""
+    mesh = worker.mesh(dp_shard=dp_shard, tp=tp)
+    model = dlp.meta_model(folder)
+    assert all(parameter.device.type == "meta" for parameter in model.parameters())
+    dlp.convert(model, dlp.groups_for(model, tp=tp), mesh)
+    if dp_shard > 1:
+        for block in block_modules(model):
+            dlp.fully_shard(block, mesh=mesh)
+        dlp.fully_shard(model, mesh=mesh)
+    dlp.load_pretrained(model, folder, mesh.device_type)
+    ids = hf_models.tokens(0)
+    with torch.no_grad():
+        expected = transformers.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+        return [float((model(ids).logits - expected).abs().max()), float(expected.abs().max())]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("tp", "dp_shard"), [(2, 1), (1, 2)])
+def test_weights_of_a_folder_are_streamed_into_shards(ranks, tmp_path, tp: int, dp_shard: int):
+    """In several files, with tied embeddings."""
+    hf_models.make("Qwen2ForCausalLM", tie_word_embeddings=True).save_pretrained(tmp_path, max_shard_size="20KB")
+    for difference, largest in ranks(2).run(streamed, str(tmp_path), tp, dp_shard):
+        assert difference <= 1e-6 * largest
+
+
+def test_a_folder_of_another_model_is_refused_by_name(tmp_path):
+    model = hf_models.make("LlamaForCausalLM")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"model.layers.1.input_layernorm.weight is in the files, and LlamaForCausalLM has"
+    ):
+        dlp.load_pretrained(hf_models.make("LlamaForCausalLM", num_hidden_layers=1), tmp_path)
+    with pytest.raises(ValueError, match=r"no file has model.layers.2.*and 5 more of LlamaForCausalLM"):
+        dlp.load_pretrained(hf_models.make("LlamaForCausalLM", num_hidden_layers=3), tmp_path)
+    with pytest.raises(ValueError, match=r"down_proj.weight is \[32, 48\] in the files and \[32, 40\] in the model"):
+        dlp.load_pretrained(hf_models.make("LlamaForCausalLM", intermediate_size=40), tmp_path)
+    with pytest.raises(ValueError, match="no config.json in the folder"):
+        dlp.meta_model(tmp_path / "nowhere")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no \*.safetensors in the folder"):
+        dlp.load_pretrained(model, tmp_path)
+
+
+def groups(architecture: str, tp: int = 2, **more: Any) -> dict[str, str]:
+    """The style of each pattern."""
+    with torch.device("meta"):
+        model = hf_models.make(architecture, **more)
+    return {pattern: str(group.style) for group in dlp.groups_for(model, tp=tp) for pattern in group.match}
+
+
+def test_groups_are_those_of_the_plan_of_the_model():
+    attention, mlp = "model.layers.*.self_attn.", "model.layers.*.mlp."
+    expected = {f"{attention}{each}": "column" for each in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")}
+    expected |= {f"{mlp}gate_proj": "column", f"{mlp}up_proj": "column"}
+    assert groups("Qwen3ForCausalLM") == expected | {f"{attention}o_proj": "row", f"{mlp}down_proj": "row"}
+    with torch.device("meta"):
+        gpt2, mixtral = hf_models.make("GPT2LMHeadModel"), hf_models.make("MixtralForCausalLM")
+    assert dlp.groups_for(gpt2) == [] and tp_plan(gpt2).describe() == [
+        "**: local on every tp rank: the model has no base_model_tp_plan"
+    ]
+    assert any("experts" in line and "has no counterpart" in line for line in tp_plan(mixtral).describe())
+    assert blocks_of(gpt2) == ("GPT2Block",) and len(block_modules(gpt2)) == 2
+
+
+def test_a_parent_with_an_entry_without_style_stays_local():
+    """DeepSeek's kv_a_proj_with_mqa has a gradient that its heads share: its attention is not cut, and the reason is listed."""
+    with torch.device("meta"):
+        plan = tp_plan(hf_models.make("DeepseekV2ForCausalLM"), tp=2)
+    cut = {pattern for group in plan.groups for pattern in group.match}
+    assert not any("self_attn" in pattern for pattern in cut) and any("mlp" in pattern for pattern in cut)
+    assert plan.local["model.layers.*.self_attn.o_proj"] == "kv_a_proj_with_mqa of the same parent is mla_kv_a_proj"
+
+
+@pytest.mark.parametrize(("make", "says"), [
+    (lambda: groups("GPT2LMHeadModel"), "GPT2LMHeadModel: the model has no base_model_tp_plan, so tp 2 would cut nothing"),
+    (lambda: groups("LlamaForCausalLM", 3), "tp 3 does not divide num_attention_heads 4"),
+    (lambda: groups("LlamaForCausalLM", 4), "tp 4 does not divide num_key_value_heads 2"),
+    (lambda: groups("Phi3ForCausalLM"), "no module of its plan can be cut by tp 2: .*qkv_proj: colwise_gather_output has no"),
+    (lambda: dlp.groups_for(nn.Linear(2, 2)), "reads the config of a model of transformers, and Linear has none"),
+])  # fmt: skip
+def test_what_cannot_be_mapped_is_refused_by_name(make: Any, says: str):
+    with pytest.raises(ValueError, match=says):
+        make()
