@@ -25,8 +25,8 @@ from dlp.comm.slots import CudaSlot, Wait
 from dlp.comm.transfers import WHOLE, Gathering
 from dlp.kernels import captured, ops
 from dlp.kernels.launches import Lane, recording
-from tests import played_transport
 from tests import pool as worker
+from tests import simulated_transport
 from tests.emulated import emulation
 from tests.shared_slot import SharedSlot
 from tests.simulated_transport import SimulatedLane, SimulatedSlot
@@ -162,9 +162,9 @@ CARELESS = {  # nobody waits for readers; a slot is freed before it is read
 
 def a_late_reader(kind: Any, careful: bool) -> int:
     """Rank 1 reads an exchange late, and rank 0 follows with the next: how much was wrong."""
-    wrong, played = 0, kind is SimulatedSlot
-    with emulation() if played else nullcontext(), nullcontext() if careful else CARELESS[kind]:
-        lane = SimulatedLane() if played else None
+    wrong, simulated = 0, kind is SimulatedSlot
+    with emulation() if simulated else nullcontext(), nullcontext() if careful else CARELESS[kind]:
+        lane = SimulatedLane() if simulated else None
         moves = make_transport() if kind is CudaSlot else Transport(dist.group.WORLD, worker.device(), kind, lane)
         for turn in range(10):
             moves.start()
@@ -490,12 +490,12 @@ def test_memory_does_not_grow_with_use(ranks):
         assert sizes == [1 << 16, 1 << 18, 1 << 16], "of transfers, and of a piece"
 
 
-def test_a_flag_that_nobody_awaited_is_noticed_where_transfers_are_played():
+def test_a_flag_that_nobody_awaited_is_noticed_where_transfers_are_simulated():
     headers = torch.zeros(2, slots.HEADER // 4, dtype=torch.int32)
     mine, its = (header.data_ptr() for header in headers)
     words = (mine, its, *[0] * (slots.RANKS - 2), 0, 2)
     with pytest.raises(AssertionError, match="rank 0 releases what rank 1 has not begun"):
-        played_transport.release_use(words, 0)
+        simulated_transport.release_use(words, 0)
     headers[1, slots.SENT] = 5
     with pytest.raises(AssertionError, match="rank 1 did not await what rank 0 sent before"):
-        played_transport.meet(words, 6, 0)
+        simulated_transport.meet(words, 6, 0)
