@@ -212,6 +212,26 @@ def test_dlp_parallel_is_a_house_of_few_floors():
     assert len(chain) <= FLOORS, " -> ".join(chain)
 
 
+def test_a_folder_of_launch_imports_only_folders_above_it():
+    """Above it in the table of docs/architecture.md; programs, which lie in launch/ itself, are below all folders."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    order = re.findall(r"^\| `launch/(\w+)/` \|", page, re.MULTILINE)
+    folders = {file.parent.name for file in (ROOT / "launch").glob("*/__init__.py")}
+    assert set(order) == folders and len(order) == len(folders), "the table has another set of folders than launch/"
+    rank = {f"launch.{folder}": place for place, folder in enumerate(order)}
+
+    def place(module: str) -> int:
+        return rank.get(".".join(module.split(".")[:2]), len(rank))
+
+    found = [
+        f"{module} imports {target}"
+        for module, targets in graph("launch").items()
+        for target in sorted(targets)
+        if place(target) > place(module)
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_the_architecture_says_these_limits():
     page = " ".join((ROOT / "docs" / "architecture.md").read_text().split())
     assert FLOORS == 10 and f"`dlp.parallel` at most {FILES} files, and no chain of imports over more than ten." in page
