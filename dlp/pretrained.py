@@ -41,15 +41,21 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def meta_model(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Make the causal language model of a folder of transformers, with parameters on the meta device.
+    """Return the causal language model of a folder of transformers, with parameters on the meta device.
 
     Args:
-        folder: Has a config.json.
-        dtype: Of parameters.
+        folder: folder with config.json.
+        dtype: dtype of the parameters.
+
+    Returns:
+        The model, without memory for parameters.
 
     Raises:
-        ModuleNotFoundError: Without transformers, with the command that installs it.
-        ValueError: For a folder without config.json, and for an architecture that is no causal language model.
+        ModuleNotFoundError: if transformers is not installed.
+        ValueError: for a folder without config.json, and for an architecture that is not a causal language model.
+
+    Examples:
+        >>> model = dlp.meta_model("my/Qwen3-8B", dtype=torch.float32)  # doctest: +SKIP
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -64,15 +70,20 @@ def meta_model(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> nn.
 
 @torch.no_grad()
 def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device | str = "cpu") -> None:
-    """Load the weights of a folder into a model, converted and sharded or not, whose parameters may be on the meta device.
+    """Load the weights of a folder into a model, converted and sharded or not, one tensor at a time.
 
     Args:
-        model: From `meta_model`; `dlp.convert` and `dlp.fully_shard` come before, `dlp.attach` after.
-        folder: Has *.safetensors with the names of the model's parameters.
-        device: Where parameters on the meta device get memory.
+        model: model of `dlp.meta_model`, after `dlp.convert` and `dlp.fully_shard` and before `dlp.attach`. Parameters may be
+            on the meta device.
+        folder: folder with *.safetensors, whose names are the parameter names of the model.
+        device: device on which parameters of the meta device get memory.
 
     Raises:
-        ValueError: For parameters and buffers that no file has, tensors that the model lacks, and other shapes, by name.
+        ValueError: for parameters and buffers that no file contains, tensors that the model lacks, and other shapes.
+
+    Examples:
+        >>> model = dlp.meta_model("my/Qwen3-8B")  # doctest: +SKIP
+        >>> dlp.load_pretrained(model, "my/Qwen3-8B", "cuda")  # doctest: +SKIP
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.device.type != "meta"}
     if any(parameter.device.type == "meta" for parameter in model.parameters()):

@@ -47,21 +47,23 @@ class TpPlan:
 
 
 def groups_for(model: nn.Module, *, tp: int = 1, recipe: Any = None) -> list[LayerGroup]:
-    """Layer groups of a model of transformers.
+    """Return layer groups of a model of transformers, from the tensor-parallel plan of the model.
 
     Args:
-        model: A model with a `config`, such as `AutoModelForCausalLM.from_config(config)`.
-        tp: Number of tp ranks. Heads that it does not divide are refused; with 1 rank nothing is cut.
-        recipe: Recipe of all linears in blocks; None: bf16. The head stays in bf16.
+        model: model with a `config`, such as `AutoModelForCausalLM.from_config(config)`.
+        tp: number of tensor-parallel ranks; with 1 rank nothing is sharded.
+        recipe: recipe of all linears in blocks; None: bf16. The head stays in bf16.
 
     Returns:
-        Groups for `dlp.convert`; empty where the model's linears are local and no recipe is given.
+        Groups for `dlp.convert`; empty if the linears are local and no recipe is given.
 
     Raises:
-        ValueError: Where tp > 1 and the model has no plan, no entry of its plan has a style here, or tp does not divide heads.
+        ValueError: for tp > 1, if the model has no plan, an entry of the plan has no style here, or tp does not divide the
+            number of heads.
 
-    Example:
-        >>> dlp.convert(model, dlp.groups_for(model, tp=2, recipe="fp8_current"), mesh)
+    Examples:
+        >>> model = AutoModelForCausalLM.from_config(config)  # doctest: +SKIP
+        >>> plan = dlp.convert(model, dlp.groups_for(model, tp=2, recipe="fp8_current"), mesh)  # doctest: +SKIP
     """
     return list(tp_plan(model, tp=tp, recipe=recipe).groups)
 

@@ -30,7 +30,7 @@ VERBS = (
     "resume return save set split start step take untie use wait write"
 )
 WAY_OUT = re.compile(
-    rf"[;:.] (to [\w ]+, )?({VERBS.replace(' ', '|')})\b"
+    rf"[;:.] (or )?(to [\w ]+, )?({VERBS.replace(' ', '|')})\b"
     r"|\b(expected|must be|nearest|one of|comes before) |comes first|\b(recipes|options|strategies|wires|which) are …|; …$",
     re.IGNORECASE,
 )
