@@ -208,11 +208,11 @@ class PlaceholderParameter(_Placeholder, nn.Parameter):  # type: ignore[misc]  #
 class PlaceholderDTensor(_Placeholder, _SpreadParameter):  # type: ignore[misc]
     """The placeholder of a parameter on tp."""
 
-    def full_tensor(self, **_: Any) -> Any:  # type: ignore[override]
+    def full_tensor(self, **_: Any) -> Any:
         """ValueError, as the other methods of a DTensor that read values."""
         _check_values("full_tensor", (self,))
 
-    def to_local(self, **_: Any) -> Any:  # type: ignore[override]
+    def to_local(self, **_: Any) -> Any:
         _check_values("to_local", (self,))
 
     def redistribute(self, *_: Any, **__: Any) -> Any:
