@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dlp.kernels import ops
 from dlp.kernels.launches import by_torch
@@ -90,6 +91,46 @@ class _Norm(BasicOperation):
             raise ValueError(f"{type(self).__name__}({self.size}): it is given {found} features")
 
 
+def has_memory(x: Tensor) -> bool:
+    """Whether a pass is observed and not traced, so that norms run the kernels of a fused pass and have its bits."""
+    return not (torch.compiler.is_dynamo_compiling() or isinstance(x, FakeTensor) or x.is_meta)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """x [..., C], weight [C] -> y [..., C]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = rows_of(x)
+        y, rstd = ops.rms_norm(rows, weight, eps)
+        ctx.save_for_backward(rows, weight, rstd)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        rows, weight, rstd = ctx.saved_tensors
+        dx, dweight = ops.rms_norm_backward(rows_of(grads[0]), rows, weight, rstd)
+        return dx.view(grads[0].shape), ops.rounded(dweight, weight.dtype), None
+
+
+class _LayerNorm(torch.autograd.Function):
+    """x [..., C], weight and bias [C] -> y [..., C]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        rows = rows_of(x)
+        normed = ops.LayerNormed(rows, weight, bias, eps)
+        y: Tensor = normed.value
+        ctx.save_for_backward(rows, weight, normed.mean, normed.rstd)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        rows, weight, mean, rstd = ctx.saved_tensors
+        dx, dweight, dbias = ops.layer_norm_backward(rows_of(grads[0]), rows, weight, mean, rstd)
+        return dx.view(grads[0].shape), *[ops.rounded(grad, weight.dtype) for grad in (dweight, dbias)], None
+
+
 class RMSNorm(_Norm):
     """Root-mean-square normalization: x / sqrt(mean(x^2) + eps) * weight.
 
@@ -131,6 +172,8 @@ class RMSNorm(_Norm):
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         self.check(x)
+        if has_memory(x):
+            return _RmsNorm.apply(x, self.scale(), self.eps)
         return F.rms_norm(x, x.shape[-1:], self.scale().to(x.dtype), self.eps)
 
 
@@ -171,6 +214,8 @@ class LayerNorm(_Norm):
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         self.check(x)
+        if has_memory(x):
+            return _LayerNorm.apply(x, self.scale(), self.bias, self.eps)
         return F.layer_norm(x, x.shape[-1:], self.scale().to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
