@@ -75,6 +75,7 @@ def tp_plan(model: nn.Module, *, tp: int = 1, recipe: Any = None) -> TpPlan:
     entries = {f"{prefix}{pattern}": style for pattern, style in _entries(model).items()}
     entries = {pattern: style for pattern, style in entries.items() if _matches(pattern, names)}
     local = _local(entries)
+    entries |= _activations(model, entries, local)
     cut = {pattern: STYLES[style] for pattern, style in entries.items() if style in STYLES and pattern not in local}
     if tp > 1:
         _check(model, tp, cut, local, entries)
@@ -128,6 +129,22 @@ def _local(entries: Mapping[str, str]) -> dict[str, str]:
         )
         if cause is not None and pattern not in found and entries[pattern] in STYLES:
             found[pattern] = f"{cause.rpartition('.')[2]} of the same parent is {entries[cause]}"
+    return found
+
+
+def _activations(model: nn.Module, entries: Mapping[str, str], local: Mapping[str, str]) -> dict[str, str]:
+    """Entries for activations with parameters, such as xIELU, behind a column-parallel linear. Plans do not list them; their
+    gradients are partial sums over tp, as those of norms of heads are."""
+    parents = {
+        pattern.rpartition(".")[0] for pattern, style in entries.items() if style == "colwise" and pattern not in local
+    }
+    found = {}
+    for name, module in model.named_modules():
+        parent, _, own = name.rpartition(".")
+        if own == "act_fn" and any(True for _ in module.parameters()):
+            pattern = next((each for each in parents if each and _expression(each).fullmatch(parent)), None)
+            if pattern is not None:
+                found[f"{pattern}.{own}"] = "replicated_with_grad_allreduce"
     return found
 
 
