@@ -36,9 +36,9 @@ from bench.files import add_files, write_files
 from dlp.comm import collectives, transport
 from dlp.comm.mesh import ParallelDims, init_process_group, shutdown, world_size
 from dlp.parallel.casts import ROWWISE
-from dlp.parallel.linear.core import BoundTransfers
-from dlp.parallel.linear.state import BoundSpec, quantize
-from dlp.parallel.transfer import WIRES
+from dlp.parallel.linear.plan import WIRES
+from dlp.parallel.linear.quantize import quantize, quantize_route
+from dlp.parallel.linear.state import BoundSpec
 from dlp.quant.recipe import names as recipe_names
 from dlp.quant.tensor import QuantizedTensor
 from launch.ranks.process_exit import refuse
@@ -124,7 +124,8 @@ def column(bench: Bench, recipe: str, features: int) -> BoundSpec:
 
 def gathered(bound: BoundSpec, x: Tensor) -> QuantizedTensor:
     """What a linear does with x before its fprop."""
-    operand = BoundTransfers(bound, bound.transfers(len(x))).x[False].send(x).rowwise
+    plan = bound.plan(len(x))
+    operand = quantize_route(bound, plan, plan.x[False], [x], bound.spec.owners("x"))[0].rowwise
     assert operand is not None
     assert not isinstance(operand, QuantizedTensor)
     return operand.whole()

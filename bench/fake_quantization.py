@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from dlp.kernels.reference import random_bytes
+from dlp.parallel.linear.plan import Result
 from dlp.parallel.model.boundary import layer_modules
 from dlp.parallel.model.session import session_of
-from dlp.parallel.transfer import Result
 from dlp.parallel.weight.local import local
 
 E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
@@ -225,7 +225,7 @@ def faked(model: nn.Module, rounds: Rounds, layers: Callable[[str], bool] = lamb
         y: Tensor = _Linear.apply(
             x.reshape(-1, x.shape[-1]).float(), local(module.weight, module.name).float(), rounded
         )
-        plan = module.core.bound.transfers(x.numel() // x.shape[-1])
+        plan = module.core.bound.plan(x.numel() // x.shape[-1])
         return y.view(plan.y(Result(x.shape, x.dtype), y.shape[1]).shape).to(x.dtype)
 
     chosen = [module for name, module in layer_modules(model).items() if layers(name)]

@@ -54,8 +54,8 @@ from dlp.parallel import overlap as overlaps
 from dlp.parallel import tune
 from dlp.parallel.auto import SERIAL
 from dlp.parallel.casts import ROWWISE
-from dlp.parallel.linear.state import quantize
-from dlp.parallel.transfer import WIRES
+from dlp.parallel.linear.plan import WIRES
+from dlp.parallel.linear.quantize import quantize
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import names as recipe_names
 from dlp.quant.tensor import QuantizedTensor

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dlp.comm import transport
-from dlp.kernels import captured, codes, cuda, cuda_producers, gemms, loader, ops, reference, table, wire
+from dlp.kernels import codes, cuda, cuda_producers, gemms, loader, ops, reference, table, wire
 from dlp.kernels.reference import Fp8Scale
-from dlp.parallel.linear import autograd
+from dlp.runtime import capture as captured
+from dlp.runtime import function
 from tests import pointer_arguments
 from tests.simulated_transport import STEPS
 
@@ -425,7 +426,7 @@ def emulation(module: Any = Module, *, kind: str = "sm_90", batches: bool = Fals
         (gemms, "choices", lambda device: {}), (gemms, "_PLANS", {}), (gemms, "WORKSPACE", ALIGNMENT),
         (gemms, "workspace", lambda device, stream: space.data_ptr()), (captured, "possible", lambda x: True),
         (transport, "_OF_GROUP", {}),
-        (captured, "ALIGNMENT", ALIGNMENT), (autograd, "ALIGNMENT", ALIGNMENT),
+        (captured, "ALIGNMENT", ALIGNMENT), (function, "ALIGNMENT", ALIGNMENT),
     ]  # fmt: skip
     from tests.emulated_casts import CASTS  # which writes by `at`
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import dlp
-from dlp.kernels import captured, gemm_sm90
-from dlp.kernels.captured import CapturedLaunches
-from dlp.parallel.linear.capture import DIRECTIONS, CapturedDirections
+from dlp.kernels import gemm_sm90
 from dlp.parallel.linear.state import cores
+from dlp.runtime import capture as captured
+from dlp.runtime.capture import DIRECTIONS, CapturedDirections, CapturedLaunches
 from tests.metrics import assert_bit_equal
 
 # on GPUs several tiles of every kernel; the emulated device multiplies in fp32, where only its time would show

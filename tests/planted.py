@@ -24,7 +24,7 @@ from dlp.comm import collectives
 from dlp.comm.collectives import done
 from dlp.comm.mesh import ParallelDims
 from dlp.parallel import casts
-from dlp.parallel.linear import core
+from dlp.parallel.linear import functional
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.model import embedding
 from dlp.parallel.model.session import session_of
@@ -195,44 +195,44 @@ def no_reduction(which: str, layer: str) -> Callable[[Here], None]:
     """One GEMM of a layer keeps its partial result."""
 
     def plant(here: Here) -> None:
-        original = core.token_gemm
+        original = functional.token_gemm
 
-        def token_gemm(spec: Any, reduce: Any, overlap: Any, operands: Any, gemms: Any, wire: Any) -> Any:
+        def token_gemm(spec: Any, reduce: Any, operands: Any, gemms: Any, wire: Any) -> Any:
             if not spec.name.startswith(f"model.{layer}") or reduce is None or gemms[0].which != which:
-                return original(spec, reduce, overlap, operands, gemms, wire)
-            result = original(spec, None, overlap, operands, gemms, wire)
+                return original(spec, reduce, operands, gemms, wire)
+            result = original(spec, None, operands, gemms, wire)
             assert isinstance(result, Tensor)
             if reduce.how == "scatter":
                 result = result.chunk(spec.tp)[spec.tp_group.rank()].contiguous()
             return done(result.to(wire))
 
-        here.patch(core, "token_gemm", token_gemm)
+        here.patch(functional, "token_gemm", token_gemm)
 
     return plant
 
 
 def reduced_over_dp(here: Here) -> None:
     """o_proj of block 1 sums its result over dp instead of tp."""
-    original, dp = core.token_gemm, here.mesh.get_group("dp_shard")
+    original, dp = functional.token_gemm, here.mesh.get_group("dp_shard")
 
-    def token_gemm(spec: Any, reduce: Any, overlap: Any, operands: Any, gemms: Any, wire: Any) -> Any:
+    def token_gemm(spec: Any, reduce: Any, operands: Any, gemms: Any, wire: Any) -> Any:
         if spec.name != "model.layers.1.self_attn.o_proj" or reduce is None:
-            return original(spec, reduce, overlap, operands, gemms, wire)
-        return collectives.all_reduce(original(spec, None, overlap, operands, gemms, wire), dp)
+            return original(spec, reduce, operands, gemms, wire)
+        return collectives.all_reduce(original(spec, None, operands, gemms, wire), dp)
 
-    here.patch(core, "token_gemm", token_gemm)
+    here.patch(functional, "token_gemm", token_gemm)
 
 
 def one_sibling(here: Here) -> None:
     """dx of q, k and v lacks the contribution of v."""
-    original = core.token_gemm
+    original = functional.token_gemm
 
-    def token_gemm(spec: Any, reduce: Any, overlap: Any, operands: Any, gemms: Any, wire: Any) -> Any:
+    def token_gemm(spec: Any, reduce: Any, operands: Any, gemms: Any, wire: Any) -> Any:
         if spec.name.startswith("model.layers.1.self_attn.q_proj") and len(gemms) == 3:
             operands, gemms = operands[:2], [gemms[0], replace(gemms[1], out_dtype=gemms[2].out_dtype)]
-        return original(spec, reduce, overlap, operands, gemms, wire)
+        return original(spec, reduce, operands, gemms, wire)
 
-    here.patch(core, "token_gemm", token_gemm)
+    here.patch(functional, "token_gemm", token_gemm)
 
 
 def other_pass(layer: str, change: Callable[[Here, Tensor, int], Tensor]) -> Callable[[Here], None]:
@@ -255,7 +255,7 @@ def wgrad(layer: str, change: Callable[[Here, Tensor, int], Tensor]) -> Callable
     """Change every dw of a layer."""
 
     def plant(here: Here) -> None:
-        original, calls = core.contract_gemm, [0]
+        original, calls = functional.contract_gemm, [0]
 
         def contract_gemm(bound: Any, *args: Any, **more: Any) -> Tensor:
             dw = original(bound, *args, **more)
@@ -264,7 +264,7 @@ def wgrad(layer: str, change: Callable[[Here, Tensor, int], Tensor]) -> Callable
             calls[0] += 1
             return change(here, dw, calls[0])
 
-        here.patch(core, "contract_gemm", contract_gemm)
+        here.patch(functional, "contract_gemm", contract_gemm)
 
     return plant
 

@@ -24,7 +24,7 @@ from dlp.parallel.casts import (
     make_casts,
     operand_shape,
 )
-from dlp.parallel.linear import state as operands
+from dlp.parallel.linear import quantize as operands
 from dlp.parallel.style import STYLES
 from dlp.quant import recipe as recipes
 from dlp.quant.fp8 import CurrentScaling

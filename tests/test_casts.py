@@ -15,7 +15,7 @@ from dlp.kernels import cuda, loader, ops, table
 from dlp.kernels.reference import Fp8Scale
 from dlp.parallel import casts as cast_engine
 from dlp.parallel.casts import BOTH
-from dlp.parallel.linear import state as operands
+from dlp.parallel.linear import quantize as operands
 from dlp.parallel.model import rows
 from dlp.parallel.style import STYLES
 from dlp.quant.integers import IntScaling

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dlp
+from dlp.parallel.linear.flags import CastName, Flags
 from dlp.parallel.model import checks
-from dlp.parallel.model.checks import CastName, Flags
 from dlp.quant.quantizer import KeepHighPrecision, flagged, one_read
 from dlp.quant.recipe import load
 from tests.emulated import emulated, emulation  # noqa: F401

@@ -13,10 +13,10 @@ from torch._dynamo.utils import counters
 
 import dlp
 from dlp.flows.codes import load_quantized_state_dict
-from dlp.kernels import captured as kernels_captured
 from dlp.parallel.linear.capture import describe
 from dlp.parallel.weight.base import weights_in
 from dlp.quant.parameter import QuantizedParameter
+from dlp.runtime import capture as kernels_captured
 from tests.emulated import emulation
 from tests.metrics import assert_bit_equal
 

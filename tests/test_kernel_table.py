@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dlp
-from dlp.kernels import captured, ops, table
+from dlp.kernels import ops, table
 from dlp.kernels.launches import NotPlain
 from dlp.kernels.reference import Fp8Scale
 from dlp.kernels.table import DEVICES, GEMM, GemmEntry, KernelEntry, operation, registered
@@ -19,6 +19,7 @@ from dlp.parallel.model import rows
 from dlp.quant.gemm import Gemm, kernel_name, support
 from dlp.quant.quantizer import QuantizerCaps
 from dlp.quant.recipe import GEMMS, load, names
+from dlp.runtime import capture as captured
 from tests.emulated import emulated  # noqa: F401
 from tests.metrics import assert_bit_equal, relative_error
 from tests.quantizers import matrix, quantize

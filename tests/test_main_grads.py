@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dlp
-from dlp.kernels.captured import CapturedLaunches
-from dlp.parallel.linear import core
+from dlp.parallel.linear import functional
 from dlp.parallel.linear.spec import LayerOptions
 from dlp.parallel.model.session import session_of
+from dlp.runtime.capture import CapturedLaunches
 from tests.cases import RECIPES
 from tests.emulated import emulated  # noqa: F401
 from tests.metrics import assert_bit_equal
@@ -67,13 +67,13 @@ class Adds:
     """How many wgrads added to a gradient themselves."""
 
     def __init__(self) -> None:
-        self.count, contract = 0, core.contract_gemm
+        self.count, contract = 0, functional.contract_gemm
 
         def counted(*args: Any) -> Tensor:
             self.count += len(args) > 6 and args[6] is not None
             return contract(*args)
 
-        self.patch = patch.object(core, "contract_gemm", counted)
+        self.patch = patch.object(functional, "contract_gemm", counted)
 
     def __enter__(self) -> Adds:
         self.patch.start()

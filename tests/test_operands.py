@@ -18,7 +18,7 @@ from bench.saved_bytes import of_layer
 from dlp.parallel import casts as cast_engine
 from dlp.parallel import overlap
 from dlp.parallel.casts import BOTH
-from dlp.parallel.linear import state as operands
+from dlp.parallel.linear import quantize as operands
 from dlp.parallel.linear.modules import Linear
 from dlp.parallel.linear.spec import LinearSpec, Overlaps
 from dlp.parallel.linear.state import BoundSpec

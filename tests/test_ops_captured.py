@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import dlp
 from dlp import ops
 from dlp.kernels import gemms, reference, table
-from dlp.kernels.captured import CapturedLaunches
 from dlp.kernels.table import registered
 from dlp.parallel.linear.capture import describe
+from dlp.runtime.capture import CapturedLaunches
 from tests.emulated import emulated  # noqa: F401
 from tests.paired_models import K, M, PairedModels, forward_backward
 

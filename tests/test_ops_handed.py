@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dlp
 from dlp import ops
-from dlp.parallel.linear import core
+from dlp.parallel.linear import quantize as quantization
 from tests.metrics import assert_bit_equal, assert_close
 from tests.ops_models import linear, values
 
@@ -29,11 +29,10 @@ def test_a_quantized_tensor_goes_to_the_next_sequence_and_is_cast_once(
     handed = norm(x)
     assert isinstance(handed, ops.Handed) and handed.shape == shape and handed.dtype == torch.bfloat16
     cast: list[str] = []
-    quantize = core.quantize
+    engine = quantization.cast
     monkeypatch.setattr(
-        core, "quantize", lambda bound, tensor, *a, **k: [cast.append(tensor), quantize(bound, tensor, *a, **k)][1]
+        quantization, "cast", lambda plan, *a, **k: [cast.append(plan.tensor), engine(plan, *a, **k)][1]
     )
-    monkeypatch.setattr(core.BoundRoute, "send", lambda self, *a, **k: pytest.fail("x is cast once more"))
     y = fc1(handed)
     monkeypatch.undo()
     dy = values(2, *y.shape).bfloat16()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import dlp
 from dlp import ops
 from dlp.ops.fusions import REGISTERED
-from dlp.parallel.linear import core
+from dlp.parallel.linear import quantize as quantization
 from tests import pool as worker
 from tests.cases import KINDS, RECIPES, few
 from tests.metrics import assert_bit_equal, assert_close, relative_error
@@ -117,9 +117,9 @@ def explicit(recipe: str, basic: bool) -> tuple[dict[str, Tensor], list[str], st
         ops.AllGather(group), ops.BasicLinear(H, H, recipe=recipe), ops.AllReduce(group),
     )  # fmt: skip
     sent: list[str] = []
-    start = core.BoundGather.start
-    core.BoundGather.start = lambda self, mine, lease=None: [  # type: ignore[method-assign]
-        sent.append(f"{self.tensor} {mine.format.name}"), start(self, mine, lease)][1]  # fmt: skip
+    start = quantization.start_gather
+    quantization.start_gather = lambda bound, plan, tensor, gathered, mine, lease=None: [
+        sent.append(f"{tensor} {mine.format.name}"), start(bound, plan, tensor, gathered, mine, lease)][1]  # fmt: skip
     try:
         with restored_fusions():
             for kept in (REGISTERED.forward, REGISTERED.backward) if basic else ():
@@ -131,7 +131,7 @@ def explicit(recipe: str, basic: bool) -> tuple[dict[str, Tensor], list[str], st
             y.backward(values(2, *y.shape).bfloat16())
             plan = str(model.plan())
     finally:
-        core.BoundGather.start = start  # type: ignore[method-assign]
+        quantization.start_gather = start
     assert x.grad is not None
     grads = {f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"y": y.detach(), "dx": x.grad} | grads, sent, plan
@@ -226,10 +226,10 @@ def handed_over(recipe: str) -> tuple[list[dict[str, Tensor]], str, list[str], l
     group, rank, sent, found = mesh["tp"].get_group(), mesh["tp"].get_local_rank(), list[str](), list[Any]()
     casts: list[list[str]] = []
     more = {"tensor_parallel_group": mesh["tp"], "sequence_parallel": True, "recipe": recipe, "bias": False}
-    start, cast = core.BoundGather.start, core.cast
-    core.cast = lambda plan, *given, **more: [casts[-1].append(plan.tensor), cast(plan, *given, **more)][1]
-    core.BoundGather.start = lambda self, mine, lease=None: [  # type: ignore[method-assign]
-        sent.append(f"{self.tensor} {mine.format.name}"), start(self, mine, lease)][1]  # fmt: skip
+    start, cast = quantization.start_gather, quantization.cast
+    quantization.cast = lambda plan, *given, **more: [casts[-1].append(plan.tensor), cast(plan, *given, **more)][1]
+    quantization.start_gather = lambda bound, plan, tensor, gathered, mine, lease=None: [
+        sent.append(f"{tensor} {mine.format.name}"), start(bound, plan, tensor, gathered, mine, lease)][1]  # fmt: skip
     try:
         for handed in (True, False):
             casts.append([])
@@ -246,7 +246,7 @@ def handed_over(recipe: str) -> tuple[list[dict[str, Tensor]], str, list[str], l
             assert not handed or type(between) is type(y) is ops.Handed
             found.append({name: p.grad for name, p in (("dw", column.weight), ("dw'", row.weight))})
     finally:
-        core.BoundGather.start, core.cast = start, cast  # type: ignore[method-assign]
+        quantization.start_gather, quantization.cast = start, cast
     try:
         column(ops.Quantize(recipe=recipe, strict=True)(x))
         said = ""

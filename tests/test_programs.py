@@ -19,16 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dlp
-from dlp.kernels import captured, cuda
-from dlp.kernels.captured import CapturedLaunches, NotPlain
+from dlp.kernels import cuda
 from dlp.parallel.linear import autograd
-from dlp.parallel.linear.capture import DIRECTIONS, describe
+from dlp.parallel.linear.capture import describe
 from dlp.parallel.linear.modules import LinearCore
 from dlp.parallel.linear.spec import OFF, LayerOptions
 from dlp.parallel.model.boundary import end_step
 from dlp.quant.fp8 import CurrentScaling
 from dlp.quant.quantizer import QuantizerCaps
 from dlp.quant.recipe import both, load
+from dlp.runtime import capture as captured
+from dlp.runtime import function
+from dlp.runtime.capture import DIRECTIONS, CapturedLaunches, NotPlain
 from tests.emulated import emulated  # noqa: F401
 from tests.metrics import assert_bit_equal
 from tests.paired_models import (
@@ -497,10 +499,10 @@ class Twice(torch.autograd.Function):
 
 
 def test_past_functorch_a_transform_is_refused_before_the_function():
-    apply, x = autograd.past_functorch(Twice), torch.ones(3, requires_grad=True)
+    apply, x = function.past_functorch(Twice), torch.ones(3, requires_grad=True)
 
     def called(x: Tensor) -> Tensor:
-        autograd.refuse_transforms("a layer")
+        function.refuse_transforms("a layer")
         return apply(x).sum()  # type: ignore[no-any-return]
 
     called(x).backward()

@@ -12,8 +12,8 @@ from torch.autograd import profiler
 
 import dlp
 from dlp import ops
-from dlp.kernels import captured
 from dlp.kernels.ranges import named_range
+from dlp.runtime import capture as captured
 from tests import pool as worker
 from tests.emulated import emulated  # noqa: F401
 from tests.ops_models import Watched

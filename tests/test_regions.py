@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import dlp
 from dlp import ops
+from dlp.parallel.linear import active, state
 from dlp.parallel.linear.modules import Linear
-from dlp.parallel.model import autocast, session
 from tests.cases import matrix
 from tests.metrics import assert_bit_equal, relative_error
 
@@ -267,7 +267,7 @@ def test_a_recipe_that_a_graph_holds_is_not_swapped(monkeypatch: pytest.MonkeyPa
         dlp.set_recipe(model, "0", "bf16")
     with dlp.graphing(model):
         dlp.set_recipe(model, "0", "bf16")
-    monkeypatch.setattr(session, "capturing", lambda: True)  # nobody has said so
+    monkeypatch.setattr(state, "capturing", lambda: True)  # nobody has said so
     model[1](x)
     with pytest.raises(ValueError, match=r"^1: a CUDA graph holds its recipe bf16"):
         dlp.set_recipe(model, "1", "fp8_block")
@@ -289,7 +289,7 @@ def test_the_weight_of_a_graphed_layer_is_scaled_by_what_it_has_become():
 
 def test_a_region_without_a_step_boundary_is_not_captured(monkeypatch: pytest.MonkeyPatch):
     linear = layer("fp8_current")
-    monkeypatch.setattr(autocast, "capturing", lambda: True)
+    monkeypatch.setattr(active, "capturing", lambda: True)
     with dlp.autocast(recipe="bf16"), pytest.raises(ValueError, match="it runs in dlp.autocast while a CUDA graph"):
         linear(matrix("gauss", SIZE, SIZE, 1))
 

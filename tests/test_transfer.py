@@ -11,16 +11,16 @@ from torch import Tensor
 
 import dlp
 from dlp.kernels.ops import Produced, RmsNormed
-from dlp.parallel.linear.core import run_forward
+from dlp.parallel.linear.functional import linear_forward
+from dlp.parallel.linear.plan import Gathered, Reduction, Result, linear_plan, x_tokens_of
 from dlp.parallel.style import COLUMN, COLUMN_SP, LOCAL, ROW, ROW_SP, STYLES
-from dlp.parallel.transfer import Gathered, Reduction, Result, transfer_plan, x_tokens_of
 from dlp.quant import recipe as recipes
 from tests.cases import RECIPES
 from tests.emulated import emulation
 
 
 def test_what_a_column_parallel_layer_sends_of_x():
-    plan = transfer_plan(recipes.load("fp8_current"), COLUMN_SP, 2, 128)
+    plan = linear_plan(recipes.load("fp8_current"), COLUMN_SP, 2, 128)
     assert (plan.tokens, plan.y_tokens, plan.kept) == (128, 256, "rowwise")
     assert plan.x[False].gathers == (Gathered("fprop", False, leased=True),)
     assert plan.x[True].gathers == (Gathered("fprop", False, leased=False),), "what is kept must not keep the whole"
@@ -30,7 +30,7 @@ def test_what_a_column_parallel_layer_sends_of_x():
 
 
 def test_what_a_row_parallel_layer_sends_of_dy():
-    plan = transfer_plan(recipes.load("fp8_block"), ROW_SP, 2, 512)
+    plan = linear_plan(recipes.load("fp8_block"), ROW_SP, 2, 512)
     assert plan.y_tokens == 256 and plan.kept == "columnwise" and plan.x[True].cast_before == (True, True)
     assert plan.dy(True, True).gathers == (Gathered("dgrad", False, True), Gathered("wgrad", True, True))
     assert plan.dy(True, False).gathers == (Gathered("dgrad", False, True),)
@@ -39,18 +39,18 @@ def test_what_a_row_parallel_layer_sends_of_dy():
 
 
 def test_values_travel_where_shards_do_not_concatenate():
-    plan = transfer_plan(recipes.load("fp8_block"), ROW_SP, 2, 200)  # 100 tokens of dy a rank, in blocks of 128
+    plan = linear_plan(recipes.load("fp8_block"), ROW_SP, 2, 200)  # 100 tokens of dy a rank, in blocks of 128
     route = plan.dy(True, True)
     assert route.cast_before == (True, False) and route.cast_after == (False, True)
     assert route.gathers == (Gathered("dgrad", False, True), Gathered("wgrad", None))
     assert route.reasons[0] is None and "100 tokens a rank are no multiple of 128" in str(route.reasons[1])
-    whole = transfer_plan(replace(recipes.load("fp8_block"), gather_dy="high_precision"), ROW_SP, 2, 512).dy(True, True)
+    whole = linear_plan(replace(recipes.load("fp8_block"), gather_dy="high_precision"), ROW_SP, 2, 512).dy(True, True)
     assert whole.gathers == (Gathered("dgrad", None),) and whole.cast_after == (True, True), "one transfer for both"
 
 
 def test_a_rank_alone_reduces_nothing():
     for style in (COLUMN, ROW):
-        alone, two = (transfer_plan(recipes.load("bf16"), style, tp, 64) for tp in (1, 2))
+        alone, two = (linear_plan(recipes.load("bf16"), style, tp, 64) for tp in (1, 2))
         assert (alone.fprop, alone.dgrad) == (None, None) and (two.fprop, two.dgrad) != (None, None)
 
 
@@ -58,27 +58,27 @@ def test_a_rank_alone_reduces_nothing():
 def test_every_style_has_a_plan_for_every_recipe(recipe):
     for style in STYLES.values():
         for tokens in (None, 16, 96, 128, 1024):
-            plan = transfer_plan(recipes.load(recipe), style, 2, tokens)
+            plan = linear_plan(recipes.load(recipe), style, 2, tokens)
             gathered = {each.gemm for route in (*plan.x, plan.x_again, *plan.dys) for each in route.gathers}
             wanted = {"x": {"fprop", "wgrad"}, "dy": {"dgrad", "wgrad"}, None: set()}[style.gathers]
             assert gathered <= wanted and bool(gathered) == bool(wanted)
             assert x_tokens_of(style, 2, plan.y_tokens) == plan.tokens
             if tokens is None:  # as many as every block wants: nothing stands in the way
                 assert all(why is None for route in (*plan.x, plan.x_again, *plan.dys) for why in route.reasons)
-    assert transfer_plan(recipes.load(recipe), LOCAL, 1, 64).kept in ("values", "columnwise")
+    assert linear_plan(recipes.load(recipe), LOCAL, 1, 64).kept in ("values", "columnwise")
 
 
 def test_who_agrees_is_part_of_the_plan():
     """x of COLUMN_SP and dy of ROW_SP, whose scales span what tp cuts; with a group of the user's all, on arrival too."""
     recipe = recipes.load("fp8_current")
-    column, row = (transfer_plan(recipe, style, 2, 128) for style in (COLUMN_SP, ROW_SP))
-    assert column.casts(column.x[True]).agreed == row.casts(row.dy(True, True)).agreed == (True, True)
-    assert column.casts(column.dy(True, True)).agreed == row.casts(row.x[True]).agreed == (False, False)
-    arriving = transfer_plan(recipes.load("fp8_block"), ROW_SP, 2, 200)
+    column, row = (linear_plan(recipe, style, 2, 128) for style in (COLUMN_SP, ROW_SP))
+    assert column.x[True].before.agreed == row.dy(True, True).before.agreed == (True, True)
+    assert column.dy(True, True).before.agreed == row.x[True].before.agreed == (False, False)
+    arriving = linear_plan(recipes.load("fp8_block"), ROW_SP, 2, 200)
     route = arriving.dy(True, True)
-    assert not any(arriving.casts(route, arrived=True).agreed) and arriving.casts(route, arrived=True).whole
-    own = replace(arriving, own_group=True)
-    assert all(own.casts(route).agreed) and all(own.casts(route, arrived=True).agreed)
+    assert not any(route.after.agreed) and route.after.whole
+    own = linear_plan(recipes.load("fp8_block"), ROW_SP, 2, 200, own_group=True).dy(True, True)
+    assert all(own.before.agreed) and all(own.after.agreed)
 
 
 @pytest.mark.parametrize(
@@ -89,10 +89,10 @@ def test_a_plan_says_what_forward_returns_and_keeps(recipe, device):
     with emulation() if device != "CPU" else nullcontext():
         for shape in ((96, 160), (2, 33, 160)):
             layer, x = dlp.Linear(160, 64, recipe=recipe, dtype=torch.bfloat16), torch.randn(shape).bfloat16()
-            plan, given = layer.core.bound.transfers(x.numel() // 160), Result(x.shape, x.dtype)
+            plan, given = layer.core.bound.plan(x.numel() // 160), Result(x.shape, x.dtype)
             still_to_be_made = Produced(RmsNormed(x.reshape(-1, 160), torch.ones(160), 1e-5), shape)
             for values in (x, still_to_be_made):
-                ys, kept = run_forward(layer.core.bound, values, [layer.weight.detach()], [None], (), True, True)
+                ys, kept = linear_forward(layer.core.bound, values, [layer.weight.detach()], [None], (), True, True)
                 assert [Result(y.shape, y.dtype) for y in ys] == [plan.y(given, 64)]
                 promised = plan.saved(x) or [x.reshape(-1, 160)] * (values is still_to_be_made)
                 assert [alike(part) for part in kept] == [alike(part) for part in promised]

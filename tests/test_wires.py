@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlp.kernels import reference
 from dlp.kernels.reference.wire import pack_fp8, sum_fp8, unpack_fp8
-from dlp.parallel.transfer import WIRES
+from dlp.parallel.linear.plan import WIRES
 from tests.metrics import assert_bit_equal
 
 R, ROWS, FEATURES = 4, 6, 300  # two whole blocks and a partial one

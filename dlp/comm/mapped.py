@@ -6,7 +6,7 @@
 A `Slot` is a piece of such memory on each rank of a group. `begin` waits until the peers have read the previous contents of
 their slots, `meet` until all peers have pushed into this rank's slot. Copy engines make the copies, on a lane beside the
 current stream (`dlp.kernels.launches`). The launches of a transfer are the same in every step, so that they can be captured:
-by `dlp.kernels.captured`, and in a CUDA graph.
+by `dlp.runtime.capture`, and in a CUDA graph.
 
 A direction of a layer (its forward or its backward) calls `start`, makes its transfers, reads their results and calls `finish`.
 All ranks of a group run directions in the same order. The slot of a transfer therefore follows from its size, the style of the

@@ -160,3 +160,9 @@ def recording() -> Iterator[Launched]:
 def is_recording() -> bool:
     """Whether launches of this thread are recorded."""
     return _RECORDING.get() is not None
+
+
+def capturing() -> bool:
+    """Whether the current stream captures a CUDA graph. False, without asking, before torch uses CUDA: a torch built for CUDA
+    raises where there is no driver."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from dlp.ops.captured import Direction, ReplayEntry, ReplayResults
 from dlp.ops.context import OperationContext
-from dlp.parallel.linear.core import reads_w
+from dlp.parallel.linear.plan import reads_w
 from dlp.parallel.linear.state import BoundSpec
 
 

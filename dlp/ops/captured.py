@@ -1,7 +1,7 @@
 """Forward or backward of a whole fuser as captured launches, as of one linear in `dlp.parallel.linear.capture`.
 
     first call      runs the ops
-    second call     records what the ops launch (`dlp.kernels.captured`), and runs the launches
+    second call     records what the ops launch (`dlp.runtime.capture`), and runs the launches
     further calls   allocate the results and replay the launches in one native call; collectives and operations of torch split
                     it into several
 
@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dlp.kernels.captured import CapturedLaunches, NotPlain
 from dlp.kernels.launches import is_recording
 from dlp.kernels.ranges import named_range
 from dlp.ops.context import OWN
-from dlp.parallel.linear.autograd import multiplies_tf32, shape_key, shape_keys
-from dlp.parallel.linear.capture import SEEN, CapturedDirections
+from dlp.parallel.linear.capture import directions
+from dlp.runtime.capture import SEEN, CapturedDirections, CapturedLaunches, NotPlain
+from dlp.runtime.function import multiplies_tf32, shape_key, shape_keys
 
 Flat = list[Tensor | None]
 Key = tuple[Any, ...]
@@ -79,6 +79,7 @@ class Direction:
         self.name, self.ops, self.obstacle = name, ops, obstacle
         self.range = f"{linears or ops}.{name}"
         self.captured: CapturedDirections | None = None
+        self.bounds: Sequence[Any] = ()
         self.entries: dict[Key, ReplayEntry] = {}
 
     def replay(
@@ -151,7 +152,8 @@ class Direction:
                     break
             else:
                 return captured
-        captured = self.captured = CapturedDirections(self.ops, bounds, {self.name: self.obstacle}, x)
+        captured = self.captured = directions(self.ops, bounds, {self.name: self.obstacle}, x)
+        self.bounds = bounds
         self.entries.clear()
         for bound in bounds:
             bound.calls[self] = captured
@@ -159,7 +161,7 @@ class Direction:
 
     def forget(self) -> None:
         """Drop all captured launches."""
-        for bound in self.captured.bounds if self.captured is not None else ():
+        for bound in self.bounds:
             bound.calls.pop(self, None)
         self.captured = None
         self.entries.clear()

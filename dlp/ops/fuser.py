@@ -16,18 +16,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
+from dlp.kernels.launches import capturing
 from dlp.ops.calls import FuserCall, FuserPlan, LinearCall, Pass, Placed, deduplicated, layouts_of
 from dlp.ops.captured import Direction
 from dlp.ops.fusions import REGISTERED, fuse
 from dlp.ops.passes import Members, apply_fused, forward
 from dlp.ops.traced import one_by_one
 from dlp.ops.values import each
-from dlp.parallel.linear.autograd import multiplies_tf32, no_autocast, opaque, refuse_transforms, shape_keys
-from dlp.parallel.linear.capture import LIMIT
-from dlp.parallel.linear.modules import autocasts, in_autocast_dtype
-from dlp.parallel.model.autocast import active_spec
-from dlp.parallel.model.checks import capturing
+from dlp.parallel.linear.active import active_spec
 from dlp.parallel.weight.local import held, num_axes
+from dlp.runtime.capture import LIMIT
+from dlp.runtime.function import (
+    autocasts,
+    in_autocast_dtype,
+    multiplies_tf32,
+    no_autocast,
+    opaque,
+    refuse_transforms,
+    shape_keys,
+)
 
 Ops = Sequence[Any]
 PLAIN = (Tensor, nn.Parameter)
@@ -93,7 +100,7 @@ class OperationFuser:
                 raise TypeError(f"{self.names[0]}: x and extra inputs must be tensors; got {type(tensor).__name__}")
         if basic_op_kwargs is not None:
             self.members.check_keywords(basic_op_kwargs)
-        if inputs and autocasts(inputs[0]):
+        if torch._C._is_any_autocast_enabled() and inputs and autocasts(inputs[0]):
             cast = tuple(map(in_autocast_dtype, inputs))
             if not torch.compiler.is_dynamo_compiling() and cast[0].dtype != inputs[0].dtype:
                 self.autocast = f"x is cast from {inputs[0].dtype} to {cast[0].dtype} first, as torch.autocast says"
@@ -112,7 +119,8 @@ class OperationFuser:
         kwargs: Sequence[Mapping[str, Any]] | None,
     ) -> Any:  # fmt: skip
         """Find or make the `FuserCall` of these tensors, and run its forward. many: x is a tuple, of `inputs`."""
-        refuse_transforms(self.names[0])
+        if torch._C._are_functorch_transforms_active():
+            refuse_transforms(self.names[0])
         setting_values = [getattr(op, name) for op, name in self.settings]
         if setting_values != self.setting_values:
             self._forget(setting_values)
@@ -139,7 +147,7 @@ class OperationFuser:
         key += [tensor.requires_grad for tensor in tensors]
         key += [(type(tensor), num_axes(tensor)) for tensor in tensors if type(tensor) not in PLAIN]
         reads, read_addresses, same = deduplicated(all_read, addresses)
-        call_key = (*key, same, multiplies_tf32(inputs[0]))
+        call_key = (*key, same, inputs[0].dtype is torch.float32 and multiplies_tf32(inputs[0]))
 
         call = self.calls.get(call_key)
         if call is None:

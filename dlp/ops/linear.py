@@ -32,20 +32,12 @@ from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, rows_of
 from dlp.parallel.linear import modules
 from dlp.parallel.linear.autograd import check_features, check_given
 from dlp.parallel.linear.capture import obstacle
-from dlp.parallel.linear.core import (
-    NO_FINISH,
-    Finish,
-    GradsWanted,
-    keeps_x,
-    leave_wgrads,
-    num_left,
-    run_backward,
-    run_forward,
-    to_save,
-    waits,
-)
+from dlp.parallel.linear.delayed import leave_wgrads, num_left
+from dlp.parallel.linear.functional import NO_FINISH, Finish, linear_backward, linear_forward
+from dlp.parallel.linear.plan import GradsWanted, keeps_x, to_save
+from dlp.parallel.linear.quantize import accepted
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.linear.state import BoundSpec, accepted
+from dlp.parallel.linear.state import BoundSpec, waits
 from dlp.parallel.style import LOCAL, ParallelStyle
 from dlp.parallel.weight.local import check_whole, held
 from dlp.quant.recipe import Recipe
@@ -219,7 +211,9 @@ class BasicLinear(BasicOperation, modules.Linear):
             if bias is not None:
                 check_bias(bias, (*x.shape[:-1], weight.shape[0]))
         save = ctx.requires_grad and keeps_x(bound.spec.recipe, ctx.needs_dx, any(ctx.needs_dw))
-        ys, saved_x = run_forward(bound, x, weights, biases or [None] * len(weights), parts, save, ctx.record, finish)
+        ys, saved_x = linear_forward(
+            bound, x, weights, biases or [None] * len(weights), parts, save, ctx.record, finish
+        )
         ctx.save_for_backward(*weights, *to_save(x, saved_x, save))
         ctx.x_shape, ctx.x_dtype = tuple(x.shape), x.dtype
         return tuple(ys)
@@ -289,7 +283,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         size = len(ctx.pass_tensors) // count
         parts = [part for i in used for part in ctx.pass_tensors[i * size : (i + 1) * size]]
         into = [ctx.into[i] for i in used] if ctx.into else []
-        results = run_backward(bound, dys, saved, ws, parts, wanted, finish, into)
+        results = linear_backward(bound, dys, saved, ws, parts, wanted, finish, into)
         bound.session.scales = None
         ctx.written = tuple([i for i, to in zip(used, into, strict=False) if to is not None])
         if self._waits(ctx):

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from dlp.ops.calls import FuserCall, Pass, Placed, ResultLayout, deduplicated
 from dlp.ops.captured import Flat, ReplayEntry
 from dlp.ops.values import HANDED, INTEGERS, LAZY, MANY, Value, each, is_handed, share_bytes, tensor_of
-from dlp.parallel.linear.autograd import layout_keys, multiplies_tf32, no_autocast, only_once, owned, past_functorch
 from dlp.parallel.weight.local import held
+from dlp.runtime.function import layout_keys, multiplies_tf32, no_autocast, only_once, owned, past_functorch
 
 
 def check_count(name: str, what: str, found: Any, expected: int) -> None:
@@ -294,7 +294,8 @@ def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor])
     if keyed_by_grads:
         own = [grad for grad in grads if grad is not None]
         reads, read_addresses, same = deduplicated(tensors, addresses)
-        key = is_given, same, multiplies_tf32(tensors[0]), *layout_keys(own, addresses[: len(own)])
+        rounds = tensors[0].dtype is torch.float32 and multiplies_tf32(tensors[0])
+        key = is_given, same, rounds, *layout_keys(own, addresses[: len(own)])
         entry = call.backward.get(key)
         if entry is not None:
             flat = plan.captured[1].replay(entry, call.bounds, reads, read_addresses)

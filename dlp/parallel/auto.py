@@ -29,9 +29,9 @@ from dlp.comm.mesh import NCCL
 from dlp.comm.transport import transport_of
 from dlp.kernels.table import device_kind
 from dlp.parallel import overlap as overlaps
+from dlp.parallel.linear.plan import WIRES, LinearPlan, linear_plan
 from dlp.parallel.overlap import Work
 from dlp.parallel.style import ParallelStyle, shard_sizes
-from dlp.parallel.transfer import WIRES, TransferPlan, transfer_plan
 from dlp.quant.recipe import GEMMS, Recipe
 
 AUTO, SERIAL = "auto", "serial"
@@ -65,8 +65,8 @@ class Problem(NamedTuple):
         shapes = self.local(tp)
         return self.tokens, sum(n for n, _ in shapes), shapes[0][1]
 
-    def transfers(self, tp: int) -> TransferPlan:
-        return transfer_plan(self.recipe, self.style, tp, self.tokens // (tp if self.style.cut_x == 0 else 1))
+    def plan(self, tp: int) -> LinearPlan:
+        return linear_plan(self.recipe, self.style, tp, self.tokens // (tp if self.style.cut_x == 0 else 1))
 
 
 class Choice(NamedTuple):
@@ -355,7 +355,7 @@ def work_of(gemm: str, problem: Problem, times: Times) -> Work | str:
     """A GEMM and its transfer, with `gemms` empty where the table has no rate of it; or why no strategy matters for it."""
     if gemm == "wgrad":
         return ONE_GEMM
-    tp, plan = times.ranks, problem.transfers(times.ranks)
+    tp, plan = times.ranks, problem.plan(times.ranks)
     route = plan.x[True] if gemm == "fprop" else plan.dy(True, True)
     shapes, dtype = problem.local(tp), getattr(torch, times.about.get("dtype", "bfloat16"))
     reads = [k for _, k in shapes] if gemm == "fprop" else [n for n, _ in shapes]

@@ -45,7 +45,7 @@ from dlp.parallel import overlap as overlaps
 from dlp.parallel.auto import CANDIDATES, SERIAL, Machine, Problem, Row, Times, load, machine, transport_name
 from dlp.parallel.casts import BOTH, HP
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
-from dlp.parallel.linear.state import quantize
+from dlp.parallel.linear.quantize import quantize
 from dlp.parallel.model.boundary import attach, end_step
 from dlp.parallel.model.graph import CapturedStep
 from dlp.parallel.style import STYLES

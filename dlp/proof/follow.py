@@ -13,7 +13,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from dlp.kernels.ops import rounded
 from dlp.parallel.casts import BOTH
-from dlp.parallel.linear.state import cores, flatten, quantize
+from dlp.parallel.linear.quantize import flatten, quantize
+from dlp.parallel.linear.state import cores
 from dlp.parallel.model.checks import check_gathered
 from dlp.parallel.weight.local import LocalWeight
 from dlp.proof.bounds import Measured, Spread, is_weight, measure, rows_of, spread, variance

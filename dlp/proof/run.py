@@ -295,7 +295,7 @@ def _run(
         end_step(model)
         _scales(run, model, case, -1)
     if isinstance(run, Follower) and any(True for _ in cores(model)):
-        session_of(model).watches_scales = run.gathered
+        session_of(model).before_gather = run.gathered
     for step in range(program.steps):
         run.recorder.step = step
         if isinstance(run, Follower):
@@ -348,14 +348,14 @@ def _counted(
         yield
         return
     session, ledger = session_of(model), Ledger(mesh)
-    watch, session.watches_scales = session.watches_scales, None  # which sends by itself
+    watch, session.before_gather = session.before_gather, None  # which sends by itself
     try:
         with ledger.step(program.wire(model, mesh, case)) as seen:
             yield
         run.remarks.append(f"each rank sent {sum(seen.sent.values()):,} bytes in step {step}, as the plan says")
     except LedgerError as error:
         run.failed.append(Seen(Key(step, "", "wire"), WHOLE, (1, 1), Guess("wire", str(error))))
-    session.watches_scales = watch
+    session.before_gather = watch
 
 
 def _piece(each: Any, case: MeshCase, piece: int, device: torch.device) -> Any:

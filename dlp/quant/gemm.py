@@ -48,7 +48,7 @@ class GemmOptions:
 
     fast_accumulation   FP8 products are summed inside the tensor core only: faster, about 14 bits
     out_dtype           of the result; None: the dtype that the caller works in
-    wire                what contributions are carried as where the result is summed over ranks (`dlp.parallel.transfer`)
+    wire                what contributions are carried as where the result is summed over ranks (`dlp.parallel.linear.plan`)
     tuned               run the algorithm that `dlp.kernels.tune` measured as the fastest, where it has measured
     allow_reference     the plain-torch reference may run on a GPU
     """

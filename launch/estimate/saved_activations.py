@@ -1,7 +1,7 @@
 """What the forward of a model keeps for backward, block by block, and how large its logits are.
 
 The model itself runs, on tensors without memory and with a rank's share of heads, features and tokens. Where a real run calls
-something opaque, a stand-in takes its place that saves what that saves: a linear as its `TransferPlan` says, attention its
+something opaque, a stand-in takes its place that saves what that saves: a linear as its `LinearPlan` says, attention its
 inputs, output and log-sum-exp, a norm its input and rstd. Counted are the tensors that autograd saves, each memory once.
 
 torch.compile keeps of a block what is read or made by something opaque, and makes the pointwise rest again.
@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dlp.parallel.linear.plan import LinearPlan, Result, linear_plan
 from dlp.parallel.model.rows import LayerPlan, OtherPlan
 from dlp.parallel.style import shard_sizes
-from dlp.parallel.transfer import Result, TransferPlan, transfer_plan
 
 REST = ""  # what is saved outside of blocks
 
@@ -96,9 +96,9 @@ class _Linear(nn.Module):
         self.row, self.tp, self.count, self.shared = row, tp, count, shared
         self.sizes = shard_sizes(row.row, *row.shape, tp, row.name)
 
-    def plan(self, x: Tensor) -> TransferPlan:
+    def plan(self, x: Tensor) -> LinearPlan:
         row, tokens = self.row, x.numel() // x.shape[-1]
-        return transfer_plan(row.recipe, row.row, self.tp, tokens, kept=row.options.keeps)
+        return linear_plan(row.recipe, row.row, self.tp, tokens, kept=row.options.keeps)
 
     def forward(self, inputs: Tensor) -> Tensor:
         def make(x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
@@ -113,7 +113,7 @@ class _Linear(nn.Module):
         y: Tensor = _Keep.apply(self.count, make, inputs)
         return y
 
-    def kept(self, plan: TransferPlan, x: Tensor) -> list[Tensor]:
+    def kept(self, plan: LinearPlan, x: Tensor) -> list[Tensor]:
         return plan.saved(x) or [x]
 
 

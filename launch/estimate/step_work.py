@@ -224,7 +224,7 @@ class StepWork:
         else:
             self._compute(f"{linear.name} dgrad", gemms_of(linear), seconds, kernels=members)
         if members > 1:  # dgrads of siblings add up in fp32
-            rows = linear.transfers.rows("x") * (self.tp if linear.style.cut_x == 0 else 1)
+            rows = linear.plan.rows("x") * (self.tp if linear.style.cut_x == 0 else 1)
             moved = rows * linear.shapes[0][1] * (8 * (members - 1) + 4 + WIDE)
             self._compute(f"{linear.name} dgrad sums", SUMS, moved / self.rates.memory)
         if not linear.recipe.x.keeps_source and linear.style.cut_x == 0:  # gathered codes are transposed for wgrad
@@ -242,13 +242,13 @@ class StepWork:
 
     def _gemm_seconds(self, linear: LinearTraffic, gemm: str) -> float:
         gathered = linear.style.cut_x == 0 or linear.style.cut_dy == 0
-        rows = self.tokens if gathered or not self.config.mesh.sequence_parallel else linear.transfers.rows("x")
+        rows = self.tokens if gathered or not self.config.mesh.sequence_parallel else linear.plan.rows("x")
         features = sum(n for n, _ in linear.shapes)
         return self.rates.gemm(linear.recipe, gemm, (rows, features, linear.shapes[0][1]))
 
     def _cast(self, linear: LinearTraffic, tensor: str, features: int, *, both: bool) -> None:
         operand: Operand = getattr(linear.recipe, tensor)
-        rows = linear.transfers.rows(tensor)
+        rows = linear.plan.rows(tensor)
         moved = self._cast_bytes(operand, (rows, features), rows * features)
         if moved:
             self._compute(f"{linear.name} cast {tensor}", CAST, moved / self.rates.memory, kernels=3)

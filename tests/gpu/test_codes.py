@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlp.kernels import captured, cuda_codes, ops, reference
+from dlp.kernels import cuda_codes, ops, reference
 from dlp.kernels.ops import DelayedSlots
+from dlp.runtime import capture as captured
 from tests.gpu.inputs import CODES, DTYPES, random_sizes, values
 from tests.metrics import assert_bit_equal
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dlp
-from dlp.kernels.captured import CapturedLaunches
+from dlp.runtime.capture import CapturedLaunches
 from tests.cases import BY_SCALES
 from tests.metrics import assert_bit_equal, assert_close
 from tests.paired_models import K, M, N, programs, values

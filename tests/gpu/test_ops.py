@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dlp
 from dlp import ops
-from dlp.kernels.captured import CapturedLaunches
+from dlp.runtime.capture import CapturedLaunches
 from tests.metrics import assert_bit_equal, assert_close
 from tests.restored_tables import restored_fusions
 

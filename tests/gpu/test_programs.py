@@ -12,7 +12,7 @@ from torch import nn
 
 import dlp
 from dlp.kernels import cuda, ops, reference
-from dlp.parallel.linear.capture import DIRECTIONS
+from dlp.runtime.capture import DIRECTIONS
 from tests.cases import BY_SCALES
 from tests.gpu.inputs import values as special
 from tests.metrics import assert_bit_equal

@@ -19,7 +19,7 @@ from dlp.comm import transport
 from dlp.comm.collectives import reduce_scatter
 from dlp.comm.mapped import Transport
 from dlp.parallel import tune
-from dlp.parallel.transfer import WIRES
+from dlp.parallel.linear.plan import WIRES
 from dlp.quant import recipe as recipes
 from launch.ranks import process_exit
 from tests import pool as worker

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import dlp
 from dlp import ops
-from dlp.parallel.linear.core import run_forward, to_save
+from dlp.parallel.linear.functional import linear_forward
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
+from dlp.parallel.linear.plan import to_save
 from launch.config.run_config import Config
 from launch.training import build
 from tests import pool as worker
@@ -347,8 +348,8 @@ def kept_and_promised(recipe: str) -> tuple[list[Any], list[Any]]:
     with patch("dlp.kernels.table.kind_of", lambda device: "sm_90"):
         layer = ColumnParallelLinear(160, 64, **options_of(recipe, True))
         x = torch.randn(128, 160).bfloat16()
-        _, kept = run_forward(layer.core.bound, x, [layer.weight.detach().to_local()], [None], (), True, True)
-        promised = layer.core.bound.transfers(len(x)).saved(x)
+        _, kept = linear_forward(layer.core.bound, x, [layer.weight.detach().to_local()], [None], (), True, True)
+        promised = layer.core.bound.plan(len(x)).saved(x)
         return tuple([(each.shape, each.dtype, each.stride()) for each in given] for given in (kept, promised))
 
 

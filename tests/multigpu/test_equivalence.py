@@ -26,7 +26,7 @@ import dlp
 from dlp import LayerGroup
 from dlp.comm.collectives import Pending, done
 from dlp.parallel import casts
-from dlp.parallel.linear import core as linear_fn
+from dlp.parallel.linear import functional as linear_fn
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.model.grads import PartialGradients
 from dlp.parallel.model.replicas import Replicas
@@ -230,9 +230,9 @@ def without_reduction(model: nn.Module) -> Any:
     """layers.0.self_attn.o_proj keeps its own rows of its own partial result."""
     name, original, skipped = "model.layers.0.self_attn.o_proj", linear_fn.token_gemm, []
 
-    def token_gemm(spec: Any, reduce: Any, overlap: Any, operands: Any, gemms: Any, wire: Any) -> Pending[Tensor]:
+    def token_gemm(spec: Any, reduce: Any, operands: Any, gemms: Any, wire: Any) -> Pending[Tensor]:
         if spec.name != name or reduce is None:
-            return original(spec, reduce, overlap, operands, gemms, wire)
+            return original(spec, reduce, operands, gemms, wire)
         skipped.append(name)
         return done(gemms[0](operands[0]).to(wire).chunk(spec.tp)[spec.tp_group.rank()].contiguous())
 

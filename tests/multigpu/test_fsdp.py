@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 import dlp
 from dlp.comm.mesh import ParallelDims
 from dlp.parallel.casts import Cast, CastBatch, Orientations
-from dlp.parallel.linear import core as linear_fn
-from dlp.parallel.linear import state as operands
+from dlp.parallel.linear import quantize as quantization
 from dlp.parallel.weight import sharded as shards
 from launch.models.initial_weights import init_weights, initial_value
 from launch.models.modules import Llama
@@ -134,9 +133,11 @@ class Casts:
         self.weights = 0
 
     def __enter__(self) -> Casts:
+        quantize = quantization.quantize
+
         def counting(spec: Any, tensor: str, values: Any, orientations: Orientations, **options: Any) -> Any:
             self.weights += len(values) * (tensor == "w")
-            return operands.quantize(spec, tensor, values, orientations, **options)
+            return quantize(spec, tensor, values, orientations, **options)
 
         make = CastBatch.make
 
@@ -144,7 +145,7 @@ class Casts:
             self.weights += len(casts)
             return make(batch, casts)
 
-        self._patches = [patch.object(module, "quantize", counting) for module in (linear_fn, shards)]
+        self._patches = [patch.object(module, "quantize", counting) for module in (quantization, shards)]
         self._patches += [patch.object(CastBatch, "make", counting_batched)]
         for each in self._patches:
             each.start()
@@ -230,7 +231,7 @@ def casts_of_one_shard(weight_cache: str) -> tuple[list[int], list[Tensor], list
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         dlp.attach(model, optimizer, weight_cache=weight_cache)
         for _ in range(3):
-            with without_programs(), patch.object(linear_fn, "quantize", wraps=linear_fn.quantize) as quantize:
+            with without_programs(), patch.object(quantization, "quantize", wraps=quantization.quantize) as quantize:
                 for seed in range(2):
                     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).to(worker.device())
                     loss = model(x).square().mean()

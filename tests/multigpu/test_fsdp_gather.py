@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import dlp
 from dlp.comm.collectives import all_gather
 from dlp.comm.mesh import ParallelDims
-from dlp.parallel.linear.state import quantize
+from dlp.parallel.linear.quantize import quantize
 from dlp.parallel.model.session import session_of
 from dlp.parallel.weight import sharded as shards
 from dlp.parallel.weight.base import Use

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import dlp
 from bench.ledger import COLUMNS, gather_shares, rows, watch, weight_share
-from dlp.parallel.linear.core import BoundGather
+from dlp.parallel.linear import quantize as quantization
 from dlp.parallel.model.session import session_of
 from dlp.parallel.overlap.serial import Serial
 from dlp.parallel.traffic.ledger import Ledger, LedgerError, plan_of
@@ -221,13 +221,13 @@ class Silent(Trainer):
     """In its third step fprop gathers in bf16, whatever the recipe says."""
 
     def train_step(self, step: int) -> Step:
-        start = BoundGather.start
+        start = quantization.start_gather
 
-        def silent(gather: BoundGather, mine: QuantizedTensor, lease: Any = None) -> Any:
+        def silent(bound: Any, plan: Any, tensor: str, gathered: Any, mine: QuantizedTensor, lease: Any = None) -> Any:
             whole = QuantizedTensor(HighPrecision(), (mine.dequantize(torch.bfloat16),))
-            return start(gather, *((whole, None) if gather.gemm == "fprop" else (mine, lease)))
+            return start(bound, plan, tensor, gathered, *((whole, None) if gathered.gemm == "fprop" else (mine, lease)))
 
-        with patch.object(BoundGather, "start", silent if step == WARM else start):
+        with patch.object(quantization, "start_gather", silent if step == WARM else start):
             return super().train_step(step)
 
 

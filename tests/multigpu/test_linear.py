@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dlp.comm import collectives
-from dlp.parallel import casts, transfer
+from dlp.parallel import casts
 from dlp.parallel.casts import BOTH
-from dlp.parallel.linear import state as operands
+from dlp.parallel.linear import plan
+from dlp.parallel.linear import quantize as operands
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 from dlp.quant.integers import IntScaling
 from dlp.quant.recipe import Recipe, both
@@ -235,7 +236,7 @@ def gathered_operands(recipe: str | Recipe, tokens: int) -> list[tuple[bool, lis
         alone, spec = Linear(64, 64, recipe=recipe, device=worker.device()).core.bound, bound.spec
         (whole,) = operands.quantize(alone, operand, [full], BOTH)
         for columnwise, (part, expected) in enumerate(zip(mine, whole, strict=True)):
-            if transfer.obstacle(spec.recipe, operand, bool(columnwise), tokens // world) is None:
+            if plan.obstacle(spec.recipe, operand, bool(columnwise), tokens // world) is None:
                 gathered = spec.overlap.fprop.gather(part, columnwise, spec.tp_group).whole()
                 differences = [bit_difference(a, b) for a, b in zip(gathered.parts, expected.parts, strict=True)]
                 found.append((bool(columnwise), differences))

@@ -17,7 +17,7 @@ import dlp
 from dlp.comm import collectives, observer
 from dlp.comm.amax import agree
 from dlp.comm.mesh import ParallelDims
-from dlp.parallel.transfer import WIRES
+from dlp.parallel.linear.plan import WIRES
 from tests import pool as worker
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import dlp
 from dlp import ops
-from dlp.kernels.captured import CapturedLaunches
+from dlp.runtime.capture import CapturedLaunches
 from tests import pool as worker
 from tests.metrics import assert_bit_equal
 from tests.multigpu.test_programs import device, moved_by

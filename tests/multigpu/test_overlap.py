@@ -30,12 +30,12 @@ from dlp.comm.mesh import ParallelDims
 from dlp.parallel import casts
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.casts import ROWWISE
-from dlp.parallel.linear import state as operands
+from dlp.parallel.linear import quantize as operands
 from dlp.parallel.linear.modules import ColumnParallelLinear
+from dlp.parallel.linear.plan import WIRES
 from dlp.parallel.linear.spec import Overlaps
 from dlp.parallel.overlap import Overlap
 from dlp.parallel.overlap.chunked import pieces
-from dlp.parallel.transfer import WIRES
 from dlp.quant.gemm import Gemm
 from dlp.quant.quantizer import KeepHighPrecision
 from tests import pool as worker

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp.parallel.linear.modules import Linear
-from dlp.parallel.linear.state import quantize
+from dlp.parallel.linear.quantize import quantize
 from dlp.parallel.model.session import session_of
 from tests import pool as worker
 from tests.cases import matrix

@@ -23,8 +23,9 @@ from dlp.comm import slots, transport
 from dlp.comm.mapped import Transport
 from dlp.comm.slots import CudaSlot, Wait
 from dlp.comm.transfers import WHOLE, Gathering
-from dlp.kernels import captured, ops
+from dlp.kernels import ops
 from dlp.kernels.launches import Lane, recording
+from dlp.runtime import capture as captured
 from tests import pool as worker
 from tests import simulated_transport
 from tests.emulated import emulation

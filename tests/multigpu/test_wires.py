@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dlp
 from dlp.comm import collectives
+from dlp.parallel.linear.plan import WIRES
 from dlp.parallel.overlap import load
-from dlp.parallel.transfer import WIRES
 from dlp.parallel.weight.fsdp2 import CodecReduceScatter, set_grad_wire
 from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.gemm import Gemm

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from dlp.ops.basic.communication import OfRanks
 from dlp.ops.handed import Handed, quantized, why_not
 from dlp.ops.values import HANDED, LAZY, Value, rows_of
-from dlp.parallel.model.autocast import active_region
+from dlp.parallel.linear.active import active_region
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
 

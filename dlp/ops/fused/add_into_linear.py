@@ -18,7 +18,7 @@ from dlp.ops.fusions import Pattern, maybe, register_forward_fusion
 from dlp.ops.linear import BasicLinear
 from dlp.ops.op import Extras, InnerFused
 from dlp.ops.values import HANDED, LAZY, Value, share_bytes, tensor_of
-from dlp.parallel.linear.core import Finish
+from dlp.parallel.linear.functional import Finish
 
 
 class LinearIntoExtraInput(InnerFused):

@@ -13,7 +13,7 @@ from dlp.ops.fusions import Pattern, register_backward_fusion
 from dlp.ops.linear import BasicLinear
 from dlp.ops.op import Extras, InnerFused
 from dlp.ops.values import HANDED, LAZY, MANY, Value
-from dlp.parallel.linear.core import NO_FINISH, Finish
+from dlp.parallel.linear.functional import NO_FINISH, Finish
 
 
 class BackwardLinearIntoResidual(InnerFused):

@@ -6,11 +6,11 @@
     eager     `DirectLinearFn`   a `BoundCall` holds what is the same from call to call; each direction may run as captured
                                  launches (`dlp.parallel.linear.capture`)
     watched   `OpaqueLinearFn`   `dlp::linear_fwd` and `dlp::linear_bwd`, which torch.compile, dispatch modes and fake tensors
-                                 see. They take tensors and two identifiers (`dlp.parallel.linear.state`); the `TransferPlan`
+                                 see. They take tensors and two identifiers (`dlp.parallel.linear.state`); the `LinearPlan`
                                  gives the shapes of their results; streams, groups and collectives stay inside
 
-Both run `run_forward` and `run_backward`. An eager call does not go through the ops, since dispatching them costs the host
-more than a tiny linear does.
+Both run `linear_forward` and `linear_backward`. An eager call does not go through the ops, since dispatching them costs the
+host more than a tiny linear does.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dlp.comm import observer
 from dlp.kernels import gemms
-from dlp.kernels.captured import ALIGNMENT
 from dlp.kernels.table import runs_kernels
-from dlp.parallel.linear.capture import BACKWARD, FORWARD, LIMIT, CapturedDirections, Key, of_layer
-from dlp.parallel.linear.core import (
-    GradsWanted,
-    keeps_x,
-    leave_wgrads,
-    reads_w,
-    run_backward,
-    run_forward,
-    to_save,
-    waits,
-)
+from dlp.parallel.linear.active import check_compiled
+from dlp.parallel.linear.capture import of_layer
+from dlp.parallel.linear.delayed import leave_wgrads
+from dlp.parallel.linear.functional import linear_backward, linear_forward
+from dlp.parallel.linear.plan import GradsWanted, Result, keeps_x, reads_w, to_save, x_tokens_of
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of, transfers
-from dlp.parallel.model.autocast import check_compiled
-from dlp.parallel.transfer import Result, x_tokens_of
+from dlp.parallel.linear.state import BoundSpec, bound_of, plan_for, spec_of, waits
 from dlp.parallel.weight.base import Target, WeightParts
 from dlp.parallel.weight.local import check_whole, held, num_axes
 from dlp.quant.quantizer import caps_of
-
-ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
+from dlp.runtime.capture import BACKWARD, FORWARD, LIMIT, CapturedDirections
+from dlp.runtime.function import (
+    ACTIVATIONS,
+    Key,
+    layout_key,
+    multiplies_tf32,
+    no_autocast,
+    only_once,
+    owned,
+    past_functorch,
+    shape_key,
+)
 
 
 def check_features(spec: LinearSpec, x: Tensor, weight: Tensor) -> None:
@@ -64,40 +65,7 @@ def check_features(spec: LinearSpec, x: Tensor, weight: Tensor) -> None:
         )
 
 
-def no_autocast(tensors: Sequence[Tensor | None]) -> torch.autocast:
-    """A context in which torch.autocast is off for the device of these tensors, since a layer chooses its dtypes itself."""
-    return torch.autocast(next(tensor.device.type for tensor in tensors if tensor is not None), enabled=False)
-
-
 # Eager
-
-
-def multiplies_tf32(x: Tensor) -> bool:
-    """Whether GEMMs of this x are rounded to TF32: a switch of torch's, which may change between two calls."""
-    return x.dtype is torch.float32 and gemms.tf32()
-
-
-def shape_key(tensor: Tensor) -> Key:
-    """All that launches over a tensor depend on but its address."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.get_device()
-
-
-def shape_keys(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Key:
-    """`shape_key` of several tensors on one device, without a Python call for each."""
-    found: list[Any] = [tensors[0].get_device(), *[address % ALIGNMENT for address in addresses]]
-    for tensor in tensors:
-        found += tensor.shape, tensor.stride(), tensor.dtype
-    return tuple(found)
-
-
-def layout_keys(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Key:
-    """The part of `shape_keys` that shapes and dtypes leave open."""
-    return *[address % ALIGNMENT for address in addresses], *[tensor.stride() for tensor in tensors]
-
-
-def layout_key(tensor: Tensor) -> Key:
-    """The part of `shape_key` that shape and dtype leave open."""
-    return tensor.stride(), tensor.data_ptr() % ALIGNMENT
 
 
 class BoundCall:
@@ -173,8 +141,11 @@ def call_of(
         calls, parameter_keys = bound.calls, [None if p is None else _parameter_key(p) for p in parameters]
     else:
         calls = cast_weights.calls
-        parameter_keys = [None if p is None else (num_axes(p), p.dtype, p.requires_grad) for p in parameters]
-    key = (bound, record, x.requires_grad, *shape_key(x), *parameter_keys, multiplies_tf32(x))
+        parameter_keys = [
+            None if p is None else (len(p._spec.placements) if isinstance(p, DTensor) else 0, p.dtype, p.requires_grad)
+            for p in parameters
+        ]
+    key = (bound, record, x.requires_grad, *shape_key(x), *parameter_keys, x.dtype is torch.float32 and gemms.tf32())
     found: BoundCall | None = calls.get(key)
     if found is None:
         spec = bound.spec
@@ -197,7 +168,7 @@ def _parameter_key(parameter: Any) -> Key:
 def forward(
     call: BoundCall, cast_weights: WeightParts | None, x: Tensor, parameters: Sequence[Any]
 ) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:
-    """x [..., K] -> y_i [..., N_i], the tensors of x for backward (see `run_forward`), and the weights of this rank."""
+    """x [..., K] -> y_i [..., N_i], the tensors of x for backward (see `linear_forward`), and the weights of this rank."""
     bound, count, record = call.bound, call.count, call.record
     bound.session.begin_forward(bound, record)
     tensors = parameters
@@ -210,61 +181,15 @@ def forward(
     else:
         parts = bound.weights.read(bound, call.everyone, weights, call.x_dtype, columnwise=False, record=record)
     if not call.captured.possible[FORWARD]:
-        return *run_forward(bound, x, weights, biases, parts, call.save, record), weights
+        return *linear_forward(bound, x, weights, biases, parts, call.save, record), weights
     key: Key = () if cast_weights is not None else tuple(map(shape_key, parts))
-    run = partial(run_forward, bound, x, weights, biases, parts, call.save, record)
+    run = partial(linear_forward, bound, x, weights, biases, parts, call.save, record)
     return *call.captured.forward(key, run, forward_reads(x, weights, biases, parts), count), weights
 
 
 def forward_reads(x: Tensor, weights: Any, biases: Any, parts: Any) -> list[Tensor]:
     """The tensors that a forward reads."""
     return [x, *(parts or weights), *[bias for bias in biases if bias is not None]]
-
-
-def past_functorch(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without torch's Python wrapper, which looks at every argument for tensors of torch.func's transforms: 3
-    of the some 60 microseconds of host time of a tiny linear. `refuse_transforms` runs before it."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
-
-
-def owned(results: Sequence[Tensor], given: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The results of an autograd function, which was called with `given`, such that a user may write to them: torch refuses
-    that for a view that a function returns. A view that shares its memory with no input and no other result is detached, so
-    that it is no view any more."""
-    if not any([result._is_view() for result in results]):
-        return results
-    bases = [_base(result) for result in results]
-    shared = [id(_base(tensor)) for tensor in given]
-    shared += [id(base) for base in bases if sum([other is base for other in bases]) > 1]
-    return [
-        result.detach() if base is not result and id(base) not in shared else result
-        for result, base in zip(results, bases, strict=True)
-    ]
-
-
-def _base(tensor: Tensor) -> Tensor:
-    return tensor._base if tensor._is_view() else tensor  # type: ignore[return-value]
-
-
-def refuse_transforms(name: str) -> None:
-    """RuntimeError inside of a transform of torch.func, whose tensors have no memory that kernels could read."""
-    if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            f"{name}: it does not run inside of torch.func's transforms (grad, vmap, jvp, ...): use torch.autograd.grad, and "
-            f"one more leading dimension for vmap"
-        )
-
-
-def only_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`backward` for `create_graph=True`: a second differentiation raises. torch's `once_differentiable` raises only if one of
-    the incoming gradients requires a gradient, though dx and dw depend on x and w as well; so here they all require one."""
-    refusing = once_differentiable(backward)
-
-    def run(ctx: Any, *grads: Tensor | None) -> Any:
-        return refusing(ctx, *[None if grad is None else grad.detach().requires_grad_() for grad in grads])
-
-    return run
 
 
 class DirectLinearFn(torch.autograd.Function):
@@ -366,10 +291,10 @@ def _gradients(
             if into:
                 key += tuple([None if t is None else (*shape_key(t.tensor), t.overwrite) for t in into])
                 reads += [t.tensor for t in into if t is not None]
-            run = partial(run_backward, bound, dys, saved, weights, parts, wanted, into=into)
+            run = partial(linear_backward, bound, dys, saved, weights, parts, wanted, into=into)
             grads = call.captured.backward(key, run, reads)
         else:
-            grads = run_backward(bound, dys, saved, weights, parts, wanted, into=into)
+            grads = linear_backward(bound, dys, saved, weights, parts, wanted, into=into)
         bound.session.scales = None
         if bound.spec.options.delay_wgrad:
             grads = leave_wgrads(bound, wanted, weights, grads)
@@ -414,7 +339,7 @@ def linear_fwd(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
     trace_id: int, save: bool, record: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """`run_forward` as an op."""
+    """`linear_forward` as an op."""
     bound = bound_of(spec_id)
     check_compiled(bound)
     check_features(bound.spec, x, weights[0])
@@ -422,7 +347,7 @@ def linear_fwd(
     parts = _parts(bound, range(len(weights)), weights, cached, x.dtype, columnwise=False, record=record)
     keys = [None if bias is None else shape_key(bias) for bias in biases]
     key = (save, record, *keys, *map(shape_key, (x, *weights, *parts)))
-    run = partial(run_forward, bound, x, weights, biases, parts, save, record)
+    run = partial(linear_forward, bound, x, weights, biases, parts, save, record)
     reads = forward_reads(x, weights, biases, parts)
     return _captured_of(bound, x).forward(key, run, reads, len(weights))
 
@@ -431,14 +356,14 @@ def linear_bwd(
     dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], spec_id: Tensor, trace_id: int,
     dtype: torch.dtype, flags: list[int],
 ) -> list[Tensor]:  # fmt: skip
-    """`run_backward` as an op; flags: see `flags_of`."""
+    """`linear_backward` as an op; flags: see `flags_of`."""
     bound, wanted = bound_of(spec_id), _wanted(flags, dtype)
     bound.session.in_layer_backward(bound)
     used = wanted.used
     reads_weights = reads_w(bound.spec.recipe, wanted.dx, any(wanted.dw))
     parts = _parts(bound, used, weights, cached, dtype, columnwise=True, record=True) if reads_weights else ()
     key = (*wanted, *map(shape_key, (*dys, *saved, *weights, *parts)))
-    run = partial(run_backward, bound, dys, saved, weights, parts, wanted)
+    run = partial(linear_backward, bound, dys, saved, weights, parts, wanted)
     reads = [*dys, *saved, *((parts or weights) if reads_weights else ())]
     grads = _captured_of(bound, dys[0]).backward(key, run, reads)
     bound.session.scales = None
@@ -462,7 +387,7 @@ def _linear_fwd_fake(
     spec = spec_of(trace_id)
     check_features(spec, x, weights[0])
     tokens = x.numel() // x.shape[-1]
-    plan = transfers(spec, tokens)
+    plan = plan_for(spec, tokens)
     kept = plan.saved(x) if save else []
     return _empty(x, [plan.y(Result(x.shape, x.dtype), w.shape[0]) for w in weights]), kept
 
@@ -476,7 +401,7 @@ def _linear_bwd_fake(
     grads: list[Result] = []
     if wanted.dx:
         tokens = x_tokens_of(spec.style, spec.tp, dy.numel() // dy.shape[-1])
-        grads = [transfers(spec, tokens).dx(weights[0].shape[1], dtype)]
+        grads = [plan_for(spec, tokens).dx(weights[0].shape[1], dtype)]
     now = not waits(spec.options.delay_wgrad, wanted.dx)
     grads += [Result(w.shape, w.dtype) for w, needed in zip(weights, wanted.dw, strict=True) if needed and now]
     grads += [Result(w.shape[:1], w.dtype) for w, needed in zip(weights, wanted.db, strict=True) if needed]
@@ -549,16 +474,11 @@ torch.library.register_fake("dlp::count_microbatch", lambda spec_id: None, lib=_
 torch.library._register_effectful_op("dlp::count_microbatch", EffectType.ORDERED, lib=_LIBRARY)
 
 
-def opaque() -> bool:
-    """Whether something traces or watches, so that a linear must run as the opaque ops."""
-    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
-
-
 class OpaqueLinearFn(torch.autograd.Function):
     """`apply(x, spec_id, trace_id, count, save, record, delay, *weights, *biases, *cached)` -> a tuple of y_i.
 
     count          of weights, and of biases
-    save, record   as in `run_forward`
+    save, record   as in `linear_forward`
     delay          the spec's `delay_wgrad`
     cached         flat parts of the operands that the step boundary cast, in both orientations; empty: there are none now
     """

@@ -5,7 +5,7 @@ are layers that read the same x, share one core and run as one layer. A forward 
 
     modules.py    `LinearCore.__call__`             checks the inputs, finds the spec that applies and the operands of weights
     autograd.py   `call_of`, `DirectLinearFn`       what is the same for each call; what autograd saves
-    core.py       `run_forward`                     cast, gather, GEMM, reduce
+    core.py       `linear_forward`                     cast, gather, GEMM, reduce
     casts.py      `cast`                            observe, agree, cast
     overlap/      the strategy                      when gathers and reductions are issued
 """
@@ -24,21 +24,12 @@ from torch.distributed.tensor import DTensor
 
 from dlp.comm.mesh import TP
 from dlp.parallel import auto
-from dlp.parallel.linear.autograd import (
-    ACTIVATIONS,
-    OpaqueLinearFn,
-    apply_directly,
-    call_of,
-    forward,
-    no_autocast,
-    opaque,
-    refuse_transforms,
-)
-from dlp.parallel.linear.core import keeps_x
+from dlp.parallel.linear.active import LayerRuns, active_region, active_spec
+from dlp.parallel.linear.autograd import OpaqueLinearFn, apply_directly, call_of, forward
+from dlp.parallel.linear.plan import keeps_x
+from dlp.parallel.linear.quantize import accepted
 from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps
-from dlp.parallel.linear.state import LayerState, accepted
-from dlp.parallel.model.autocast import LayerRuns, active_region, active_spec
-from dlp.parallel.model.session import Session
+from dlp.parallel.linear.state import LayerState, StepState
 from dlp.parallel.style import shard_sizes, style
 from dlp.parallel.weight.base import Member
 from dlp.parallel.weight.held import hold_quantized
@@ -47,6 +38,7 @@ from dlp.parallel.weight.parameters import SpreadModule
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import QuantizedTensor
+from dlp.runtime.function import autocasts, in_autocast_dtype, no_autocast, opaque, refuse_transforms
 from dlp.te_arguments import ARGUMENTS as TE_ARGUMENTS
 from dlp.te_arguments import keywords_of, refuse
 
@@ -62,16 +54,6 @@ def check_input(spec: LinearSpec, x: Any) -> None:
         raise TypeError(f"{spec.name}: x is a DTensor, but layers read this rank's plain tensor; pass to_local() of it")
     if not isinstance(x, Tensor):
         raise TypeError(f"{spec.name}: x must be a tensor; got {type(x).__name__}")
-
-
-def autocasts(x: Tensor) -> bool:
-    """Whether torch.autocast is on for the device of x."""
-    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
-
-
-def in_autocast_dtype(x: Tensor) -> Tensor:
-    """x in the dtype of torch.autocast, which y then has, too, as for nn.Linear."""
-    return x.to(torch.get_autocast_dtype(x.device.type)) if x.dtype in ACTIVATIONS else x
 
 
 def calling_state(x: Tensor) -> tuple[Any, ...]:
@@ -144,7 +126,7 @@ class LinearCore(LayerState):
     shared        y_i between the calls of siblings
     """
 
-    def __init__(self, spec: LinearSpec, session: Session, members: Sequence[Member]) -> None:
+    def __init__(self, spec: LinearSpec, session: StepState, members: Sequence[Member]) -> None:
         super().__init__(spec, session, members)
         self.ran_under = LayerRuns()
         self.weights = self.bound.weights = local_weights(self)
@@ -190,12 +172,13 @@ class LinearCore(LayerState):
             check_input(self.spec, x)
             if hasattr(x, "operands"):  # decoded where this layer would quantize it otherwise
                 x = accepted(self.bound if opaque() else active_spec(self), x, "x")
-        if autocasts(x):
+        if torch._C._is_any_autocast_enabled() and autocasts(x):
             with no_autocast((x,)):
                 return self(in_autocast_dtype(x))
         if opaque():
             return self.by_ops(x)
-        refuse_transforms(self.spec.name)  # `apply_directly` does not look for them
+        if torch._C._are_functorch_transforms_active():  # `apply_directly` does not look for them
+            refuse_transforms(self.spec.name)
         bound, record = active_spec(self), torch.is_grad_enabled()
         cast_weights = self.weights.operands_for(bound, x.dtype)
         parameters = self.parameters()
@@ -391,7 +374,7 @@ class Linear(ParallelLinear):
             refuse(type(self).__name__, TE_ARGUMENTS[self._te_family], options, keywords_of(Linear.__init__))
         self._init_method = init_method
         mesh = _as_mesh(tp, device)
-        session = Session(lone=True, amax_group=None if mesh is None else mesh.get_group())
+        session = StepState(lone=True, amax_group=None if mesh is None else mesh.get_group())
         members = (
             ("linear",) if isinstance(out_features, int) else tuple(f"linear_{i}" for i in range(len(out_features)))
         )

@@ -1,50 +1,47 @@
-"""The state of one layer.
+"""What a pass reads of its layer and of the model.
 
-    LayerState   a layer's weights, and the specs that it runs under: its own, and those that autocast regions ask for
-    BoundSpec    one such spec, with the session, and with all that was decided for calls under it
-    quantize     casts x, w, dy, y or dx of a layer, with the scales, flags and random origins of its session
+    StepState    what all layers of a model share: delayed scales, flags, random counters, which the step boundary changes
+    BoundSpec    a spec as one layer runs it, with the StepState, and with all that was decided for calls under the spec
+    LayerState   the weights of a layer, and the specs that the layer runs under: its own, and those of autocast regions
 
 The opaque ops take tensors and two identifiers. `spec_id`, an int64 tensor [], identifies the `BoundSpec` that a call runs.
-`trace_id`, an integer, is equal for all specs of equal style, recipe, tp and options, on which number and shapes of
-results depend, and nothing else. torch.compile sees trace_id as a constant and spec_id as an input, so that equal blocks share
-one compiled graph.
+`trace_id`, an integer, is equal for all specs of equal style, recipe, tp and options, on which number and shapes of results
+depend, and nothing else. torch.compile sees trace_id as a constant and spec_id as an input, so that equal blocks share one
+compiled graph.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import cache, partial, wraps
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, wraps
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from dlp.comm.amax import agree
 from dlp.comm.transport import mapped_memory
-from dlp.parallel.casts import (
-    BOTH,
-    NOWHERE,
-    Cast,
-    CastContext,
-    CastPlan,
-    Operands,
-    Orientations,
-    Values,
-    cast,
-    cast_plan,
-)
+from dlp.kernels.launches import capturing
+from dlp.parallel.linear.flags import FORWARD, Flags
+from dlp.parallel.linear.plan import LinearPlan, linear_plan, x_tokens_of
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.model.session import Session, cannot_pickle
-from dlp.parallel.transfer import TransferPlan, transfer_plan, x_tokens_of
-from dlp.quant.quantizer import Origin, Wanted
-from dlp.quant.recipe import Operand, Recipe
+from dlp.quant.quantizer import ScaleSlot
+from dlp.quant.recipe import Recipe
+from dlp.quant.state import ForwardScales, ScalingState, SlotUse
 from dlp.quant.stats import StatsTable, measured, plain
 
+LOG = logging.getLogger("dlp")
+_ENGINE: Any = torch.autograd.Variable._execution_engine
 Result = TypeVar("Result")
 Params = ParamSpec("Params")
 
@@ -76,6 +73,269 @@ def remembered(
     return cached
 
 
+class UpdateAfterBackward(NamedTuple):
+    """Marks scales of a forward in an autocast region: at the end of its backward the scales of dy are updated, agreed over
+    `group`, None: the model's own group."""
+
+    group: ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Layers, by name, that get another recipe after `step` optimizer steps. asked: the recipe's name or table, by which a
+    resumed run can repeat the swap, None for a recipe made in Python; said: the recipe as it prints."""
+
+    step: int
+    layers: tuple[str, ...]
+    asked: Any
+    said: str
+
+
+class StepState:
+    """What passes of the layers of one model read of the model, and the step boundary changes.
+
+    seed         of stochastic rounding
+    dp           (rank, size): which tokens of a global microbatch this rank has
+    amax_group   the ranks that share delayed scales; None: this rank alone
+    lone         the state belongs to a single layer, with no model around the layer that counts microbatches
+    groups       the groups of this rank, by axis of the mesh
+
+    A layer that is constructed explicitly has a state of its own, until `convert` or `attach` moves the layer to the state of
+    the model around it, which is a `Session` (`dlp.parallel.model.session`).
+
+    The table of scales is made when it is first needed, for every layer of the model, whether or not the layer runs on this
+    rank. So tables are equal on all ranks, and one all-reduce of the staging row agrees on all amaxes. Scales change at the
+    step boundary; under `autocast` without a step boundary, those of x and w change when the region ends, and those of dy at
+    the end of the backward of the layers that ran in the region.
+    """
+
+    def __init__(
+        self, *, seed: int = 0, dp: tuple[int, int] = (0, 1), amax_group: ProcessGroup | None = None, lone: bool = False,
+        groups: Mapping[str, ProcessGroup] | None = None,
+    ) -> None:  # fmt: skip
+        self.seed, self.dp = seed, dp
+        self.amax_group, self.lone, self.groups = amax_group, lone, dict(groups or {})
+        # layers
+        self.cores: list[LayerState] = []
+        self.bounds: list[BoundSpec] = []  # of all specs that layers run or ran under: a backward may still need one
+        self.noted: set[str] = set()  # texts of `note`
+        # casts
+        self._scaling: ScalingState | None = None
+        self.loaded: dict[str, dict[str, Tensor]] = {}  # slots of autocast regions that have not run since the load
+        self.scales: ForwardScales | None = None  # that casts read now; None: those in the table
+        self.flags = Flags()
+        self.stats: StatsTable | None = None
+        self.draws = False  # a layer rounds stochastically, so microbatches are counted
+        self.weight_batch: Any = None  # `dlp.parallel.weight.base.WeightBatch`, once weights are cast
+        # passes
+        self.attached = False  # an optimizer's step is the step boundary
+        self.ran: set[tuple[str, ...]] = set()  # layers that ran with gradients since the last boundary, by members
+        self.last: LinearSpec | None = None  # of the layer that ran last
+        self.direction = "forward"  # in which it ran
+        self.waiting: deque[tuple[Any, Callable[..., Tensor]]] = (
+            deque()
+        )  # (weight, its delayed wgrad), see `backward_dw`
+        self.regions = False  # a layer has run in an autocast region
+        self.graphing = False  # inside `graphing`
+        self.graphed: set[tuple[str, ...]] = set()  # layers that a CUDA graph holds, by members
+        self._task: int | None = None  # the id of the backward at whose end scales of dy will be updated
+        self.before_gather: Callable[..., None] | None = None  # as `dlp.parallel.model.checks.check_gathered`
+        # raises RuntimeError in a backward of a layer where partial gradients of the model would not be summed
+        self.check_gradients: Callable[[], None] | None = None
+        # changes
+        self.steps = 0  # optimizer steps so far
+        self.swaps: list[Swap] = []  # recipe changes that were made
+        self.scheduled: list[tuple[Swap, Any]] = []  # (recipe change to come, its recipe)
+
+    # ---- called by passes
+
+    def begin_forward(self, bound: BoundSpec, record: bool) -> None:
+        """A forward of a layer begins; `record`: with gradients enabled."""
+        self.last, self.direction = bound.spec, "forward"
+        if self.graphing or capturing():
+            self.graphed.add(bound.spec.members)
+        if record:
+            self.ran.add(bound.spec.members)
+            if self.lone and self.draws:
+                self.advance()
+
+    def in_layer_backward(self, bound: BoundSpec) -> None:
+        """A backward of a layer begins, of a forward that ran with `scales`. If that was in an autocast region, the scales of
+        dy are updated at the end of the running backward, once for all layers. RuntimeError where partial gradients would not
+        be summed."""
+        self.last, self.direction = bound.spec, "backward"
+        if self.check_gradients is not None:
+            self.check_gradients()
+        if self.scales is None or self.attached or not isinstance(self.scales.behind, UpdateAfterBackward):
+            return
+        task, group = torch._C._current_graph_task_id(), self.scales.behind.group
+        if task != self._task:
+            self._task = task
+            _ENGINE.queue_callback(lambda: self.update_scales(False, group))
+
+    def slot(self, name: str, spec: LinearSpec, record: bool) -> ScaleSlot:
+        """The delayed scale of one tensor, for its cast by a layer of this spec. `record`: the amax of the cast counts."""
+        return self.scaling.slot(name, record, None if self.attached else self.scales, spec.slots[name][1])
+
+    def flag(self, members: tuple[str, ...], tensor: str, member: str, device: torch.device) -> Tensor:
+        """fp32 [], which casts of one tensor set to NaN where a value is not finite; `members`: of the tensor's layer."""
+        flag = self.flags.views.get((member, tensor, device))
+        if flag is None:
+            self.flags.reserve(members, device, sum(len(core.members) for core in self.cores))
+            flag = self.flags.views[member, tensor, device]
+        return flag
+
+    @cached_property
+    def counter(self) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.zeros((), dtype=torch.int64, device=self.cores[0].device)
+
+    def kept_memory(self, spec: LinearSpec) -> list[Tensor]:
+        """The tensors besides operands that launches of a layer read and write. Their addresses stay until `rebuild`."""
+        kept = [*self.flags.now, *(self.scaling.memory if spec.slots else ())]
+        return [*kept, self.counter] if spec.draws else kept
+
+    def note(self, text: str) -> None:
+        """Log a line that amends the plan: once, on rank 0, however many layers it holds for."""
+        if text not in self.noted:
+            self.noted.add(text)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                LOG.warning("plan: %s", text)
+
+    def check_not_graphed(self, layers: Iterable[LayerState]) -> None:
+        """ValueError for a swap of layers whose recipe a CUDA graph holds."""
+        held = next((layer.spec for layer in layers if layer.spec.members in self.graphed), None)
+        if held is not None:
+            raise ValueError(
+                f"{held.name}: a CUDA graph holds its recipe {held.recipe}, which replays would go on with; set recipes inside "
+                f"of dlp.graphing(model), which forgets the graphs before it, and make them anew there"
+            )
+
+    # ---- microbatches
+
+    def advance(self) -> None:
+        """Count a microbatch; not in a backward, which recomputes a forward."""
+        if not in_backward():
+            self.counter.add_(1)
+
+    # ---- what only a model around the layers has
+
+    @property
+    def sum_group(self) -> ProcessGroup | None:
+        """The group over which partial gradients are summed; None: there are none."""
+        return None
+
+    def is_moved(self, weights: Any) -> bool:
+        """Whether something else than an attached optimizer has changed the weights of a layer since they were cast."""
+        return False
+
+    def weights_cast(self, weights: Sequence[Any]) -> None:
+        """The weights of these layers have been cast."""
+
+    def hook_first(self, model: nn.Module) -> None:
+        """Put the hooks of the model that must run first in front again, after another hook was put there."""
+
+    # ---- delayed scales
+
+    def specs(self) -> list[LinearSpec]:
+        return [spec for core in self.cores for spec in core.specs()]
+
+    def weights(self) -> list[Any]:
+        """The weights of all layers (`dlp.parallel.weight.base.Weight`)."""
+        return [weight for core in self.cores for weight in core.weights]
+
+    def has_slots(self) -> bool:
+        return any(spec.slots for spec in self.specs())
+
+    @property
+    def scaling(self) -> ScalingState:
+        if self._scaling is None:
+            self._scaling = self._make_scaling()
+        return self._scaling
+
+    @torch.inference_mode(False)
+    def _make_scaling(self) -> ScalingState:
+        uses = {
+            name: SlotUse(options, tensor in FORWARD, spec.recipe.reduce_amax)
+            for spec in self.specs()
+            for name, (tensor, options) in spec.slots.items()
+        }
+        made = ScalingState(uses, self.cores[0].device)
+        if self.loaded:
+            self.loaded = made.table.load_known(self.loaded)
+        return made
+
+    def rebuild(self) -> None:
+        """Make the table of scales anew after layers got other recipes; slots that are in both tables keep their state."""
+        if self._scaling is None:
+            return
+        self._scaling = self._scaling.replaced_by(self._make_scaling())
+        for bound in self.bounds:  # their captured launches read the old table
+            bound.calls.clear()
+        for core in self.cores:
+            if core.weights.parts is not None:
+                core.weights.parts.calls.clear()
+
+    def update_scales(self, forward: bool | None = None, group: ProcessGroup | None = None) -> None:
+        """Agree on staged amaxes and update the scales. Every rank of the amax group calls it, whatever it ran.
+
+        forward   None: all slots; True or False: those that forward or backward casts
+        group     the amax group of an autocast region; None: the session's own
+        """
+        shared = group or self.amax_group
+        self.scales = None
+        if shared is None or shared.size() == 1:
+            self.scaling.update(None, forward)
+        else:
+            self.scaling.update(lambda staged: agree([staged], shared)[0], forward)
+
+    def leave_region(self, group: ProcessGroup | None) -> None:
+        """The outermost autocast region ends: update the scales of what forward casts, over the region's `group`."""
+        if not self.attached and self.has_slots():
+            self.update_scales(True, group)
+
+    # ---- the step boundary
+
+    def end_step(self) -> None:
+        """The session's part of the step boundary: close the step's statistics, update delayed scales. The amax of a weight,
+        which was recorded at the last boundary, counts only if its layer has run since."""
+        if self.stats is not None:
+            self.stats.close()
+        if self.has_slots():
+            idle = [spec for spec in self.specs() if spec.members not in self.ran | self.graphed]
+            self.scaling.forget({name for spec in idle for name, (tensor, _) in spec.slots.items() if tensor == "w"})
+            self.update_scales()
+        self.ran.clear()
+
+    # ---- copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepState:
+        new = type(self)(seed=self.seed, dp=self.dp, amax_group=self.amax_group, lone=self.lone, groups=self.groups)
+        memo[id(self)] = new
+        self.share(memo)
+        vars(new).update(copy.deepcopy(self._taken(), memo))
+        return new
+
+    def share(self, memo: dict[int, Any]) -> None:
+        """Enter into `memo` what a copy has in common with this state."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """ValueError for a model with process groups, which cannot be pickled."""
+        if self.amax_group is not None:
+            cannot_pickle(self.cores[0].spec.name)
+        bounds = [core.bound for core in self.cores]
+        return self._taken() | {"seed": self.seed, "dp": self.dp, "lone": self.lone, "bounds": bounds}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(vars(type(self)()) | state)
+
+    def _taken(self) -> dict[str, Any]:
+        """What a copy of the model takes along: layers and their scales; neither attached optimizers, nor what is cached for
+        the next calls."""
+        names = ("cores", "steps", "swaps", "scheduled", "noted", "draws", "_scaling")
+        return {name: getattr(self, name) for name in (*names, *(["counter"] if "counter" in vars(self) else []))}
+
+
 class BoundSpec:
     """A spec as one layer of one session runs it.
 
@@ -84,10 +344,11 @@ class BoundSpec:
     clips        operands of x say where codes were clipped (`Operand.clips`)
     spec_id      int64 [], identifies it to the opaque ops; trace_id: see the module
     cache        results of functions that are `remembered`
+    plans        the plans of calls so far, by shape of x; plans_back: by rows of dy
     calls        `BoundCall`s and captured directions (`dlp.parallel.linear.autograd`)
     """
 
-    def __init__(self, spec: LinearSpec, session: Session, weights: Any = None) -> None:
+    def __init__(self, spec: LinearSpec, session: StepState, weights: Any = None) -> None:
         self.spec, self.session, self.weights = spec, session, weights
         if spec.slots:
             spec.check_group(session.amax_group)
@@ -104,6 +365,8 @@ class BoundSpec:
         self.clips = spec.recipe.x.clips  # looked up here, since torch.compile cannot trace a cached_property
         self.cache: dict[Any, Any] = {}
         self.calls: dict[Any, Any] = {}
+        self.plans: dict[torch.Size, LinearPlan] = {}
+        self.plans_back: dict[int, LinearPlan] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundSpec:
         """The bound spec of a copied layer, whose session is a copy, too. The copy's casts are not measured
@@ -128,14 +391,14 @@ class BoundSpec:
         self._register()
 
     @remembered
-    def transfers(self, tokens: int) -> TransferPlan:
+    def plan(self, tokens: int) -> LinearPlan:
         """The plan for this number of rows of x on this rank."""
-        return transfers(self.spec, tokens)
+        return plan_for(self.spec, tokens)
 
-    @remembered
-    def transfers_back(self, dy_tokens: int) -> TransferPlan:
+    def plan_back(self, dy_tokens: int) -> LinearPlan:
         """The plan for this number of rows of dy on this rank."""
-        return self.transfers(x_tokens_of(self.spec.style, self.spec.tp, dy_tokens))
+        found = self.plans_back[dy_tokens] = self.plan(x_tokens_of(self.spec.style, self.spec.tp, dy_tokens))
+        return found
 
     def kept_memory(self) -> list[Tensor]:
         """The tensors besides operands that launches of this layer read and write. Their addresses do not change as long as
@@ -143,13 +406,19 @@ class BoundSpec:
         return [*self.session.kept_memory(self.spec), *mapped_memory()]
 
 
-def transfers(spec: LinearSpec, tokens: int) -> TransferPlan:
+def plan_for(spec: LinearSpec, tokens: int) -> LinearPlan:
     """The plan of a layer with this spec, for this number of rows of x on this rank."""
     group = spec.amax_group or spec.group
-    return transfer_plan(
+    return linear_plan(
         spec.recipe, spec.style, spec.tp, tokens, kept=spec.options.keeps, own_group=spec.amax_group is not None,
-        group=None if group is None or group.size() == 1 else group,
+        group=None if group is None or group.size() == 1 else group, spec=spec,
     )  # fmt: skip
+
+
+def waits(delay: bool | None, needs_dx: bool) -> bool:
+    """Whether wgrads are delayed until `backward_dw`: where that was chosen, and dx is wanted. Without dx nothing waits for
+    this backward, so that a delay gains nothing, and torch.compile would drop an op that returns nothing."""
+    return bool(delay) and needs_dx
 
 
 def bound_of(spec_id: Tensor) -> BoundSpec:
@@ -188,12 +457,14 @@ class LayerState:
     variants   specs of autocast regions, bound, by what the region asks for
     members    module and parameter names of each weight (`dlp.parallel.weight.base.Member`)
     weights    `LayerWeights`: where the weights live
+    ran_under  the specs of forwards in autocast regions and checkpoints (`dlp.parallel.linear.active.LayerRuns`)
     stats      the table that statistics of its casts go to; None: they are not measured
     """
 
     weights: Any
+    ran_under: Any
 
-    def __init__(self, spec: LinearSpec, session: Session, members: Sequence[Any]) -> None:
+    def __init__(self, spec: LinearSpec, session: StepState, members: Sequence[Any]) -> None:
         self.bound, self.members = BoundSpec(spec, session), list(members)
         self.variants: dict[Any, BoundSpec] = {}
         self.stats: StatsTable | None = None
@@ -208,7 +479,7 @@ class LayerState:
         return self.bound.spec
 
     @property
-    def session(self) -> Session:
+    def session(self) -> StepState:
         return self.bound.session
 
     @property
@@ -231,7 +502,7 @@ class LayerState:
         chosen = recipe if stats is None else measured(recipe, self.spec.members[0], stats)
         return replace(self.spec, recipe=chosen)
 
-    def set_spec(self, spec: LinearSpec, session: Session | None = None) -> None:
+    def set_spec(self, spec: LinearSpec, session: StepState | None = None) -> None:
         """Change the layer's own spec, at a step boundary. `session`: one that the layer moves to."""
         self.bound = BoundSpec(spec, session or self.session, self.weights)
         self.variants.clear()
@@ -248,136 +519,13 @@ def cores(model: nn.Module) -> Iterator[Any]:
             yield core
 
 
-# Casts of one layer
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread: a forward inside it is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
-def quantize(
-    bound: BoundSpec, tensor: str, values: Sequence[Values], orientations: Orientations, *,
-    members: Sequence[str] | None = None, record: bool = True, whole: bool = False, into: Wanted = NOWHERE,
-) -> list[Operands]:  # fmt: skip
-    """Values [rows, columns] of x, w, dy, y or dx -> their operands, with one amax agreement for all.
-
-    members    to which members the values belong; None: one value for each that has this tensor
-    record     amaxes count for delayed scales
-    whole      x or dy has been gathered, so that this rank has all of it
-    into       storage of `operand_shape` for the operands of a single value; None for an orientation: the cast allocates
-    """
-    plan = _plan(bound, tensor, orientations, whole, values[0].shape[0])
-    owners = members or bound.spec.owners(tensor)
-    return cast(plan, orientations, values, owners, partial(cast_context, bound), record=record, into=into)
-
-
-def accepted(bound: BoundSpec, value: Any, tensor: str) -> Any:
-    """An x or dy that arrives quantized (`dlp.ops.handed.Handed`): itself, where this layer would have made the same operands;
-    else its decoded values, which the layer quantizes again, with a note in the log. ValueError where it is `strict`, which
-    forbids that."""
-    spec, record = bound.spec, value.cast_record
-    theirs, options = record.quantizers, spec.options
-    quantized = not (theirs.rowwise.format.keeps_source or theirs.columnwise.format.keeps_source)
-    same = theirs == spec.recipe.of(tensor) and not options.save_original_input and quantized
-    shared = spec.tp == 1 or (spec.amax_group is None and spec.recipe.amax_scope == "table")
-    if same and shared and spec.style.gathers == tensor and spec.tp > 1:
-        rows = value.numel() // value.shape[-1]
-        plan = bound.transfers(rows) if tensor == "x" else bound.transfers_back(rows)
-        shared = plan.sends_codes(tensor, record.group, spec.tp_group)
-    if same and shared:
-        return value
-    why = f"{spec.name}: {tensor} is quantized twice: " + (
-        "its ranks must share its scales, and have whole blocks of it"
-        if same else f"it came as {value.operands.at(columnwise=False).format.name}, and {spec.recipe} casts it otherwise"
-    )  # fmt: skip
-    if record.strict:
-        remedy = "process_group=, the ranks that gather it" if same else "this recipe"
-        raise ValueError(f"{why}; give Quantize {remedy}, or leave strict away")
-    bound.session.note(why)
-    return value.tensor()
-
-
-@remembered
-def _plan(bound: BoundSpec, tensor: str, orientations: Orientations, whole: bool, rows: int) -> CastPlan:
-    """`rows`: of the stored matrices, for x and dy the number of tokens."""
-    spec = bound.spec
-    group = spec.amax_group or spec.group
-    return cast_plan(
-        spec.style, spec.recipe, tensor, orientations, rows, whole=whole, own_group=spec.amax_group is not None,
-        group=None if group is None or group.size() == 1 else group,
-    )  # fmt: skip
-
-
-def cast_context(
-    bound: BoundSpec, plan: CastPlan, member: str, shape: torch.Size, device: torch.device, record: bool
-) -> CastContext:
-    """Flag, slots and origins for the casts of one matrix of this shape. Flag and origins are cached; slots are looked up at
-    each call, since an autocast region may have scales of its own."""
-    key = id(plan), member, shape, device  # the entry holds the plan, so that no other one gets its id
-    found = bound.cache.get(key)
-    if found is None:
-        flag = bound.session.flag(bound.spec.members, plan.tensor, member, device) if plan.quantizes else None
-        origins = [
-            tuple([_origin(bound, plan, member, shape, given, each) for each in read.origins])
-            for read, given in zip(plan.reads, plan.shapes(shape), strict=True)
-        ]
-        names = [
-            bound.spec.slot_name(plan.tensor, member, read.rowwise is None) if read.has_slot else None
-            for read in plan.reads
-        ]
-        found = bound.cache[key] = plan, CastContext(flag, (None,) * len(names), origins), names
-    _, context, names = found
-    if not plan.scaled_by_slots:
-        return context
-    slots = [None if name is None else bound.session.slot(name, bound.spec, record) for name in names]
-    return CastContext(context.flag, slots, context.origins)
-
-
-def weight_casts(bound: BoundSpec, member: str, weight: Tensor, value: Tensor, into: Wanted = NOWHERE) -> list[Cast]:
-    """The casts that `quantize(bound, "w", [weight], BOTH)` would run, to be run together with those of other layers. `value`:
-    the weight, padded to its `operand_shape`."""
-    plan = _plan(bound, "w", BOTH, False, value.shape[0])
-    matrices = [value] * len(plan.reads)
-    return plan.casts(matrices, cast_context(bound, plan, member, weight.shape, value.device, True), into)
-
-
-@cache
-def _tensor_id(name: str) -> int:
-    """32 bits of a hash: the same for a name on every rank and in every run."""
-    return int.from_bytes(sha256(name.encode()).digest()[:4], "little")
-
-
-def _origin(
-    bound: BoundSpec, plan: CastPlan, member: str, shape: Sequence[int], padded: Sequence[int], columnwise: bool
-) -> Origin:
-    """Where this rank's matrix lies in the unsharded one, which tp cuts along a dimension and data parallelism along the
-    tokens; `columnwise`: where its transpose lies in the transposed one."""
-    spec, session, tensor = bound.spec, bound.session, plan.tensor
-    cut = None if plan.whole else spec.style.cut(tensor)
-
-    def span(dim: int, size: int) -> tuple[int, int]:
-        """First index and size in the unsharded matrix, along a dimension of this size here."""
-        index, count = (spec.tp_group.rank(), spec.tp) if cut == dim and spec.tp > 1 else (0, 1)
-        if dim == 0 and tensor != "w":
-            index, count = index + session.dp[0] * count, count * session.dp[1]
-        return index * size, count * size
-
-    row_dim, column_dim = int(columnwise), 1 - int(columnwise)
-    row, rows = span(row_dim, shape[row_dim])
-    column, columns = span(column_dim, padded[column_dim])
-    name = f"{member}.{tensor}"
-    return Origin(row, column, rows, columns, session.seed, _tensor_id(name), session.counter, row_dim)
-
-
-def weights_agree(spec: LinearSpec) -> bool:
-    """Whether scales of this rank's weights may be agreed with other ranks."""
-    return spec.amax_group is not None or (spec.group is not None and spec.recipe.amax_scope == "all")
-
-
-def flatten(operands: Sequence[Operands]) -> list[Tensor]:
-    """The parts of both orientations of each operand, rowwise first."""
-    return [part for both in operands for columnwise in (False, True) for part in both.at(columnwise).parts]
-
-
-def unflatten(quantizers: Operand, parts: Sequence[Tensor], count: int) -> list[Operands]:
-    """The inverse of `flatten` for `count` operands of these quantizers."""
-    row, col = quantizers.rowwise.format, quantizers.columnwise.format
-    size = len(row.parts) + len(col.parts)
-    starts = range(0, count * size, size)
-    return [Operands(row.wrap(parts[i:]), col.wrap(parts[i + len(row.parts) :])) for i in starts]
+def cannot_pickle(name: str) -> NoReturn:
+    raise ValueError(
+        f"{name}: a model that is spread over ranks cannot be pickled, since process groups cannot; save its state_dict(), or "
+        f"pickle the model before dlp.convert"
+    )

@@ -45,11 +45,11 @@ from dlp.comm.lockstep import WATCH, check_alike
 from dlp.comm.mesh import AXES, DP_SHARD, TP, ParallelDims, placement_on
 from dlp.parallel.linear.modules import ConvertedLinear, LinearCore, ParallelLinear
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.linear.state import cores
+from dlp.parallel.linear.state import StepState, Swap, cores, in_backward
 from dlp.parallel.model.checks import ACTIONS, NonFiniteWatch, looks
 from dlp.parallel.model.grads import PartialGradients, add_main_grads, check_none_waits
 from dlp.parallel.model.replicas import Replicas
-from dlp.parallel.model.session import Session, Swap, converted_root, give_session, in_backward, session_of
+from dlp.parallel.model.session import Session, converted_root, give_session, session_of
 from dlp.parallel.model.survey import check_no_fsdp1, guard
 from dlp.parallel.weight.base import MAIN_GRADS, refresh
 from dlp.parallel.weight.fsdp2 import Managed, cast_managed, gather_quantized, managed
@@ -322,7 +322,7 @@ def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Sessi
     guard(model, session)
     tp_groups = [core.spec.tp_group for core in session.cores if core.spec.tp > 1]
     if tp_groups:
-        model.partial_gradients = session.sums = PartialGradients(model, tp_groups[0])  # type: ignore[assignment]
+        model.partial_gradients = session.sum_partial(PartialGradients(model, tp_groups[0]))
         groups[TP] = tp_groups[0]
         rows = {core.spec.name: f"{core.spec.style.name} in {core.spec.recipe}" for core in session.cores}
         check_alike(rows, tp_groups[0], "dlp.attach")
@@ -374,7 +374,7 @@ def schedule(model: nn.Module, layers: Sequence[str], at_step: int, recipe: Any)
     session.scheduled.append((_swap(layers, at_step, recipe, resolved), resolved))
 
 
-def make_due_swaps(model: nn.Module, session: Session) -> None:
+def make_due_swaps(model: nn.Module, session: StepState) -> None:
     """Make the scheduled swaps whose step has come."""
     for swap, resolved in [entry for entry in session.scheduled if entry[0].step <= session.steps]:
         session.scheduled.remove((swap, resolved))
@@ -411,7 +411,7 @@ def recipes_of(model: nn.Module) -> dict[str, str]:
     return {name: str(module.core.spec.recipe) for name, module in layer_modules(model).items()}
 
 
-def repeat(model: nn.Module, session: Session, swaps: Sequence[Swap]) -> list[str]:
+def repeat(model: nn.Module, session: StepState, swaps: Sequence[Swap]) -> list[str]:
     """Repeat the `swaps` of a checkpoint on a model that has the recipes of its configuration. Returns lines for the log:
     scheduled swaps whose step is over and that were not made. ValueError for a swap to a recipe made in Python, which cannot be
     repeated, unless the layers have that recipe already."""
@@ -438,7 +438,7 @@ def repeat(model: nn.Module, session: Session, swaps: Sequence[Swap]) -> list[st
     ]
 
 
-def _session(model: nn.Module, layers: Sequence[str]) -> Session:
+def _session(model: nn.Module, layers: Sequence[str]) -> StepState:
     return _by_own_name(model)[layers[0]].core.session
 
 

@@ -2,7 +2,7 @@
 
     compare, check_gathered   numbers that ranks must share are equal on all of them: scales, parts that a gather does not send
     StaleWeights              weights that something else than an attached optimizer has changed, whose casts are out of date
-    Flags, NonFiniteWatch     tensors that were not finite when they were cast
+    NonFiniteWatch            tensors that were not finite when they were cast
     (and for replicas of parameters `dlp.parallel.model.replicas`)
 
 Checks over ranks are collective: all ranks of the group call them together. Checks that wait for the device run in the first
@@ -15,19 +15,15 @@ ten steps, and then in every hundredth (`looks`).
     samples   writes that no counter sees, as into `.data` or into the local tensor of a detached DTensor: some values of each
               weight, compared before forwards without gradients and, in steps that `looks` names, before the optimizer's step
 
-**Values that are not finite.** A cast can turn Inf into a finite value, so that a run goes on and nothing shows. Hence each
-tensor that a layer casts has a number on the device, 0, which the cast itself sets to NaN where a value is NaN or Inf: without
-a launch more, and without a wait. The step boundary copies the numbers of a step and zeroes them; `NonFiniteWatch` reads the
-copies one step later (`dlp.attach(on_nonfinite=...)`). Operands in high precision have no flag: Inf and NaN stay in them, and
-show in the loss or in gradients.
+**Values that are not finite.** `NonFiniteWatch` reads the flags of a step (`dlp.parallel.linear.flags`) one step later
+(`dlp.attach(on_nonfinite=...)`).
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,22 +33,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dlp.comm.amax import agree
+from dlp.kernels.launches import capturing
+from dlp.parallel.linear.flags import FORWARD, CastName, Flags, bad_casts
+from dlp.parallel.weight.base import LayerWeights, Weight
 from dlp.quant.tensor import SHARED, QuantizedTensor
 
 LOG = logging.getLogger("dlp")
 ACTIONS = ("raise", "warn", "ignore")
-FORWARD = ("w", "x", "y")  # tensors that forward casts, in the order in which a layer's flags lie
-BACKWARD = ("dx", "dy")  # as backward finds them when it goes from the last to the first
 WEIGHT_SAMPLE = 64  # values of a weight
 ALWAYS, THEN = 10, 100
 Named = dict[str, Tensor]
 Mark = tuple[int, int, int, int]
-
-
-def capturing() -> bool:
-    """Whether the current stream captures a CUDA graph. False, without asking, before torch uses CUDA: a torch built for CUDA
-    raises where there is no driver."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def looks(step: int) -> bool:
@@ -99,35 +90,6 @@ def not_sent(mine: QuantizedTensor, dim: int) -> Named:
 # ---- weights that were changed after their casts
 
 
-class CastWeight(Protocol):
-    """What these checks read of a weight, `dlp.parallel.weight.base.Weight`."""
-
-    managed: bool
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def stored(self) -> Tensor | None: ...
-
-
-class LayerWeights(Protocol):
-    """What these checks read of the weights of a layer, `dlp.parallel.weight.base.LayerWeights`."""
-
-    parts: Any
-
-    @property
-    def members(self) -> Sequence[CastWeight]: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def stored(self) -> list[Tensor]: ...
-
-    def in_use(self) -> bool: ...
-
-    def drop(self) -> None: ...
-
-
 def _mark(parameter: Any) -> Mark:
     """Numbers that change when a parameter is replaced, or written by an operation that torch counts."""
     tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
@@ -141,7 +103,7 @@ class StaleWeights:
         self._marks: dict[LayerWeights, list[Mark]] = {}
         self._views: dict[LayerWeights, list[Tensor]] = {}
         self._seen: list[Tensor] = []
-        self._whole: list[CastWeight] = []  # whose parameters layers hold as they are
+        self._whole: list[Weight] = []  # whose parameters layers hold as they are
         self._managed = False  # there are others, too
         self._whole_marks: list[Mark | None] = []
 
@@ -227,83 +189,6 @@ def _bits(values: Tensor) -> Tensor:
 # ---- what was not finite
 
 
-class CastName(NamedTuple):
-    """A tensor of a layer that has a flag."""
-
-    tensor: str
-    member: str
-
-    def __str__(self) -> str:
-        return f"{self.tensor} of {self.member}"
-
-
-class _Piece(NamedTuple):
-    """A block of flags, fp32 [room]: those of the running step, those of the step before, and the names of the flags that are
-    in use."""
-
-    now: Tensor
-    closed: Tensor
-    names: list[CastName]
-
-    @property
-    def left(self) -> int:
-        return len(self.now) - len(self.names)
-
-
-class Flags:
-    """The flags of one model. They are allocated when a layer first casts, in the order of layers, and their memory stays:
-    captured launches write to it."""
-
-    def __init__(self) -> None:
-        self.views: dict[tuple[str, str, torch.device], Tensor] = {}
-        self._pieces: list[_Piece] = []
-
-    def reserve(self, members: Sequence[str], device: torch.device, expected: int) -> None:
-        """Allocate flags for all tensors of the layer with these members. `expected`: the number of members of all layers."""
-        names = [
-            CastName(tensor, member)
-            for tensor in (*FORWARD, *BACKWARD)
-            for member in (members[:1] if tensor in ("x", "dx") else members)
-        ]
-        piece = next((p for p in self._pieces if p.now.device == device and p.left >= len(names)), None)
-        if piece is None:
-            room = max(len(names), expected * len((*FORWARD, *BACKWARD)))
-            with torch.inference_mode(False):  # whatever runs first, others will write to them
-                now, closed = torch.zeros(2, room, device=device).unbind()
-            piece = _Piece(now, closed, [])
-            self._pieces.append(piece)
-        for name in names:
-            self.views[name.member, name.tensor, device] = piece.now[len(piece.names)]
-            piece.names.append(name)
-
-    @torch.no_grad()
-    def close(self) -> None:
-        """End a step: copy its flags, and zero them for the next."""
-        for piece in self._pieces:
-            piece.closed.copy_(piece.now)
-            piece.now.zero_()
-
-    @property
-    def now(self) -> list[Tensor]:
-        """The flags of the running step, which casts write to."""
-        return [piece.now for piece in self._pieces]
-
-    @property
-    def names(self) -> list[CastName | None]:
-        """The names of all flags, in the order of `now` and `closed`; None for a flag that is not in use."""
-        return [name for piece in self._pieces for name in (*piece.names, *[None] * piece.left)]
-
-    @property
-    def closed(self) -> list[Tensor]:
-        """The flags of the last step, on the device, until the next one ends."""
-        return [piece.closed for piece in self._pieces]
-
-    def bad_now(self) -> list[str]:
-        """The names of what was not finite in the last step or since its boundary. Waits for the device."""
-        both = [flag for now, closed in zip(self.now, self.closed, strict=True) for flag in (now + closed).tolist()]
-        return [str(name) for _, name in bad_casts(self.names, both)]
-
-
 class FirstBad(NamedTuple):
     """The first cast of a step that met a NaN or Inf: of forward if one did, else of backward. Of several ranks' the smallest
     is the first. `place`: its index in the order of that pass; `total`: how many there are."""
@@ -319,12 +204,6 @@ class FirstBad(NamedTuple):
         others = f", the first of {self.total} in {way}" if self.total > 1 else f", in {way}"
         before = "; every x and w that was cast was finite" if self.backward else ""
         return f"{self.name} held a NaN or Inf when it was cast on rank {self.rank}{others}{before}"
-
-
-def bad_casts(names: Sequence[CastName | None], flags: Sequence[float]) -> list[tuple[int, CastName]]:
-    """The names of flags that are set, with their indices. `flags`: as `Flags.closed` returned them."""
-    found = enumerate(zip(names, flags, strict=False))  # `names` may have grown since
-    return [(place, name) for place, (name, flag) in found if name is not None and math.isnan(flag)]
 
 
 def first_bad(names: Sequence[CastName | None], flags: Sequence[float], rank: int) -> FirstBad | None:

@@ -37,13 +37,8 @@ from dlp.comm.lockstep import check_alike
 from dlp.comm.mesh import AXES, TP, WORLD, ParallelDims
 from dlp.parallel import auto
 from dlp.parallel.auto import Times
-from dlp.parallel.linear.core import other_microbatch
-from dlp.parallel.linear.modules import (
-    ConvertedLinear,
-    LinearCore,
-    ParallelLinear,
-    partial_names,
-)
+from dlp.parallel.linear.modules import ConvertedLinear, LinearCore, ParallelLinear, partial_names
+from dlp.parallel.linear.quantize import other_microbatch
 from dlp.parallel.linear.spec import LinearSpec, Overlaps
 from dlp.parallel.model.embedding import cut_vocabulary
 from dlp.parallel.model.grads import PartialGradients
@@ -165,7 +160,7 @@ def convert(
         _convert_other(target, other, target.inside(plan, other.name))
     for name in plan.left_out.keys() - {other.name for other in plan.others}:
         replicate(model.get_submodule(name), name, inside=target.inside(plan, name))
-    model.partial_gradients = runtime.sums = PartialGradients(model, dims.group(TP))  # type: ignore[assignment]
+    model.partial_gradients = runtime.sum_partial(PartialGradients(model, dims.group(TP)))
     runtime.replicas = Replicas(model, [slot.path for slot in runtime.sums.slots], groups_of_axes)
     model.register_forward_hook(explain(names), always_call=True)
     runtime.plan = plan

@@ -45,11 +45,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dlp.comm import collectives, observer
-from dlp.parallel.linear.autograd import no_autocast
-from dlp.parallel.model.session import Session, cannot_pickle, converted_root, in_backward, session_of
+from dlp.parallel.linear.state import cannot_pickle, in_backward
+from dlp.parallel.model.session import Session, converted_root, session_of
 from dlp.parallel.weight.base import MainGrad, Weight
 from dlp.parallel.weight.fsdp2 import Managed, managed
 from dlp.parallel.weight.local import LocalWeight, held
+from dlp.runtime.function import no_autocast
 
 _ENGINE = torch.autograd.Variable._execution_engine
 

@@ -23,10 +23,10 @@ from dlp.comm.mesh import NCCL
 from dlp.kernels.table import cast_kernel, device_kind
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.auto import AUTO, NO_TABLE, NO_TOKENS, NOTHING, SERIAL, Asked, Choice, Problem, Times, choose
+from dlp.parallel.linear.plan import ASKED, linear_plan
 from dlp.parallel.linear.spec import LayerOptions, check_blocks, check_extras, check_recipe
 from dlp.parallel.model.groups import Resolved
 from dlp.parallel.style import STYLES, ParallelStyle, shard_sizes, style
-from dlp.parallel.transfer import ASKED, transfer_plan
 from dlp.parallel.weight.parameters import default_recipe, holds
 from dlp.quant import recipe as recipes
 from dlp.quant.gemm import check_kernel, kernel_name, support
@@ -337,7 +337,7 @@ def layer_notes(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> tup
 def _travel(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> Iterator[str]:
     if style.gathers is None:
         return
-    plan = transfer_plan(recipe, style, 1, tokens)
+    plan = linear_plan(recipe, style, 1, tokens)
     routes = (plan.x[True], plan.x_again) if style.gathers == "x" else (plan.dy(True, True),)
     whys = [
         (orientation, why)
@@ -379,7 +379,7 @@ def scope_notes(recipe: Recipe, style: ParallelStyle, local: tuple[int, int], to
 
 def _kept_note(recipe: Recipe, style: ParallelStyle, options: LayerOptions, tokens: int | None) -> tuple[str, ...]:
     """A note on what `save_original_input` costs a layer whose x nothing else keeps."""
-    own, chosen = transfer_plan(recipe, style, 1, tokens), transfer_plan(recipe, style, 1, tokens, kept=options.keeps)
+    own, chosen = linear_plan(recipe, style, 1, tokens), linear_plan(recipe, style, 1, tokens, kept=options.keeps)
     if own.kept == chosen.kept:
         return ()
     operand = 2 * _share_of_bf16(recipe.x.columnwise)

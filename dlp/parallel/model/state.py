@@ -30,11 +30,12 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm.collectives import all_gather
 from dlp.comm.mesh import TP
-from dlp.parallel.linear.state import unflatten, weights_agree
+from dlp.parallel.linear.quantize import unflatten, weights_agree
+from dlp.parallel.linear.state import LayerState, StepState, Swap
 from dlp.parallel.model.boundary import layer_modules, repeat
 from dlp.parallel.model.checks import Named, compare, not_sent
 from dlp.parallel.model.replicas import check_replicas
-from dlp.parallel.model.session import Layer, Session, Swap, converted_root, session_of
+from dlp.parallel.model.session import converted_root, session_of
 from dlp.parallel.weight.held import load_masters, masters_of
 from dlp.parallel.weight.sharded import ShardedWeight
 from dlp.quant.recipe import OPERANDS, RESULTS, source
@@ -70,7 +71,7 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
     first = sessions[0].session
     for named in sessions:
         _check_scales(named.session)
-    tp = {} if first.sums is None else {TP: first.sums.group}
+    tp = {} if first.sum_group is None else {TP: first.sum_group}
     check_replicas(model, {**first.groups, **tp})
     swaps = json.dumps([asdict(swap) for named in sessions for swap in named.session.swaps]).encode()
     state = {
@@ -161,7 +162,7 @@ def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
 class NamedSession(NamedTuple):
     """A session, and what the members of its layers are called in the state: by their own names, where not None."""
 
-    session: Session
+    session: StepState
     members: Mapping[str, str] | None = None
 
     def saved_as(self, slot: str) -> str:
@@ -237,7 +238,7 @@ def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _differs_by_rank(session: Session) -> bool:
+def _differs_by_rank(session: StepState) -> bool:
     """Whether some ranks do not share delayed scales, so that each saves its own."""
     group = session.amax_group
     alone = any(spec.slots and not spec.recipe.reduce_amax for spec in session.specs())
@@ -278,7 +279,7 @@ def check_scales(model: nn.Module) -> int:
     return _check_scales(session_of(model))
 
 
-def _check_scales(session: Session) -> int:
+def _check_scales(session: StepState) -> int:
     by_group: dict[ProcessGroup, Named] = {}
     if session.amax_group is not None and session.has_slots():
         by_group.setdefault(session.amax_group, {}).update(_delayed(session))
@@ -294,13 +295,13 @@ def _check_scales(session: Session) -> int:
     return sum(len(scales) for scales in by_group.values())
 
 
-def _delayed(session: Session) -> Named:
+def _delayed(session: StepState) -> Named:
     """The delayed scales that the amax group agrees on, by name."""
     table, agreed = session.scaling.table, session.scaling.agreed.tolist()
     return {name: table.scale[i] for i, name in enumerate(table.names) if agreed[i]}
 
 
-def _weights(core: Layer) -> Named:
+def _weights(core: LayerState) -> Named:
     """The scales, in persistent operands of weights, that span the whole tensor."""
     found: Named = {}
     kept = core.weights.parts

@@ -24,13 +24,14 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from dlp.parallel.linear.state import StepState
 from dlp.parallel.model.groups import OF_LINEARS, LayerGroup, Resolved
 from dlp.parallel.weight.parameters import check_is_parameter, check_plain
 
@@ -282,13 +283,7 @@ def check_no_fsdp1(model: nn.Module) -> None:
             )
 
 
-class Attached(Protocol):
-    """A model's session; `attached`: an optimizer steps on the parameters."""
-
-    attached: bool
-
-
-def guard(model: nn.Module, session: Attached) -> None:
+def guard(model: nn.Module, session: StepState) -> None:
     """Refuse, for this model, what torch would do to it from outside (see the module)."""
     model.register_load_state_dict_pre_hook(_Assigned(model, session))
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -298,7 +293,7 @@ def guard(model: nn.Module, session: Attached) -> None:
 class _Assigned:
     """The hook before a model loads a state dict: refuses assign=True where it would replace parameters that are needed."""
 
-    def __init__(self, model: nn.Module, session: Attached) -> None:
+    def __init__(self, model: nn.Module, session: StepState) -> None:
         self.model, self.session = model, session
 
     def __call__(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from dlp.parallel.model.checks import OnTheWay, capturing
+from dlp.kernels.launches import capturing
+from dlp.parallel.model.checks import OnTheWay
 
 _NONE = torch.iinfo(torch.int64).min  # no token is outside
 _COMING: dict[tuple[str, torch.device], tuple[OnTheWay, str]] = {}  # of the last call

@@ -3,7 +3,7 @@
     plan      styles, recipes and shapes      ─┐
     Workload  mesh, microbatches, FSDP, dtypes ┴─► step_traffic ──► {Sent(group, layer, direction, precision): bytes}
 
-    layers       gathers of x and dy and reductions of y and dx, by their `TransferPlan`; amax agreements of casts in passes
+    layers       gathers of x and dy and reductions of y and dx, by their `LinearPlan`; amax agreements of casts in passes
     boundary     amax agreements of whole weights, delayed scales, partial gradients
     FSDP         weights, rowwise in forward and columnwise in backward; gradients; amax agreements of shards
 
@@ -31,11 +31,11 @@ from dlp.comm import collectives, observer
 from dlp.comm.mesh import AXES, DP_REPLICATE, DP_SHARD, TP, WORLD, ParallelDims
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.casts import BOTH, COLUMNWISE, HP, ROWWISE, CastPlan, Orientations, cast_plan, numbers_in
+from dlp.parallel.linear.plan import WIRES, LinearPlan, Reduction, Route, linear_plan
 from dlp.parallel.linear.spec import delayed_slots
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan
 from dlp.parallel.model.rows import ParameterPlan
 from dlp.parallel.style import ParallelStyle, shard_sizes
-from dlp.parallel.transfer import WIRES, Reduction, Route, TransferPlan, transfer_plan
 from dlp.parallel.weight.sharded import (
     VALUES,
     ShardLayouts,
@@ -260,15 +260,15 @@ class LinearTraffic:
         return self.load.dtypes.get(self.name, self.load.dtype)
 
     @cached_property
-    def transfers(self) -> TransferPlan:
+    def plan(self) -> LinearPlan:
         ranks = self.load.ranks(TP)
         tokens = self.load.tokens // (ranks if self.style.cut_x == 0 else 1)
         kept, own_group = self.rows[0].options.keeps, self.load.amax_group is not None
-        return transfer_plan(self.recipe, self.style, ranks, tokens, kept=kept, own_group=own_group)
+        return linear_plan(self.recipe, self.style, ranks, tokens, kept=kept, own_group=own_group)
 
     def forward(self) -> Sends:
         """The forward before a wgrad: the gathers of x and the reduction of each y_i."""
-        yield from self._routed(self.transfers.x[True], [self.shapes[0][1]], self.x_dtype)
+        yield from self._routed(self.plan.x[True], [self.shapes[0][1]], self.x_dtype)
         for shapes in self.at_use:
             yield self._agreement(self.casts("w", ROWWISE), shapes)
         for out, _ in self.shapes:
@@ -277,9 +277,9 @@ class LinearTraffic:
     def backward(self) -> Sends:
         """The gathers of dy_i and x, and the reduction of dx."""
         features = self.shapes[0][1]
-        outs, dtype = [out for out, _ in self.shapes], self.transfers.result_dtype("fprop", self.x_dtype)
-        yield from self._routed(self.transfers.dy(True, True), outs, dtype)
-        yield from self._routed(self.transfers.x_again, [features], self.x_dtype)
+        outs, dtype = [out for out, _ in self.shapes], self.plan.result_dtype("fprop", self.x_dtype)
+        yield from self._routed(self.plan.dy(True, True), outs, dtype)
+        yield from self._routed(self.plan.x_again, [features], self.x_dtype)
         for shapes in self.at_use:
             yield self._agreement(self.casts("w", COLUMNWISE), shapes)
         yield from self._reduced("dgrad", "dx", features)
@@ -291,15 +291,16 @@ class LinearTraffic:
 
     def _routed(self, route: Route, features: Sequence[int], dtype: torch.dtype) -> Sends:
         """A route of matrices [tokens, features]: the agreements and gathers of its casts before and after."""
-        plan, tokens = self.transfers, self.transfers.rows(route.tensor)
-        yield self._agreement(plan.casts(route), [(tokens, size) for size in features])
+        plan, tokens = self.plan, self.plan.rows(route.tensor)
+        if route.before is not None:
+            yield self._agreement(route.before, [(tokens, size) for size in features])
         for each in route.gathers:
             (size,) = features  # siblings share x, and a layer that gathers dy has none
             self._strategy(each.gemm)  # whichever it is, the shard goes to each other rank
-            sent = Sent(self.load.named(TP), self.name, each.gemm, precision_of(plan.format(route, each) or HP, dtype))
+            sent = Sent(self.load.named(TP), self.name, each.gemm, precision_of(each.format or HP, dtype))
             yield sent, observer.gathered(plan.sends(route, each, size, dtype), self.load.ranks(TP))
-        if any(route.cast_after):
-            yield self._agreement(plan.casts(route, arrived=True), [(self.load.tokens, features[0])])
+        if route.after is not None:
+            yield self._agreement(route.after, [(self.load.tokens, features[0])])
 
     def _agreement(self, casts: CastPlan, shapes: Sequence[Shape]) -> tuple[Sent, int]:
         """The all-reduce before the casts of values of these shapes."""
@@ -309,15 +310,15 @@ class LinearTraffic:
 
     def _reduced(self, gemm: str, tensor: str, features: int) -> Sends:
         """The reduction of y or dx over tp, and the agreement for one that its recipe quantizes."""
-        reduce: Reduction | None = getattr(self.transfers, gemm)
+        reduce: Reduction | None = getattr(self.plan, gemm)
         if reduce is not None:
-            partial = nothing(*self.transfers.contribution(gemm, features, self.x_dtype))
+            partial = nothing(*self.plan.contribution(gemm, features, self.x_dtype))
             send = self._strategy(gemm)
             for dtype, nbytes in send(partial, self.load.ranks(TP), reduce=reduce.how, codec=WIRES[reduce.codec]):
                 yield Sent(self.load.named(TP), self.name, gemm, observer.dtype_name(dtype)), nbytes
         quantizers = self.recipe.of(tensor)
         if quantizers is not None:
-            rows, columns = quantizers.rowwise.format.padded(nothing((self.transfers.rows(tensor), features))).shape
+            rows, columns = quantizers.rowwise.format.padded(nothing((self.plan.rows(tensor), features))).shape
             yield self._agreement(self.casts(tensor, ROWWISE), [(rows, columns)])
 
     def _strategy(self, gemm: str) -> Callable[..., overlaps.Sent]:

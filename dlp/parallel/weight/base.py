@@ -5,7 +5,7 @@
 
     LocalWeight     (local.py)    the whole parameter is on this rank. It is cast at the step boundary, into operands that
                                   forward and backward only read; without a step boundary, in each pass
-    ManagedWeight   (local.py)    the same, where FSDP manages the parameter on one rank and a layer may see a copy of it
+    ManagedWeight   (fsdp2.py)    the same, where FSDP manages the parameter on one rank and a layer may see a copy of it
     HeldWeight      (held.py)     there are codes and scales only, no high-precision parameter
     ShardedWeight   (sharded.py)  FSDP shards its rows. Each rank casts its own at the step boundary; passes gather them
 
@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from dlp.comm.amax import agree
 from dlp.parallel.casts import Cast, CastBatch
 from dlp.parallel.linear.spec import LinearSpec, check_blocks
-from dlp.parallel.linear.state import BoundSpec
+from dlp.parallel.linear.state import BoundSpec, LayerState, StepState
 from dlp.quant.quantizer import Wanted
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import QuantizedTensor
@@ -56,25 +56,6 @@ class Member(NamedTuple):
     module: nn.Module
     weight: str
     bias: str
-
-
-class Layer(Protocol):
-    """What weights use of their layer: its own spec, its members, and all specs that it runs under."""
-
-    bound: BoundSpec
-    members: list[Member]
-
-    @property
-    def spec(self) -> LinearSpec: ...
-
-    @property
-    def session(self) -> Any: ...
-
-    def bounds(self) -> list[BoundSpec]: ...
-
-    def with_recipe(self, recipe: Recipe) -> LinearSpec: ...
-
-    def set_spec(self, spec: LinearSpec) -> None: ...
 
 
 class Use(NamedTuple):
@@ -305,7 +286,7 @@ class LayerWeights:
     main_grads   for each member where its wgrads go, None: to autograd; empty: all go to autograd
     """
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: LayerState) -> None:
         self.layer, self.caches = layer, False
         self.main_grads: list[MainGrad | None] = []
         self.dtype: torch.dtype | None = None
@@ -468,7 +449,7 @@ class WeightBatch:
 
 @torch.inference_mode(False)  # later boundaries write into the operands that this one allocates
 @torch.no_grad()
-def refresh(session: Any, weights: Sequence[Weight]) -> None:
+def refresh(session: StepState, weights: Sequence[Weight]) -> None:
     """Cast these weights of a model, all in one batch. All ranks call it together."""
     session.weight_batch = batch = session.weight_batch or WeightBatch()
     wanted = [(weight, casts) for weight in weights if (casts := weight.casts(batch.values))]
@@ -479,7 +460,7 @@ def refresh(session: Any, weights: Sequence[Weight]) -> None:
     _share([staged for weight, _ in wanted if (staged := weight.staged()) is not None])
     for weight in weights:
         weight.fresh = True
-    session.stale.cast(list(dict.fromkeys(weight.owner for weight, _ in wanted)))
+    session.weights_cast(list(dict.fromkeys(weight.owner for weight, _ in wanted)))
 
 
 def _share(staged: Sequence[tuple[ProcessGroup, list[Tensor]]]) -> None:

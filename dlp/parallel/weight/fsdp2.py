@@ -37,10 +37,11 @@ from dlp.comm import collectives, observer
 from dlp.comm.collectives import ReduceCodec
 from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
 from dlp.kernels.ops import sum_in_order
-from dlp.parallel.model.session import Session, in_backward, meet_first
-from dlp.parallel.transfer import WIRES
-from dlp.parallel.weight.base import LayerWeights, Weight, note_reasons, refresh, weights_in
-from dlp.parallel.weight.local import LocalWeight, ManagedWeight
+from dlp.parallel.casts import Cast
+from dlp.parallel.linear.plan import WIRES
+from dlp.parallel.linear.state import StepState, in_backward
+from dlp.parallel.weight.base import LayerWeights, Values, Weight, note_reasons, refresh, weights_in
+from dlp.parallel.weight.local import LocalWeight, local_values
 from dlp.parallel.weight.parameters import (
     ShardedParameter,
     hide_values,
@@ -100,8 +101,9 @@ def fully_shard(
             layer.set_spec(replace(layer.spec, options=replace(layer.spec.options, delay_wgrad=False)))
             layer.session.note("wgrad does not wait under FSDP, which reduces gradients within backward")
     sharded = fsdp.fully_shard(module, mesh=dims.fsdp_mesh, **fsdp2_keywords)
-    if "dlp_session" in vars(module):
-        meet_first(module)  # FSDP has put a hook that gathers in front
+    state = vars(module).get("dlp_session")
+    if state is not None:
+        state.hook_first(module)  # FSDP has put a hook that gathers in front
     refused = _refused(fsdp2_keywords) if quantized_gather else "quantized_gather=False"
     early = module.register_forward_pre_hook(_before_attach)
     module.dlp_gathering = Gathering(dims.group(DP_SHARD), quantize_from_master, refused, early)  # type: ignore[assignment]
@@ -282,7 +284,7 @@ class _Gather:
         """`fsdp_pre_all_gather`: this rank's parts to gather, and their layouts, which `_post` gets back. FSDP2 then gathers
         into the buffers of these layouts."""
         session = self.weight.bound.session
-        if not in_backward() and session.stale.moved(self.weight.owner):
+        if not in_backward() and session.is_moved(self.weight.owner):
             self.weight.fresh = False
         if not self.weight.fresh:
             _cast_late(session)
@@ -323,7 +325,7 @@ def _first_gather(param: Any) -> None:
     type(param).init_unsharded_param(param)
 
 
-def _cast_late(session: Session) -> None:
+def _cast_late(session: StepState) -> None:
     """Cast all sharded weights that are not `fresh`: a gather came before the first step boundary, or after weights were
     loaded. Their delayed amaxes replace those that the last boundary staged."""
     stale: list[Weight] = [weight for weight in session.weights() if weight.gathered and not weight.fresh]
@@ -365,6 +367,33 @@ class Managed:
     def reduces(self) -> bool:
         """Whether a backward reduces gradients into the sharded parameter, or accumulates them in the gathered one."""
         return bool(self._group.reduce_grads)
+
+
+class ManagedWeight(LocalWeight):
+    """A weight whose parameter FSDP manages and does not shard, since dp_shard is one rank. The layer may hold FSDP's copy of
+    the parameter, so the step boundary casts the parameter that the optimizer steps on."""
+
+    managed = True
+
+    def __init__(self, owner: LayerWeights, index: int, record: Managed) -> None:
+        super().__init__(owner, index)
+        self._record = record
+
+    @property
+    def stored(self) -> Tensor:
+        return self._record.stored
+
+    @property
+    def value(self) -> Tensor:
+        return local_values(self.stored)
+
+    def casts(self, values: Values) -> list[Cast]:
+        """Empty where the recipe keeps w in high precision, and where FSDP rounds its copy to another dtype than activations
+        have: then the layer reads that copy."""
+        w = self.bound.spec.recipe.w
+        if w.keeps_source or self._record.dtype not in (None, self.owner.dtype):
+            return []
+        return super().casts(values)
 
 
 def managed(model: nn.Module) -> Iterator[tuple[nn.Module, str, Managed]]:

@@ -7,7 +7,7 @@ and checkpoints work by themselves. Layers compute on this rank's plain tensor (
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from dlp.kernels.ops import rounded
-from dlp.parallel.casts import COLUMNWISE, ROWWISE, Cast, operand_shape
-from dlp.parallel.linear.state import Operands, flatten, quantize, unflatten, weight_casts
-from dlp.parallel.weight.base import Layer, LayerWeights, Member, MemberWeight, Use, Values
+from dlp.parallel.casts import COLUMNWISE, ROWWISE, Cast, Operands, operand_shape
+from dlp.parallel.linear.quantize import flatten, quantize, unflatten, weight_casts
+from dlp.parallel.linear.state import LayerState
+from dlp.parallel.weight.base import LayerWeights, Member, MemberWeight, Use, Values
 from dlp.parallel.weight.parameters import PlacedParameter, take_class
 from dlp.quant.quantizer import Wanted
 from dlp.quant.tensor import QuantizedTensor
 
 
-def local_weights(layer: Layer) -> LayerWeights:
+def local_weights(layer: LayerState) -> LayerWeights:
     """The weights of a layer that is being constructed."""
     weights = LayerWeights(layer)
     weights.set([LocalWeight(weights, i) for i in range(len(layer.members))])
@@ -98,44 +99,6 @@ class LocalWeight(MemberWeight):
 
     def drop(self, *, retyped: bool = False) -> None:
         self.parts = []
-
-
-class Record(Protocol):
-    """FSDP's record of a parameter. stored: the one that optimizers step on; dtype: what the copy that layers see is rounded
-    to, None: it is not rounded."""
-
-    @property
-    def stored(self) -> nn.Parameter: ...
-
-    @property
-    def dtype(self) -> torch.dtype | None: ...
-
-
-class ManagedWeight(LocalWeight):
-    """A weight whose parameter FSDP manages and does not shard, since dp_shard is one rank. The layer may hold FSDP's copy of
-    the parameter, so the step boundary casts the parameter that the optimizer steps on."""
-
-    managed = True
-
-    def __init__(self, owner: LayerWeights, index: int, record: Record) -> None:
-        super().__init__(owner, index)
-        self._record = record
-
-    @property
-    def stored(self) -> Tensor:
-        return self._record.stored
-
-    @property
-    def value(self) -> Tensor:
-        return local_values(self.stored)
-
-    def casts(self, values: Values) -> list[Cast]:
-        """Empty where the recipe keeps w in high precision, and where FSDP rounds its copy to another dtype than activations
-        have: then the layer reads that copy."""
-        w = self.bound.spec.recipe.w
-        if w.keeps_source or self._record.dtype not in (None, self.owner.dtype):
-            return []
-        return super().casts(values)
 
 
 class _Local(torch.autograd.Function):

@@ -29,8 +29,8 @@ from torch.distributed import ProcessGroup
 from dlp.comm import observer
 from dlp.comm.collectives import all_gather
 from dlp.parallel.casts import COLUMNWISE, NOBODY, ROWWISE, Cast, Groups, Read, agrees
-from dlp.parallel.linear.state import quantize
-from dlp.parallel.model.session import in_backward
+from dlp.parallel.linear.quantize import quantize
+from dlp.parallel.linear.state import in_backward
 from dlp.parallel.style import ParallelStyle
 from dlp.parallel.weight.base import LayerWeights, MemberWeight, Use, Values
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, ScaleSlot, Wanted, caps_of, one_read

@@ -8,13 +8,19 @@ allocates, takes views and launches kernels of this package, and (2) its decisio
 first: a function that does more raises `NotPlain`. The caller is responsible for the second. In a call, results are allocated
 one by one, and all intermediate tensors as one piece, in which memory that is no longer used is used again.
 
+`CapturedDirections` does so for the two directions of an autograd function:
+
+    first call      runs the function, which builds GEMM plans, workspaces and tables
+    second call     records the launches of the function, and runs them
+    further calls   allocate the results and run the recorded launches in one native call
+
 Calls between launches (`launches.call`), such as collectives of NCCL, are repeated in every call of the captured launches,
 which is then one native call for each stretch of launches between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -37,11 +43,20 @@ from dlp.kernels.launches import (
     recording,
     stream_of,
 )
+from dlp.kernels.ranges import named_range
 
 ALIGNMENT = 512  # bytes, that of torch's allocations on CUDA
 _NEW = {"aten::empty.memory_format", "aten::empty_strided", "aten::new_empty", "aten::empty_like"}
 # Of (shape, strides, dtype), on the current device: what compiled code of torch allocates by, without the dispatcher.
 _EMPTY = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")}
+DIRECTIONS = FORWARD, BACKWARD = "forward", "backward"
+LIMIT = 64  # captured kinds of inputs of one autograd function; inputs beyond are launched step by step
+SEEN = "called once with such tensors"
+SHARED = "tensors that it is given share memory"
+VARIES = f"more than {LIMIT} shapes, strides and alignments came"
+Run = Callable[[], list[Tensor]]
+RunForward = Callable[[], tuple[list[Tensor], list[Tensor]]]
+Key = tuple[Any, ...]
 _FIXED = -1
 Make = Callable[[], Tensor]
 Range = tuple[int, int]  # an address, and how many bytes lie there
@@ -185,6 +200,93 @@ def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: 
     with recording() as launched, _Watch() as watch:
         results = run()
     return CapturedLaunches(launched, given, [_span(t) for t in fixed], results, watch.allocated)
+
+
+class CapturedDirections:
+    """The captured directions of an autograd function: of a layer, or of a sequence of ops.
+
+    obstacle   returns why captured launches may not run now; empty: they may
+    memory     returns the tensors besides those of a call that launches read and write
+    why        by direction: why it is never captured; empty: it can be
+    possible   by direction: whether it can be
+    found      by direction and all that its launches depend on but addresses: the captured launches, or why there are none:
+               SEEN after the first call, else the reason
+    passed     by direction: why a call was last launched step by step although the direction can be captured
+    """
+
+    def __init__(
+        self,
+        name: str,
+        why: Mapping[str, str],
+        x: Tensor,
+        obstacle: Callable[[], str],
+        memory: Callable[[], list[Tensor]],
+    ) -> None:
+        missing = "" if possible(x) else f"no kernels run on {x.device.type}"
+        self.name, self.obstacle, self.memory = name, obstacle, memory
+        self.why = {direction: missing or said for direction, said in why.items()}
+        self.possible = {direction: not why for direction, why in self.why.items()}
+        self.ranges = {direction: named_range(f"{name}.{direction}") for direction in DIRECTIONS}
+        self.found: dict[Key, CapturedLaunches | str] = {}
+        self.passed: dict[str, str] = {}
+
+    def forward(
+        self, key: Key, run: RunForward, reads: Sequence[Tensor], count: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Call `run`, a forward with `count` y_i, or its captured launches. `key`: all that they depend on, but
+        for addresses and what is the same for all calls of this object; `reads`: the tensors that they read."""
+
+        def flat() -> list[Tensor]:
+            ys, kept = run()
+            return [*ys, *kept]
+
+        results = self.run((FORWARD, *key), reads, flat)
+        return results[:count], results[count:]
+
+    def backward(self, key: Key, run: Run, reads: Sequence[Tensor]) -> list[Tensor]:
+        """Call `run`, a backward, or its captured launches; `key` and `reads` as in `forward`."""
+        return self.run((BACKWARD, *key), reads, run)
+
+    def run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
+        """Call `run`, which reads `given`, or its captured launches. `key`: a direction, and what they depend on."""
+        direction, why = key[0], self.obstacle()
+        if why:
+            return self._launched(direction, why, run)
+        found = self.found.get(key)
+        if isinstance(found, CapturedLaunches):  # a third call, or a later one
+            with self.ranges[direction]:
+                return found(given)
+        if not self.possible[direction]:
+            return run()
+        if found is None and len(self.found) >= LIMIT:
+            return self._launched(direction, VARIES, run)
+        if found is None:  # the first call
+            self.found[key] = SEEN
+        if found is not SEEN:  # the first call, or one that could not be recorded
+            return run()
+        if not disjoint(given):  # the second call
+            return self._launched(direction, SHARED, run)
+        try:
+            launches = record(run, given, self.memory())
+        except NotPlain as why:
+            self.found[key] = str(why)
+            return run()
+        self.found[key] = launches
+        return launches(given)
+
+    def _launched(self, direction: str, why: str, run: Run) -> list[Tensor]:
+        self.passed[direction] = why
+        return run()
+
+    def states(self, direction: str) -> Iterator[str]:
+        """For each kind of inputs that this direction was called with: why it is not captured, empty where it is."""
+        if self.why.get(direction):
+            yield self.why[direction]
+        for key, launches in self.found.items():
+            if key[0] == direction:
+                yield launches if isinstance(launches, str) else ""
+        if direction in self.passed:
+            yield self.passed[direction]
 
 
 def possible(x: Tensor) -> bool:

@@ -1,0 +1,292 @@
+"""The parallel linear, forward and backward, for every style, recipe and overlap strategy.
+
+    y  [M, N] = x [M, K] @ w [N, K].T + b [N]     fprop    x rowwise [M, K]      w rowwise [N, K]
+    dx [M, K] = dy [M, N] @ w [N, K]              dgrad    dy rowwise [M, N]     w columnwise [K, N]
+    dw [N, K] = dy [M, N].T @ x [M, K]            wgrad    dy columnwise [N, M]  x columnwise [K, M]
+    db [N]    = dy [M, N].sum(0)
+
+    M     tokens of all R ranks of tp in an operand that has been gathered, else tokens of this rank
+    N, K  out_features and in_features of w on this rank
+    COLUMN_SP   is called with x [M/R, K], which is gathered;  dx [M/R, K] is scattered
+    ROW_SP      returns y [M/R, N], which is scattered;  backward is called with dy [M/R, N], which is gathered
+
+    forward   quantize x, start the gather of x
+              y = token_gemm(x rowwise, w rowwise)
+              save x of this rank's tokens, quantized
+    backward  quantize dy, start the gathers in order of need: the operand of dgrad first
+              dx = token_gemm(dy rowwise, w columnwise); the reduction of dx runs under wgrad
+              dw = contract_gemm(dy columnwise, x columnwise), now or in `backward_dw`
+
+Several weights that read the same x (siblings) share one quantization, one amax agreement, one gather and one saved operand of
+x, and the dgrads accumulate into one fp32 buffer that is reduced once.
+
+x and dy may be lazy (`ops.Produced`): the cast computes them. The `LinearPlan` of a number of tokens decides what is cast,
+agreed on, sent and saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dlp.comm.collectives import Pending
+from dlp.kernels.ops import LazyMatrix, Produced, Summed, rounded
+from dlp.parallel.casts import COLUMNWISE, ROWWISE, Values
+from dlp.parallel.linear.plan import WIRES, GradsWanted, LinearPlan, Reduction, reads_w
+from dlp.parallel.linear.quantize import (
+    OPERANDS,
+    Columnwise,
+    Rowwise,
+    plan_of,
+    quantize_route,
+    saved_x,
+    through_format,
+    trimmed,
+    weight_operands,
+    whole,
+)
+from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.state import BoundSpec
+from dlp.parallel.overlap import Overlap
+from dlp.parallel.weight.base import Target
+from dlp.quant.gemm import Gemm
+from dlp.quant.tensor import QuantizedTensor
+
+LayerInput = Values | Produced  # x or dy: stored, or lazy
+
+
+class Finish(NamedTuple):
+    """Epilogue of fprop or dgrad: alpha A @ B.T; if `into` [rows, columns] is given, the product is added to `into`, which is
+    the result."""
+
+    alpha: float = 1.0
+    into: Tensor | None = None
+
+
+NO_FINISH = Finish()
+
+
+def linear_forward(
+    bound: BoundSpec, x: LayerInput, weights: Sequence[Tensor], biases: Sequence[Tensor | None],
+    parts: Sequence[Tensor], save: bool, record: bool, finish: Finish = NO_FINISH,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """y_i = x @ w_i.T + b_i, for every member i.
+
+    x         [..., K]: stored, lazy, or quantized already
+    weights   w_i [N_i, K] of this rank; biases: b_i [N_i], or None
+    parts     the parts of the rowwise operands of all w_i; empty: the weights are cast here
+    save      backward will read x (`keeps_x`)
+    record    gradients are enabled, so amaxes count for delayed scales
+    finish    the epilogue, of a layer with one member whose y is not reduced
+    returns   y_i [..., N_i]; [M, N_i] where x is gathered, [M/R, N_i] where y is scattered
+              and the tensors of x that backward needs: the parts of an operand, or x itself where x was lazy and wgrad reads x
+    """
+    spec, values = bound.spec, as_matrix(x)
+    plan = bound.plans.get(x.shape) or plan_of(bound, x.shape)
+    with plan.scope("forward"):
+        # x: observe, agree, cast, start the gather
+        with plan.scope("cast_x"):
+            (quantized,) = quantize_route(bound, plan, plan.x[save], [values], spec.members[:1], record)
+        kept: list[Tensor] = []
+        if save and plan.kept == "values":  # a stored x is saved by the caller (`to_save`)
+            kept = [values.value] if isinstance(values, LazyMatrix) else []
+        elif save:
+            kept = list(quantized.own.at(columnwise=plan.kept == "columnwise").parts)
+
+        ws = weight_operands(bound, spec.members, weights, parts, x.dtype, ROWWISE, record)
+
+        # y: fprop, the reduction, then the bias, once
+        options, dtype, ys = spec.recipe.fprop, spec.recipe.fprop.out_dtype or x.dtype, []
+        for member, weight, w, bias in zip(spec.members, weights, ws, biases, strict=True):
+            features, gemm_bias = weight.shape[0], None
+            if bias is not None and plan.fprop is None:  # else each rank would add the bias: it is added after the sum
+                appended = w.shape[0] - features  # zeros of a padded operand
+                gemm_bias = F.pad(bias, (0, appended)) if appended else bias
+            gemm = Gemm("fprop", w, dtype, gemm_bias, finish.into, options, alpha=finish.alpha, rounds=True)
+            with plan.scope("fprop"):
+                result = token_gemm(spec, plan.fprop, [quantized.rowwise], [gemm], dtype)
+                y = trimmed(result if isinstance(result, Tensor) else result.wait(), features)
+            if bias is not None and plan.fprop is not None:
+                y = y + bias.to(y.dtype)
+            if spec.recipe.y is not None:
+                y = through_format(bound, "y", member, y, record)
+            ys.append(y if x.dim() == 2 or spec.style.gathers is not None else y.view(*x.shape[:-1], features))
+    return ys, kept
+
+
+def linear_backward(
+    bound: BoundSpec, dys: Sequence[LayerInput], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
+    wanted: GradsWanted, finish: Finish = NO_FINISH, into: Sequence[Target | None] = (),
+) -> list[Tensor]:  # fmt: skip
+    """dx = sum over i of dy_i @ w_i,   dw_i = dy_i.T @ x,   db_i = dy_i.sum(0),   for the used members i.
+
+    dys       dy_i [..., N_i], shaped as y_i was, or lazy [M, N_i]
+    saved     the tensors that forward saved (`to_save`)
+    weights   w_i [N_i, K] of the used members
+    parts     the parts of the columnwise operands of w_i; empty: the weights are cast here
+    finish    the epilogue of dgrad, where dx is not reduced; `alpha` scales wgrad as well
+    into      the tensor that each dw_i is written to; empty, or None: dw_i is returned
+    returns   the wanted ones of dx [M, K], dw_i [N_i, K], db_i [N_i], in this order, without each dw_i that was written `into`
+              a tensor. For delayed wgrads the operands are returned instead, at the end of the list, for `leave_wgrads`
+    """
+    spec, any_dw = bound.spec, any(wanted.dw)
+    members = spec.members if len(wanted.used) == len(spec.members) else [spec.members[i] for i in wanted.used]
+    rows: list[Any] = list(map(as_matrix, dys))
+    if any(wanted.db):  # db is summed in the read that casts dy
+        rows = [Summed(dy) if needed else dy for dy, needed in zip(rows, wanted.db, strict=True)]
+    tokens = rows[0].shape[0]
+    plan = bound.plans_back.get(tokens) or bound.plan_back(tokens)
+    with plan.scope("backward"):
+        # x: a second gather starts first and runs under the cast of dy
+        x_col = saved_x(bound, plan, saved) if any_dw else None
+
+        # dy: observe, agree, cast, start the gathers
+        with plan.scope("cast_dy"):
+            quantized = quantize_route(bound, plan, plan.dy(wanted.dx, any_dw), rows, members)
+        dy_rows, dy_cols, _ = zip(*quantized, strict=True)
+        ws: list[QuantizedTensor] = []
+        if reads_w(spec.recipe, wanted.dx, any_dw):
+            ws = weight_operands(bound, members, weights, parts, wanted.dtype, COLUMNWISE, True)
+
+        # dgrad first: the reduction of dx runs under wgrad
+        dx = _dgrad(bound, plan, dy_rows, ws, wanted, finish) if wanted.dx else None
+        grads: list[Tensor] = []
+        operands: list[Tensor] = []  # of delayed wgrads
+        if x_col is not None:
+            if spec.options.delay_wgrad and wanted.dx:  # `waits`
+                operands = _operands_of_wgrads(bound, dy_cols, x_col, wanted)
+            else:
+                with plan.scope("wgrad"):
+                    grads = _wgrads(bound, dy_cols, x_col, weights, ws, wanted, finish.alpha, into)
+        grads += [rounded(dy.sums(), w.dtype) for dy, w, db in zip(rows, weights, wanted.db, strict=True) if db]
+        if dx is None:
+            return grads  # without dx no wgrad is delayed (`waits`)
+        arrived = trimmed(dx if isinstance(dx, Tensor) else dx.wait(), weights[0].shape[1])
+    return [_finish_dx(bound, arrived, saved, wanted), *grads, *operands]
+
+
+def _dgrad(
+    bound: BoundSpec,
+    plan: LinearPlan,
+    dy_rows: Sequence[Rowwise | None],
+    ws: Sequence[QuantizedTensor],
+    wanted: GradsWanted,
+    finish: Finish,
+) -> Tensor | Pending[Tensor]:
+    """dy_i rowwise [M, N_i], w_i columnwise [K, N_i] -> dx [M, K], which may be padded, or the reduction of dx in flight. The
+    dgrads of siblings are summed in fp32."""
+    options = plan.recipe.dgrad
+    dtype = options.out_dtype or wanted.dtype
+    gemms = [Gemm("dgrad", w, dtype if len(ws) == 1 else torch.float32, options=options) for w in ws]
+    if finish is not NO_FINISH:
+        gemms[0] = replace(gemms[0], alpha=finish.alpha, accumulate=finish.into, rounds=True)
+    with plan.scope("dgrad"):
+        return token_gemm(bound.spec, plan.dgrad, dy_rows, gemms, dtype)
+
+
+def _wgrads(
+    bound: BoundSpec, dy_cols: Sequence[Columnwise | None], x_col: Columnwise, weights: Sequence[Tensor],
+    ws: Sequence[QuantizedTensor], wanted: GradsWanted, alpha: float, into: Sequence[Target | None],
+) -> list[Tensor]:  # fmt: skip
+    """dy_i columnwise [N_i, M], x columnwise [K, M] -> the wanted dw_i [N_i, K] that are not written `into` a target."""
+    x, grads = whole(x_col), list[Tensor]()
+    targets = into or [None] * len(weights)
+    clips = [w.parts[-1].t() for w in ws] if bound.spec.recipe.w.clips else [None] * len(weights)
+    for dy_col, w, needed, target, clipped in zip(dy_cols, weights, wanted.dw, targets, clips, strict=True):
+        if needed:
+            dw = contract_gemm(bound, whole(dy_col), x, w.shape, w.dtype, alpha, target, clipped)
+            grads += [dw] if target is None else []
+    return grads
+
+
+def _operands_of_wgrads(
+    bound: BoundSpec, dy_cols: Sequence[Columnwise | None], x_col: Columnwise, wanted: GradsWanted
+) -> list[Tensor]:
+    """The parts of the operands of delayed wgrads: each wanted dy_i, then x, in memory that outlives this direction."""
+    x = whole(x_col, bound.spec.group)
+    dys = [whole(dy_col, bound.spec.group) for dy_col, needed in zip(dy_cols, wanted.dw, strict=True) if needed]
+    return [part for operand in (*dys, x) for part in operand.parts]
+
+
+def _finish_dx(bound: BoundSpec, dx: Tensor, saved: Sequence[Tensor], wanted: GradsWanted) -> Tensor:
+    """dx [M, K] of the GEMM -> dx for autograd: 0 where x was clipped, rounded by the recipe's quantizer of dx, in the dtype
+    and shape of x."""
+    recipe = bound.spec.recipe
+    if bound.clips:
+        clipped = recipe.x.rowwise.format.wrap(saved).parts[-1]
+        dx = dx.masked_fill_(trimmed(clipped, dx.shape[1]), 0)
+    if recipe.dx is not None:
+        dx = through_format(bound, "dx", bound.spec.members[0], dx)
+    dx = dx if dx.dtype == wanted.dtype else rounded(dx, wanted.dtype)
+    return dx if wanted.shape is None else dx.view(wanted.shape)
+
+
+# GEMMs
+
+
+def token_gemm(
+    spec: LinearSpec,
+    reduce: Reduction | None,
+    operands: Sequence[Rowwise | None],
+    gemms: Sequence[Gemm],
+    dtype: torch.dtype,
+) -> Tensor | Pending[Tensor]:
+    """sum over i of gemm_i(operand_i) [M, features]: fprop or dgrad, where tokens are rows of the result.
+
+    reduce   the reduction of the sum over tp; None: no reduction
+    dtype    of the result, and of the contribution of each rank to a reduction, unpacked
+    returns  the result, or the reduction in flight
+    """
+    total: Tensor | None = None
+    for i, (a, gemm) in enumerate(zip(operands, gemms, strict=True), 1):
+        gemm = gemm if total is None else replace(gemm, accumulate=total)
+        if reduce is not None and i == len(gemms):
+            overlap: Overlap = getattr(spec.overlap, gemm.which)
+            assert isinstance(a, QuantizedTensor) and spec.group is not None, "a style gathers and reduces in one GEMM"
+            return overlap.gemm_reduce(a, gemm, spec.group, reduce=reduce.how, dtype=dtype, codec=WIRES[reduce.codec])
+        assert a is not None, "this orientation was not asked for"
+        total = (
+            gemm(a) if isinstance(a, QuantizedTensor) else a.gemm(gemm)
+        )  # as the strategy of the gather schedules it
+    assert total is not None
+    return total if total.dtype == dtype else rounded(total, dtype)
+
+
+def contract_gemm(
+    bound: BoundSpec, dy: QuantizedTensor, x: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype,
+    alpha: float = 1.0, into: Target | None = None, clipped: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """dw [N, K] = dy.T @ x: wgrad, one GEMM over all tokens, which are contracted.
+
+    dy, x         columnwise operands [N, M] and [K, M], which may be padded
+    shape, dtype  of the weight
+    into          the tensor that dw is written or added to; None: dw is returned
+    clipped       bool [N, K], which may be padded: where the weight was clipped, dw is 0
+    """
+    options = bound.spec.recipe.wgrad
+    gemm = Gemm("wgrad", x, options.out_dtype or dtype, options=options, alpha=alpha)
+    exact = (dy.payload.shape[0], x.payload.shape[0]) == tuple(shape) and clipped is None
+    if into is not None and exact and options.out_dtype in (None, into.tensor.dtype):  # the GEMM writes it itself
+        added, written = (None, into.tensor) if into.overwrite else (into.tensor, None)
+        return replace(gemm, out_dtype=into.tensor.dtype, accumulate=added, out=written)(dy)
+    dw = trimmed(gemm(dy), shape[1], shape[0])
+    dw = dw if dw.dtype == dtype else rounded(dw, dtype)
+    if clipped is not None:
+        dw = dw.masked_fill_(trimmed(clipped, shape[1], shape[0]), 0)
+    if into is None:
+        return dw
+    return into.tensor.copy_(dw) if into.overwrite else into.tensor.add_(dw)
+
+
+def as_matrix(x: LayerInput) -> Any:
+    """[..., K] -> [M, K]; lazy matrices and operands are matrices already."""
+    if isinstance(x, Produced):
+        return x.matrix
+    if isinstance(x, LazyMatrix) or hasattr(x, OPERANDS) or x.dim() == 2:
+        return x
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])

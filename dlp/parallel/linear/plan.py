@@ -1,0 +1,489 @@
+"""LinearPlan: what a linear casts, agrees on, sends, multiplies, reduces and saves; decided once per (spec, number of tokens).
+
+    fprop  y  [M, N]   x rowwise [M, K]       w rowwise [N, K]      x columnwise [K, M] is kept for wgrad
+    dgrad  dx [M, K]   dy rowwise [M, N]      w columnwise [K, N]
+    wgrad  dw [N, K]   dy columnwise [N, M]   x columnwise [K, M]
+
+A pure function of a recipe, a row of the style table, the number of tp ranks and the tokens of this rank. The only record of
+these decisions:
+
+    dlp.parallel.linear.functional    executes the plan; `dlp.parallel.linear.quantize` the routes of x and dy
+    dlp.parallel.linear.autograd      reads shapes and dtypes of results, for torch.compile
+    dlp.parallel.model.rows           prints notes
+    dlp.parallel.traffic.predict      predicts bytes; the observer that counts bytes does not read the plan
+
+A `Route` is the path of x or dy to a GEMM. If the shards of an operand concatenate to the operand of all tokens, they are cast,
+then gathered; else the values are gathered in high precision, then cast:
+
+    x [M/R, K] of this rank  ──cast──►  operand of M/R tokens  ──gather──►  operand of M tokens
+                             ──gather──►  x [M, K]             ──cast──►    operand of M tokens
+
+A reduction sums contributions of all ranks, each carried in the format that a `ReduceCodec` packs (`WIRES`), by the name that
+recipes and settings use:
+
+    hp      the dtype of the result
+    bf16    bf16
+    fp8     E4M3 with an fp32 scale every 128 features (1.03 bytes an element)
+
+Contributions are exchanged once, summed in fp32 in rank order and rounded once, so a sum has the same bits on every run. The
+contribution of this rank is packed as all others are, so a sum does not depend on which rank adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from math import lcm
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dlp.comm import observer
+from dlp.comm.collectives import AS_IT_IS, Kinds, Own, Parts, ReduceCodec
+from dlp.comm.mapped import Transport
+from dlp.comm.transport import transport_of
+from dlp.kernels.ranges import named_range
+from dlp.kernels.wire import BLOCK, E4M3, pack_fp8, sum_fp8
+from dlp.parallel.casts import (
+    COLUMNWISE,
+    HP,
+    NEITHER,
+    ROWWISE,
+    CastPlan,
+    Orientations,
+    cast_plan,
+    compact,
+    operand_shape,
+)
+from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.overlap import Overlap
+from dlp.parallel.style import ParallelStyle
+from dlp.quant.gemm import GemmOptions
+from dlp.quant.recipe import Operand, Recipe
+from dlp.quant.tensor import UNSAID, Format
+
+
+def _pack_bf16(chunks: Tensor) -> Parts:
+    return (chunks.bfloat16(),)
+
+
+def _sum_fp8(parts: Parts, dtype: torch.dtype, own: Own | None = None) -> Tensor:
+    codes, scale_inv = parts
+    return sum_fp8(codes, scale_inv, dtype, None if own is None else (own[0], own[1][0], own[1][1]))
+
+
+def _kinds_fp8(shape: tuple[int, ...], dtype: torch.dtype) -> Kinds:
+    return [shape, (*shape[:-1], -(-shape[-1] // BLOCK))], [E4M3, torch.float32]
+
+
+WIRES = {
+    "hp": AS_IT_IS,
+    "bf16": ReduceCodec(_pack_bf16, AS_IT_IS.total, lambda shape, dtype: ([shape], [torch.bfloat16])),
+    "fp8": ReduceCodec(pack_fp8, _sum_fp8, _kinds_fp8),
+}
+
+ASKED = "its recipe asks for it"  # by gather_dy = "high_precision"
+Reasons = tuple[str | None, str | None]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """One gather.
+
+    gemm         the GEMM whose overlap strategy schedules the gather
+    columnwise   the orientation of the gathered operand; None: values [M/R, features] are gathered, unquantized
+    leased       the operand is cast straight into the segment of this rank in the gathered storage. An operand that forward
+                 saves for backward is not, since the operand would keep the whole storage alive
+    format       the format of the operand; None: values are gathered
+    overlap      the overlap strategy; None in a plan that is only printed
+    """
+
+    gemm: str
+    columnwise: bool | None
+    leased: bool = False
+    format: Format | None = field(default=None, compare=False)
+    overlap: Overlap | None = field(default=None, compare=False)
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the operand along which shards concatenate."""
+        return int(bool(self.columnwise))
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the operand is read only after all shards have arrived: wgrad contracts over all tokens, and a cast after
+        the gather reads all of them."""
+        return self.gemm == "wgrad" or self.columnwise is None
+
+
+@dataclass(frozen=True)
+class Route:
+    """Path of x or dy from the tokens of this rank to the GEMMs.
+
+    cast_before   orientations that are cast from the tokens of this rank, before the gathers
+    gathers       the gathers, in the order in which they start
+    cast_after    orientations that are cast from the gathered values of all ranks
+    reasons       for each orientation in `cast_after` the reason why the cast is not before the gather
+    casts         (orientations, of gathered values) -> how these orientations are cast
+    """
+
+    tensor: str
+    cast_before: Orientations
+    gathers: tuple[Gathered, ...] = ()
+    cast_after: Orientations = NEITHER
+    reasons: Reasons = (None, None)
+    casts: Callable[[Orientations, bool], CastPlan] | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def before(self) -> CastPlan | None:
+        """The casts of `cast_before`; None: there are none. Decided when first read, since a fake implementation reads shapes
+        alone, of sizes that may be symbolic."""
+        return None if self.casts is None or not any(self.cast_before) else self.casts(self.cast_before, False)
+
+    @cached_property
+    def after(self) -> CastPlan | None:
+        """The casts of `cast_after`; None: there are none."""
+        return None if self.casts is None or not any(self.cast_after) else self.casts(self.cast_after, True)
+
+    @cached_property
+    def leases(self) -> bool:
+        """Whether an operand is cast into the storage of a gather."""
+        return any(each.leased for each in self.gathers)
+
+    def remarks(self, recipe: Recipe) -> list[str]:
+        """Sentences for the log on operands that are cast after the gather although the recipe did not ask for that."""
+        return [
+            f"{self.tensor} {orientation} ({recipe.name}) travels in high precision: {why}"
+            for orientation, why in zip(("rowwise", "columnwise"), self.reasons, strict=True)
+            if why not in (None, ASKED)
+        ]
+
+
+class Result(NamedTuple):
+    """Shape and dtype of a tensor that a pass returns or saves."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Reduction(NamedTuple):
+    """Sum of a result over tp. how: "all", or "scatter" over rows; codec: the format that carries contributions."""
+
+    how: str
+    codec: str
+
+
+DIRECTIONS = "forward", "backward"
+STEPS = "cast_x", "cast_dy", "gather_x", "gather_dy", "fprop", "dgrad", "wgrad"
+NO_SCOPE = nullcontext()
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """Decisions for one spec and one number of tokens.
+
+    tokens         rows of x and dx on this rank
+    y_tokens       rows of y and dy on this rank; not `tokens` where x is gathered or y scattered
+    x              the routes of x to fprop: without wgrad, with wgrad
+    kept           the tensor of x that forward saves for wgrad: "values" (x itself), the "rowwise" or the "columnwise" operand
+    x_again        the route of the saved tensor to wgrad
+    dys            the routes of dy to dgrad and wgrad, see `dy`
+    fprop, dgrad   the reductions of y and dx; None: no reduction
+    own_group      the user named an amax group, which agrees on every scale
+    group          the ranks that agree on scales; None where nothing is executed, as in a prediction
+    spec           the spec of the layer; None where nothing is executed
+    shapes         results of `shard_shape`
+    """
+
+    recipe: Recipe
+    style: ParallelStyle
+    tokens: int
+    y_tokens: int
+    x: tuple[Route, Route]
+    kept: str
+    x_again: Route
+    dys: tuple[Route, Route, Route, Route]
+    fprop: Reduction | None
+    dgrad: Reduction | None
+    own_group: bool = False
+    group: ProcessGroup | None = None
+    spec: LinearSpec | None = None
+    shapes: dict[Any, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
+
+    def scope(self, step: str, gathered: Gathered | None = None) -> AbstractContextManager[Any]:
+        """Context of one step of a pass: a named range of profilers, the observer's label of the transfers of `gathered`, and,
+        for "forward" and "backward", a direction of the transport."""
+        assert self.spec is not None
+        if gathered is not None and observer.counting():
+            return self._observed(step, gathered)
+        if step not in DIRECTIONS:
+            return named_range(self.ranges[step])
+        mapped = None if self.spec.group is None else transport_of(self.spec.group)
+        return NO_SCOPE if mapped is None else self._direction(mapped, step)
+
+    @contextmanager
+    def _direction(self, mapped: Transport, direction: str) -> Iterator[None]:
+        assert self.spec is not None
+        mapped.start(self.style.name, (self.spec.name, direction))
+        yield
+        mapped.finish()  # after an error the direction stays open
+
+    @contextmanager
+    def _observed(self, step: str, gathered: Gathered) -> Iterator[None]:
+        fmt = gathered.format
+        precision = "" if fmt is None or fmt.keeps_source else fmt.name  # "": the dtype that is sent
+        with observer.label(direction=gathered.gemm, precision=precision), named_range(self.ranges[step]):
+            yield
+
+    @cached_property
+    def ranges(self) -> dict[str, str]:
+        """The names of profilers' ranges, by step."""
+        assert self.spec is not None
+        return {step: f"{self.spec.name}.{step}" for step in STEPS}
+
+    def sends_codes(self, tensor: str, agreed: ProcessGroup | None, group: ProcessGroup) -> bool:
+        """Whether operands of x or dy that were cast outside of the layer, with scales that the ranks of `agreed` share, can be
+        gathered over `group` as they are: no route gathers values, and the scales are agreed over that group or need not be."""
+        routes = [*self.x, self.x_again] if tensor == "x" else self.dys
+        if any(any(route.cast_after) for route in routes) or (tensor == "x" and self.kept == "values"):
+            return False
+        return agreed is group or not any(any(route.before.agreed) for route in routes if route.before is not None)
+
+    def shard_shape(self, tensor: str, shape: torch.Size, columnwise: bool) -> tuple[int, int]:
+        """`operand_shape` of values [M/R, features] of this rank, kept in `shapes`."""
+        found = self.shapes[tensor, shape, columnwise] = operand_shape(self.recipe, tensor, shape, columnwise)
+        return found
+
+    def rows(self, tensor: str) -> int:
+        """Number of rows of x, dy, y or dx on this rank."""
+        return self.tokens if tensor in ("x", "dx") else self.y_tokens
+
+    def sends(self, route: Route, gathered: Gathered, features: int, dtype: torch.dtype) -> int:
+        """Bytes that this rank contributes to one gather of values [tokens, features] of `dtype`."""
+        shape, fmt = (self.rows(route.tensor), features), gathered.format
+        if fmt is None:
+            return HP.nbytes(shape, dtype)
+        shape = operand_shape(self.recipe, route.tensor, shape, bool(gathered.columnwise))
+        return fmt.nbytes(shape, dtype, along=gathered.dim)
+
+    def contribution(self, gemm: str, features: int, dtype: torch.dtype) -> Result:
+        """Shape and dtype of the contribution of this rank to the sum of y (fprop) or dx (dgrad), unpacked. dtype: of x."""
+        rows, unit = (self.tokens, self.recipe.units[1]) if gemm == "fprop" else (self.y_tokens, self.recipe.units[2])
+        return Result((rows, features + -features % unit), self.result_dtype(gemm, dtype))
+
+    def result_dtype(self, gemm: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of y and dy (fprop), or of dx (dgrad) before dx is rounded to `dtype`, the dtype of x."""
+        options: GemmOptions = getattr(self.recipe, gemm)
+        return options.out_dtype or dtype
+
+    def dy(self, row: bool, col: bool) -> Route:
+        """The route of dy to dgrad (`row`), to wgrad (`col`), or to both."""
+        return self.dys[2 * row + col]
+
+    def y(self, x: Result, out_features: int) -> Result:
+        """Shape and dtype of y for x [..., K]."""
+        shape = x.shape[:-1] if self.style.gathers is None else (self.y_tokens,)
+        return Result((*shape, out_features), self.result_dtype("fprop", x.dtype))
+
+    def saved(self, x: Tensor) -> list[Tensor]:
+        """Uninitialised tensors with the shapes, dtypes and strides of the parts of x [..., K] that forward returns for wgrad;
+        empty where x itself is saved."""
+        values = self.tokens, x.shape[-1]
+        if self.kept == "values":
+            return []
+        shape, fmt = operand_shape(self.recipe, "x", values, self.kept == "columnwise"), self.recipe.x.columnwise.format
+        if self._saved_is_compact():
+            return list(compact(fmt, shape, x.dtype, x.device).parts)
+        return list(fmt.empty(shape, dtype=x.dtype, device=x.device).parts)
+
+    def _saved_is_compact(self) -> bool:
+        """Whether one read makes the saved operand together with a leased one: then both are compact (`Cast.make`)."""
+        route = self.x[True]
+        leased = any(each.leased for each in route.gathers) and not self.recipe.x.rowwise.format.keeps_source
+        return (
+            leased and self.kept == "columnwise" and route.before is not None and route.before.reads[0].both is not None
+        )
+
+    def dx(self, in_features: int, dtype: torch.dtype) -> Result:
+        return Result((self.tokens, in_features), dtype)
+
+
+def y_tokens_of(style: ParallelStyle, tp: int, tokens: int) -> int:
+    """Rows of y for so many rows of x on this rank."""
+    if style.gathers == "x":
+        return tokens * tp
+    return tokens // tp if style.gathers == "dy" else tokens
+
+
+def x_tokens_of(style: ParallelStyle, tp: int, y_tokens: int) -> int:
+    """Rows of x for so many rows of y on this rank."""
+    if style.gathers == "x":
+        return y_tokens // tp
+    return y_tokens * tp if style.gathers == "dy" else y_tokens
+
+
+def linear_plan(
+    recipe: Recipe, style: ParallelStyle, tp: int, tokens: int | None, *, kept: str = "", own_group: bool = False,
+    group: ProcessGroup | None = None, spec: LinearSpec | None = None,
+) -> LinearPlan:  # fmt: skip
+    """The plan of a layer.
+
+    tokens                    rows of x on this rank; None: not known yet, and the plan assumes whole blocks
+    kept                      "values" where the layer's options ask that x itself is saved; "": what needs the least memory
+    own_group, group, spec    see `LinearPlan`
+    """
+    if tokens is None:
+        tokens = tp * _whole_blocks(recipe)
+    y_tokens, kept = y_tokens_of(style, tp, tokens), kept or _kept(recipe, style, tokens)
+
+    def casts(tensor: str, orientations: Orientations, gathered: bool) -> CastPlan:
+        rows = tokens if (tensor == "x") != gathered else y_tokens  # if x is gathered, dy has the tokens of all ranks
+        return cast_plan(style, recipe, tensor, orientations, rows, whole=gathered, own_group=own_group, group=group)
+
+    def decided(route: Route) -> Route:
+        """The route, with its casts, the formats of its gathers and their strategies."""
+        quantizers: Operand = getattr(recipe, route.tensor)
+        gathers = []
+        for each in route.gathers:
+            overlap: Overlap | None = None if spec is None else getattr(spec.overlap, each.gemm)
+            if overlap is not None and each.at_once:
+                overlap = overlap.at_once
+            chosen = quantizers.columnwise if each.columnwise else quantizers.rowwise
+            fmt = None if each.columnwise is None else chosen.format
+            leased = each.leased and fmt is not None and not fmt.keeps_source
+            gathers.append(replace(each, leased=leased, format=fmt, overlap=overlap))
+        return replace(route, gathers=tuple(gathers), casts=partial(casts, route.tensor))
+
+    x = [decided(_x(recipe, style, tokens, each)) for each in ("", kept)]
+    dys = [decided(_dy(recipe, style, y_tokens, row, col)) for row in (False, True) for col in (False, True)]
+    return LinearPlan(
+        recipe, style, tokens, y_tokens, (x[0], x[1]), kept, decided(_x_again(recipe, style, tokens, kept)),
+        (dys[0], dys[1], dys[2], dys[3]), _reduction(style.fprop.reduce, recipe.fprop.wire, tp),
+        _reduction(style.dgrad.reduce, recipe.dgrad.wire, tp), own_group, group, spec,
+    )  # fmt: skip
+
+
+class GradsWanted(NamedTuple):
+    """Gradients that a backward computes.
+
+    used     the members whose y has a gradient; a sibling whose y is not used has none
+    dx       whether the gradient of x is wanted, in `dtype`, the dtype of x
+    dw, db   by used member, whether the gradient of the weight and of the bias is wanted
+    shape    the shape of dx; None: [M, K]
+    """
+
+    used: tuple[int, ...]
+    dx: bool
+    dw: tuple[bool, ...]
+    db: tuple[bool, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None = None
+
+
+def keeps_x(recipe: Recipe, dx: bool, dw: bool) -> bool:
+    """Whether a backward that computes these gradients reads x: for dw, and for dx where x was clipped."""
+    return dw or (dx and recipe.x.clips)
+
+
+def reads_w(recipe: Recipe, dx: bool, dw: bool) -> bool:
+    """Whether a backward that computes these gradients reads the weights: for dx, and for dw where w was clipped."""
+    return dx or (dw and recipe.w.clips)
+
+
+def to_save(x: Tensor, kept: Sequence[Tensor], save: bool) -> list[Tensor]:
+    """Tensors of x that autograd saves after a forward that returned `kept`: the parts of x, or x itself; none where backward
+    does not read x."""
+    return list(kept or [x]) if save else []
+
+
+def _whole_blocks(recipe: Recipe) -> int:
+    """A number of tokens a rank that every block of x and dy divides."""
+    formats = [
+        quantizer.format for operand in (recipe.x, recipe.dy) for quantizer in (operand.rowwise, operand.columnwise)
+    ]
+    blocks = [size for fmt in formats for size in (*fmt.block, *fmt.multiple) if size]
+    return lcm(*blocks, recipe.units[0])
+
+
+def _reduction(how: str | None, codec: str, tp: int) -> Reduction | None:
+    """None where one rank has the whole sum."""
+    return Reduction(how, codec) if how is not None and tp > 1 else None
+
+
+def obstacle(recipe: Recipe, name: str, columnwise: bool, tokens: int | None) -> str | None:
+    """Why shards of x or dy cannot be gathered quantized, so that their values are; None if they can.
+
+    `tokens`: of a shard; None where that is not known yet.
+    """
+    if name == "dy" and recipe.gather_dy == "high_precision":
+        return ASKED
+    operand: Operand = getattr(recipe, name)
+    fmt: Format = (operand.columnwise if columnwise else operand.rowwise).format
+    dim = int(columnwise)
+    if any(part.moves_along(dim) == UNSAID for part in fmt.parts):
+        return f"the parts of {fmt.name} do not say how they concatenate"
+    unit = lcm(fmt.block[dim] or 1, fmt.multiple[dim], recipe.units[0] if columnwise else 1)
+    if tokens is None or (fmt.concatenates(dim, tokens) and tokens % unit == 0):
+        return None
+    return f"{tokens} tokens a rank are no multiple of {unit}, a block of {fmt.name}"
+
+
+def _kept(recipe: Recipe, style: ParallelStyle, tokens: int) -> str:
+    """What forward saves of x.
+
+    values       wgrad reads x in high precision, or x is gathered in high precision for it
+    rowwise      its payload may be transposed, by a view, or, where x is gathered again in backward, after that
+    columnwise   else
+    """
+    derived, gathered = recipe.derives("x", tokens), style.gathers == "x"
+    if recipe.x.columnwise.format.keeps_source:
+        return "values"
+    if gathered and obstacle(recipe, "x", not derived, tokens) is not None:
+        return "values"
+    by_view = recipe.x.rowwise.format.gemm_kind == HP.gemm_kind
+    return "rowwise" if derived and (gathered or by_view) else "columnwise"
+
+
+def _x(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
+    """The route to fprop. `kept`: what is saved for wgrad; "": no wgrad will read x."""
+    columnwise = kept == "columnwise"
+    if style.gathers != "x":
+        return Route("x", (True, columnwise))
+    why = obstacle(recipe, "x", False, tokens)
+    if why is not None:
+        return Route("x", (False, columnwise), (Gathered("fprop", None),), ROWWISE, (why, None))
+    return Route("x", (True, columnwise), (Gathered("fprop", False, leased=kept != "rowwise"),))
+
+
+def _x_again(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
+    """The route to wgrad, from what forward saved."""
+    if style.gathers != "x":
+        return Route("x", (False, kept == "values"))
+    derived = recipe.derives("x", tokens)
+    if kept == "values":
+        why = obstacle(recipe, "x", not derived, tokens)
+        if why is None and not recipe.x.columnwise.format.keeps_source:
+            return Route("x", ROWWISE if derived else COLUMNWISE, (Gathered("wgrad", not derived, leased=True),))
+        return Route("x", NEITHER, (Gathered("wgrad", None),), COLUMNWISE, (None, obstacle(recipe, "x", True, tokens)))
+    return Route("x", NEITHER, (Gathered("wgrad", kept == "columnwise"),))
+
+
+def _dy(recipe: Recipe, style: ParallelStyle, tokens: int, row: bool, col: bool) -> Route:
+    """The route to dgrad, if `row`, and to wgrad, if `col`. `tokens`: of dy on this rank. One gather serves both where wgrad's
+    operand is dgrad's, transposed, and where both are cast after it."""
+    if style.gathers != "dy" or not (row or col):
+        return Route("dy", (row, col))
+    why = obstacle(recipe, "dy", False, tokens), obstacle(recipe, "dy", True, tokens)
+    if recipe.derives("dy", tokens) and why[0] is None:
+        return Route("dy", ROWWISE, (Gathered("dgrad", False, leased=True),))
+    before = row and why[0] is None, col and why[1] is None
+    after = row and not before[0], col and not before[1]
+    both = ((False, "dgrad"), (True, "wgrad"))
+    gathers = [Gathered(gemm, columnwise, True) for columnwise, gemm in both if before[columnwise]]
+    if any(after):
+        gathers.append(Gathered("dgrad" if after[0] else "wgrad", None))
+    return Route("dy", before, tuple(gathers), after, (why[0] if after[0] else None, why[1] if after[1] else None))

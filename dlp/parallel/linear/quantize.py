@@ -1,0 +1,395 @@
+"""Casts of one layer: x, w, dy, y and dx, with the delayed scales, flags and random origins of its model.
+
+`quantize` makes operands while a pass runs. `weight_casts` lists the casts that the step boundary runs for all weights of a
+model together. The cast engine, `dlp.parallel.casts`, knows no layer: what a cast reads of the model is a `CastContext`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from hashlib import sha256
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dlp.comm import transport
+from dlp.comm.collectives import Pending
+from dlp.kernels.ops import rounded, stored
+from dlp.parallel.casts import (
+    BOTH,
+    COLUMNWISE,
+    HP,
+    NOWHERE,
+    ROWWISE,
+    Cast,
+    CastContext,
+    CastPlan,
+    Operands,
+    Orientations,
+    Values,
+    cast,
+    cast_plan,
+)
+from dlp.parallel.linear.plan import Gathered, LinearPlan, Route
+from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.state import BoundSpec, remembered
+from dlp.parallel.overlap import Gather, Lease
+from dlp.quant.quantizer import Origin, Wanted
+from dlp.quant.recipe import Operand
+from dlp.quant.tensor import QuantizedTensor
+
+OPERANDS = "operands"  # the attribute of an x or dy that arrives quantized (`dlp.ops.handed.Handed`)
+NOTHING = Operands(None, None)
+# an operand that is on this rank, or one whose gather has been started
+Rowwise = QuantizedTensor | Gather
+Columnwise = QuantizedTensor | Callable[[], QuantizedTensor]
+
+
+def quantize(
+    bound: BoundSpec, tensor: str, values: Sequence[Values], orientations: Orientations, *,
+    members: Sequence[str] | None = None, record: bool = True, whole: bool = False, into: Wanted = NOWHERE,
+) -> list[Operands]:  # fmt: skip
+    """Values [rows, columns] of x, w, dy, y or dx -> their operands, with one amax agreement for all.
+
+    members    to which members the values belong; None: one value for each that has this tensor
+    record     amaxes count for delayed scales
+    whole      x or dy has been gathered, so that this rank has all of it
+    into       storage of `operand_shape` for the operands of a single value; None for an orientation: the cast allocates
+    """
+    plan = _plan(bound, tensor, orientations, whole, values[0].shape[0])
+    owners = members or bound.spec.owners(tensor)
+    return cast(plan, orientations, values, owners, partial(cast_context, bound), record=record, into=into)
+
+
+# Routes of x and dy
+
+
+class Quantized(NamedTuple):
+    """x or dy after its casts. rowwise, columnwise: each on this rank, or with a gather that has started; None where it was not
+    asked for. own: the operands of the tokens of this rank alone."""
+
+    rowwise: Rowwise | None
+    columnwise: Columnwise | None
+    own: Operands
+
+
+def quantize_route(
+    bound: BoundSpec,
+    plan: LinearPlan,
+    route: Route,
+    values: Sequence[Values],
+    members: Sequence[str],
+    record: bool = True,
+) -> list[Quantized]:
+    """Quantize x or dy_i [M/R, features] of this rank, with one amax agreement for all, and start the gathers.
+
+    Operands that are gathered are cast straight into the storage of the gather. Values that arrive quantized are not cast.
+    """
+    own: list[Operands] = []
+    for value in values:
+        operands = getattr(value, OPERANDS, None)
+        if operands is not None:
+            own.append(operands)
+    leases: list[Lease | None] = [None] * len(route.gathers)
+    if len(own) < len(values):
+        into = NOWHERE
+        if route.leases:  # a layer with a gather has one value
+            leases = [_lease(plan, route, each, values[0]) for each in route.gathers]
+            storage: list[QuantizedTensor | None] = [None, None]
+            for each, lease in zip(route.gathers, leases, strict=True):
+                if lease is not None:
+                    storage[bool(each.columnwise)] = lease.mine
+            into = storage[0], storage[1]
+        if route.before is None:
+            own = [NOTHING] * len(values)
+        else:
+            context = partial(cast_context, bound)
+            own = cast(route.before, route.cast_before, values, members, context, record=record, into=into)
+    if not route.gathers:
+        results = []
+        for mine in own:
+            results.append(Quantized(mine.rowwise, mine.columnwise, mine))
+        return results
+    rowwise: Rowwise | None = own[0].rowwise
+    columnwise: Columnwise | None = own[0].columnwise
+    for gathered, lease in zip(route.gathers, leases, strict=True):
+        if gathered.format is None:
+            arrived = _gather_values(bound, plan, route, gathered, stored(values[0]), record)
+            rowwise = arrived().rowwise if route.cast_after[0] else rowwise
+            columnwise = partial(_columnwise_of, arrived) if route.cast_after[1] else columnwise
+            continue
+        started = start_gather(bound, plan, route.tensor, gathered, own[0].at(bool(gathered.columnwise)), lease)
+        rowwise = rowwise if gathered.columnwise else started
+        columnwise = started.whole if gathered.columnwise else partial(_transposed, started)
+    return [Quantized(rowwise, columnwise, own[0])]
+
+
+def _lease(plan: LinearPlan, route: Route, gathered: Gathered, values: Values) -> Lease | None:
+    """This rank's segment of the storage of a gather, which values [M/R, features] are cast into; None where the operand has
+    storage of its own (`Gathered.leased`)."""
+    if not gathered.leased:
+        return None
+    assert gathered.format is not None and gathered.overlap is not None and plan.spec is not None
+    key = route.tensor, values.shape, bool(gathered.columnwise)
+    shape = plan.shapes.get(key) or plan.shard_shape(*key)
+    group = plan.spec.group
+    assert group is not None
+    return gathered.overlap.lease(gathered.format, shape, gathered.dim, group, dtype=values.dtype, device=values.device)
+
+
+def start_gather(
+    bound: BoundSpec,
+    plan: LinearPlan,
+    tensor: str,
+    gathered: Gathered,
+    own: QuantizedTensor,
+    lease: Lease | None = None,
+) -> Gather:
+    """Start gathering this rank's operand, which lies in `lease` if one is given."""
+    group, overlap = bound.spec.group, gathered.overlap
+    assert overlap is not None and group is not None
+    if bound.session.before_gather is not None:
+        bound.session.before_gather(bound.spec.name, gathered.gemm, own, gathered.dim, group)
+    with plan.scope(f"gather_{tensor}", gathered):
+        return lease.gather() if lease else overlap.gather(own, gathered.dim, group)
+
+
+def _gather_values(
+    bound: BoundSpec, plan: LinearPlan, route: Route, gathered: Gathered, values: Tensor, record: bool
+) -> Callable[[], Operands]:
+    """Start gathering values unquantized. Returns a function that waits for them, casts them when it is first called, and keeps
+    the operands."""
+    casts = route.after
+    assert casts is not None
+    for remark in route.remarks(plan.recipe):
+        bound.session.note(remark)
+    started = start_gather(bound, plan, route.tensor, gathered, QuantizedTensor(HP, (values,)))
+
+    def operands() -> Operands:
+        arrived, owner = started.whole().payload, bound.spec.owners(route.tensor)
+        return cast(casts, route.cast_after, [arrived], owner, partial(cast_context, bound), record=record)[0]
+
+    return Pending((), operands).wait
+
+
+def saved_x(bound: BoundSpec, plan: LinearPlan, saved: Sequence[Tensor]) -> Columnwise:
+    """x columnwise, the operand of wgrad, from the parts that forward saved, or from x [..., K] itself. If x is gathered, the
+    gather starts here."""
+    route = plan.x_again
+    if plan.kept == "values":
+        value = saved[0] if saved[0].dim() == 2 else saved[0].reshape(-1, saved[0].shape[-1])
+        (quantized,) = quantize_route(bound, plan, route, [value], bound.spec.members[:1])
+        assert quantized.columnwise is not None
+        return quantized.columnwise
+    kept = plan.recipe.x.columnwise.format.wrap(saved)
+    if not route.gathers:
+        return kept.transpose() if plan.kept == "rowwise" else kept
+    gathered = route.gathers[0]
+    started = start_gather(bound, plan, "x", gathered, kept)
+    return started.whole if gathered.columnwise else partial(_transposed, started)
+
+
+def whole(operand: Columnwise | None, outlives: ProcessGroup | None = None) -> QuantizedTensor:
+    """Wait for an operand. `outlives`: the group of the gather, where the operand is read after this direction: the operand is
+    then copied out of memory that the transport will use for the next gather."""
+    assert operand is not None, "this orientation was not asked for"
+    if isinstance(operand, QuantizedTensor):
+        return operand
+    arrived = operand()
+    return arrived if outlives is None else arrived.format.wrap(transport.kept(outlives, arrived.parts))
+
+
+def _columnwise_of(operands: Callable[[], Operands]) -> QuantizedTensor:
+    return operands().at(columnwise=True)
+
+
+def _transposed(gather: Gather) -> QuantizedTensor:
+    return gather.whole().transpose()
+
+
+def other_microbatch(tokens: int, expected: int) -> str:
+    """What to do about a token shard of a microbatch of another size, for the message of a layer that gets one."""
+    return (
+        f"If that is a shard of a microbatch of {tokens} tokens: dlp.convert was called with batch = (B, S) of {expected} "
+        f"tokens, and every microbatch needs as many. Leave out a smaller last one (DataLoader(drop_last=True)), or pad it "
+        f"and give the padding the target -100. Otherwise: "
+    )
+
+
+def plan_of(bound: BoundSpec, shape: torch.Size) -> LinearPlan:
+    """For x of this shape [..., K]. ValueError where sequence parallelism gets anything but equal token shards."""
+    spec, style, tokens = bound.spec, bound.spec.style, prod(shape[:-1])
+    unsplit = spec.tokens is not None and tokens * spec.tp != spec.tokens
+    if style.cut_x == 0 and (len(shape) != 2 or unsplit):
+        expected = "B*S/tp" if spec.tokens is None else f"{spec.tokens // spec.tp}"
+        other = len(shape) == 2 and spec.tokens is not None and tokens != spec.tokens
+        raise ValueError(
+            f"{spec.name}: sequence parallelism over tp {spec.tp} expects token shards [{expected}, K]; got x of shape "
+            f"{tuple(shape)}. {other_microbatch(tokens * spec.tp, spec.tokens or 0) if other else ''}Split the tokens with "
+            f"dlp.scatter_tokens before the first sequence-parallel layer, join them with dlp.gather_tokens after the last, "
+            f"and view heads with B and S from configuration"
+        )
+    if style.fprop.reduce == "scatter" and tokens % spec.tp:
+        raise ValueError(
+            f"{spec.name}: sequence parallelism cuts {tokens} tokens over tp {spec.tp}, which does not divide them; "
+            f"choose micro_batch x sequence divisible by tp"
+        )
+    bound.plans[shape] = plan = bound.plan(tokens)
+    return plan
+
+
+# Weights and results
+
+
+def weight_operands(
+    bound: BoundSpec, members: Sequence[str], weights: Sequence[Tensor], parts: Sequence[Tensor], dtype: torch.dtype,
+    wanted: Orientations, record: bool,
+) -> list[QuantizedTensor]:  # fmt: skip
+    """The operands of the weights in one orientation: wrapped from their flat `parts`, or, where there are none, cast here from
+    `dtype`, with one amax agreement for all."""
+    columnwise = wanted == COLUMNWISE
+    if not parts:
+        cast_here = quantize(bound, "w", [rounded(w, dtype) for w in weights], wanted, members=members, record=record)
+        return [operands.at(columnwise=columnwise) for operands in cast_here]
+    formats, sizes = bound.spec.weight_formats
+    fmt, size = formats[columnwise], sizes[columnwise]
+    wrapped = []
+    for i in range(0, len(parts), size):
+        wrapped.append(QuantizedTensor(fmt, tuple(parts[i : i + size])))
+    return wrapped
+
+
+def through_format(bound: BoundSpec, tensor: str, member: str, values: Tensor, record: bool = True) -> Tensor:
+    """The result y or dx, cast by the recipe's quantizer of it and decoded again."""
+    quantizers = bound.spec.recipe.of(tensor)
+    assert quantizers is not None
+    padded = quantizers.rowwise.format.padded(values)
+    (operands,) = quantize(bound, tensor, [padded], ROWWISE, members=[member], record=record)
+    return trimmed(operands.at(columnwise=False).dequantize(values.dtype), values.shape[1], values.shape[0])
+
+
+def trimmed(values: Tensor, columns: int, rows: int | None = None) -> Tensor:
+    """The result without the rows and columns that padded operands added to it, contiguous."""
+    if values.shape[1] != columns or (rows is not None and values.shape[0] != rows):
+        values = values[:rows, :columns]
+    return values.contiguous()
+
+
+def accepted(bound: BoundSpec, value: Any, tensor: str) -> Any:
+    """An x or dy that arrives quantized (`dlp.ops.handed.Handed`): itself, where this layer would have made the same operands;
+    else its decoded values, which the layer quantizes again, with a note in the log. ValueError where it is `strict`, which
+    forbids that."""
+    spec, record = bound.spec, value.cast_record
+    theirs, options = record.quantizers, spec.options
+    quantized = not (theirs.rowwise.format.keeps_source or theirs.columnwise.format.keeps_source)
+    same = theirs == spec.recipe.of(tensor) and not options.save_original_input and quantized
+    shared = spec.tp == 1 or (spec.amax_group is None and spec.recipe.amax_scope == "table")
+    if same and shared and spec.style.gathers == tensor and spec.tp > 1:
+        rows = value.numel() // value.shape[-1]
+        plan = bound.plan(rows) if tensor == "x" else bound.plan_back(rows)
+        shared = plan.sends_codes(tensor, record.group, spec.tp_group)
+    if same and shared:
+        return value
+    why = f"{spec.name}: {tensor} is quantized twice: " + (
+        "its ranks must share its scales, and have whole blocks of it"
+        if same else f"it came as {value.operands.at(columnwise=False).format.name}, and {spec.recipe} casts it otherwise"
+    )  # fmt: skip
+    if record.strict:
+        remedy = "process_group=, the ranks that gather it" if same else "this recipe"
+        raise ValueError(f"{why}; give Quantize {remedy}, or leave strict away")
+    bound.session.note(why)
+    return value.tensor()
+
+
+@remembered
+def _plan(bound: BoundSpec, tensor: str, orientations: Orientations, whole: bool, rows: int) -> CastPlan:
+    """`rows`: of the stored matrices, for x and dy the number of tokens."""
+    spec = bound.spec
+    group = spec.amax_group or spec.group
+    return cast_plan(
+        spec.style, spec.recipe, tensor, orientations, rows, whole=whole, own_group=spec.amax_group is not None,
+        group=None if group is None or group.size() == 1 else group,
+    )  # fmt: skip
+
+
+def cast_context(
+    bound: BoundSpec, plan: CastPlan, member: str, shape: torch.Size, device: torch.device, record: bool
+) -> CastContext:
+    """Flag, slots and origins for the casts of one matrix of this shape. Flag and origins are cached; slots are looked up at
+    each call, since an autocast region may have scales of its own."""
+    key = id(plan), member, shape, device  # the entry holds the plan, so that no other one gets its id
+    found = bound.cache.get(key)
+    if found is None:
+        flag = bound.session.flag(bound.spec.members, plan.tensor, member, device) if plan.quantizes else None
+        origins = [
+            tuple([_origin(bound, plan, member, shape, given, each) for each in read.origins])
+            for read, given in zip(plan.reads, plan.shapes(shape), strict=True)
+        ]
+        names = [
+            bound.spec.slot_name(plan.tensor, member, read.rowwise is None) if read.has_slot else None
+            for read in plan.reads
+        ]
+        found = bound.cache[key] = plan, CastContext(flag, (None,) * len(names), origins), names
+    _, context, names = found
+    if not plan.scaled_by_slots:
+        return context
+    slots = [None if name is None else bound.session.slot(name, bound.spec, record) for name in names]
+    return CastContext(context.flag, slots, context.origins)
+
+
+def weight_casts(bound: BoundSpec, member: str, weight: Tensor, value: Tensor, into: Wanted = NOWHERE) -> list[Cast]:
+    """The casts that `quantize(bound, "w", [weight], BOTH)` would run, to be run together with those of other layers. `value`:
+    the weight, padded to its `operand_shape`."""
+    plan = _plan(bound, "w", BOTH, False, value.shape[0])
+    matrices = [value] * len(plan.reads)
+    return plan.casts(matrices, cast_context(bound, plan, member, weight.shape, value.device, True), into)
+
+
+@cache
+def _tensor_id(name: str) -> int:
+    """32 bits of a hash: the same for a name on every rank and in every run."""
+    return int.from_bytes(sha256(name.encode()).digest()[:4], "little")
+
+
+def _origin(
+    bound: BoundSpec, plan: CastPlan, member: str, shape: Sequence[int], padded: Sequence[int], columnwise: bool
+) -> Origin:
+    """Where this rank's matrix lies in the unsharded one, which tp cuts along a dimension and data parallelism along the
+    tokens; `columnwise`: where its transpose lies in the transposed one."""
+    spec, session, tensor = bound.spec, bound.session, plan.tensor
+    cut = None if plan.whole else spec.style.cut(tensor)
+
+    def span(dim: int, size: int) -> tuple[int, int]:
+        """First index and size in the unsharded matrix, along a dimension of this size here."""
+        index, count = (spec.tp_group.rank(), spec.tp) if cut == dim and spec.tp > 1 else (0, 1)
+        if dim == 0 and tensor != "w":
+            index, count = index + session.dp[0] * count, count * session.dp[1]
+        return index * size, count * size
+
+    row_dim, column_dim = int(columnwise), 1 - int(columnwise)
+    row, rows = span(row_dim, shape[row_dim])
+    column, columns = span(column_dim, padded[column_dim])
+    name = f"{member}.{tensor}"
+    return Origin(row, column, rows, columns, session.seed, _tensor_id(name), session.counter, row_dim)
+
+
+def weights_agree(spec: LinearSpec) -> bool:
+    """Whether scales of this rank's weights may be agreed with other ranks."""
+    return spec.amax_group is not None or (spec.group is not None and spec.recipe.amax_scope == "all")
+
+
+def flatten(operands: Sequence[Operands]) -> list[Tensor]:
+    """The parts of both orientations of each operand, rowwise first."""
+    return [part for both in operands for columnwise in (False, True) for part in both.at(columnwise).parts]
+
+
+def unflatten(quantizers: Operand, parts: Sequence[Tensor], count: int) -> list[Operands]:
+    """The inverse of `flatten` for `count` operands of these quantizers."""
+    row, col = quantizers.rowwise.format, quantizers.columnwise.format
+    size = len(row.parts) + len(col.parts)
+    starts = range(0, count * size, size)
+    return [Operands(row.wrap(parts[i:]), col.wrap(parts[i + len(row.parts) :])) for i in starts]
