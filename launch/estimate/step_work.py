@@ -14,7 +14,10 @@ The model leaves out: document masks (sequences count whole), Muon's GEMMs, the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from math import prod
+
+import torch
 
 from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, MAPPED, TP
 from dlp.parallel.model.rows import ParameterPlan
@@ -106,7 +109,7 @@ class StepWork:
                 continue
             count = self._kept_here(parameter)
             copied = 6 * count if not (self.fsdp and row.recipe.w.keeps_source) else 0
-            made = self._cast_bytes(row.recipe.w, (count, 1), count)
+            made = self._cast_bytes(row.recipe.w, count)
             self._compute(f"{row.name} weight", BOUNDARY, (copied + made) / self.rates.memory, kernels=2)
         return self.program
 
@@ -249,20 +252,15 @@ class StepWork:
     def _cast(self, linear: LinearTraffic, tensor: str, features: int, *, both: bool) -> None:
         operand: Operand = getattr(linear.recipe, tensor)
         rows = linear.plan.rows(tensor)
-        moved = self._cast_bytes(operand, (rows, features), rows * features)
+        moved = self._cast_bytes(operand, rows * features)
         if moved:
             self._compute(f"{linear.name} cast {tensor}", CAST, moved / self.rates.memory, kernels=3)
 
-    def _cast_bytes(self, operand: Operand, shape: tuple[int, int], elements: int) -> float:
+    def _cast_bytes(self, operand: Operand, elements: float) -> float:
         """Bytes of one cast in both orientations: one read to observe, if the quantizer does, one to cast, and the codes."""
         if operand.keeps_source:
             return 0.0
-        observes = caps_of(operand.rowwise).slot is None and operand.rowwise.observe(nothing((128, 128))) is not None
-        codes = [
-            quantizer.format.nbytes((1024, 1024), self.load.dtype) / 2**20
-            for quantizer in (operand.rowwise, operand.columnwise)
-        ]
-        return elements * (WIDE * (1 + observes) + sum(codes))
+        return elements * _bytes_per_element(operand, self.load.dtype)
 
     def _agree(self, linear: LinearTraffic, sent: dict[str, int]) -> None:
         """An agreement on amaxes waits for all ranks once."""
@@ -393,6 +391,13 @@ class StepWork:
 def gemms_of(linear: LinearTraffic) -> str:
     """The kind under which the GEMMs of a linear are counted."""
     return f"GEMMs, {linear.recipe.name}"
+
+
+@cache
+def _bytes_per_element(operand: Operand, dtype: torch.dtype) -> float:
+    observes = caps_of(operand.rowwise).slot is None and operand.rowwise.observe(nothing((128, 128))) is not None
+    formats = operand.rowwise.format, operand.columnwise.format
+    return WIDE * (1 + observes) + sum(fmt.nbytes((1024, 1024), dtype) / 2**20 for fmt in formats)
 
 
 def by_direction(sends: Sends) -> dict[str, int]:
