@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-COMPUTE, TP_LINK, DP_LINK = "compute", "tp", "dp"
+from dlp.comm.mesh import TP
+
+COMPUTE, TP_LINK, DP_LINK = "compute", TP, "dp"
 LANES = (COMPUTE, TP_LINK, DP_LINK)
 EXPOSED = "exposed transfers"
 

@@ -77,7 +77,8 @@ def test_names_of_axes_are_spelled_in_one_file():
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant) and node.value in AXES
     }
-    assert {place.partition(":")[0] for place in spelled} == {"dlp/comm/mesh.py"}, sorted(spelled)
+    keywords = "dlp/te_arguments.py"  # "tp" is an argument of a layer there
+    assert {place.partition(":")[0] for place in spelled} - {keywords} == {"dlp/comm/mesh.py"}, sorted(spelled)
 
 
 @pytest.mark.parametrize(("names", "said"), [(("tp",), "got tp: "), (None, "got none by name: ")], ids=str)

@@ -181,7 +181,8 @@ def saved_x(bound: BoundSpec, plan: LinearPlan, saved: Sequence[Tensor]) -> Colu
     gather starts here."""
     route = plan.x_again
     if plan.kept == "values":
-        value = saved[0] if saved[0].dim() == 2 else saved[0].reshape(-1, saved[0].shape[-1])
+        value = saved[0]
+        value = value if value.dim() == 2 else value.reshape(value.shape[:-1].numel(), value.shape[-1])
         (quantized,) = quantize_route(bound, plan, route, [value], bound.spec.members[:1])
         assert quantized.columnwise is not None
         return quantized.columnwise

@@ -212,11 +212,13 @@ class PlaceholderDTensor(_Placeholder, _SpreadParameter):  # type: ignore[misc]
         """ValueError, as the other methods of a DTensor that read values."""
         _check_values("full_tensor", (self,))
 
-    def to_local(self, **_: Any) -> Any:
+    def to_local(self, **options: Any) -> Any:
         _check_values("to_local", (self,))
+        return super().to_local(**options)  # torch.compile traces with copies, which stand for no weight
 
-    def redistribute(self, *_: Any, **__: Any) -> Any:
+    def redistribute(self, *layout: Any, **options: Any) -> Any:
         _check_values("redistribute", (self,))
+        return super().redistribute(*layout, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
