@@ -154,7 +154,7 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         for line in (*slow, *gradients, *averages, *map(str, built.swaps), describe_saves(config.checkpoint)):
             run.say(line)
         trainer = Trainer(config, built, run, stop)
-        if device.type == "cuda":
+        if device.type == "cuda" and run.leader:  # the leader alone compares; no rank waits for another here
             trainer.recorder.predicted = predict_here(config, built, mesh, run)
         done = trainer.resume()
         if not trainer.starts_a_lineage:

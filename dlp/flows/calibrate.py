@@ -27,6 +27,7 @@ from dlp.comm.amax import agree
 from dlp.flows.frozen import SCALE
 from dlp.kernels import ops
 from dlp.parallel.linear.modules import ParallelLinear
+from dlp.parallel.model.survey import container_lengths
 from dlp.quant.patterns import must_match
 from dlp.quant.quantizer import ScaleSlot, SlotOptions
 from dlp.quant.state import SlotTable
@@ -107,8 +108,8 @@ def calibrate(
     if not callable(observer) and observer not in OBSERVERS:
         raise ValueError(f"observer must be one of {', '.join(OBSERVERS)} or a function of amaxes; got {observer!r}")
     every = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | ParallelLinear)}
-    lists = {name: len(each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList | nn.Sequential)}
-    chosen = must_match(list(every), lists, pattern, getattr(model, "base_model_prefix", ""), asked_by="calibrate")
+    lengths = container_lengths(model.named_modules())
+    chosen = must_match(list(every), lengths, pattern, getattr(model, "base_model_prefix", ""), asked_by="calibrate")
     linears = {name: every[name] for name in chosen}
     algorithm = partial(_of_batches, observer, list(linears)) if callable(observer) else OBSERVERS[observer]
     device = next(next(iter(linears.values())).parameters()).device

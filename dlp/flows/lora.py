@@ -29,6 +29,8 @@ from torch.distributed.tensor import DTensor
 from dlp.flows.plain import quantize_
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.model.groups import LayerGroup
+from dlp.parallel.model.survey import container_lengths
+from dlp.parallel.weight.local import fill
 from dlp.quant.parameter import QuantizedParameter
 from dlp.quant.patterns import match_names, must_match
 
@@ -107,7 +109,7 @@ def lora(
             kind = "has an adapter already" if isinstance(module, LoRALinear) else "is a layer of dlp.convert"
             raise ValueError(f"lora: {name} {kind}; call dlp.lora once, on the plain model, before dlp.convert")
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    patterns, lengths = [layers] if isinstance(layers, str) else layers, _lengths(model)
+    patterns, lengths = [layers] if isinstance(layers, str) else layers, container_lengths(model.named_modules())
     chosen = [name for pattern in patterns for name in must_match(list(linears), lengths, pattern, asked_by="lora")]
     chosen = list(dict.fromkeys(chosen))
     if base is not None:
@@ -116,10 +118,6 @@ def lora(
     for name in chosen:
         model.set_submodule(name, LoRALinear(linears[name], rank, rank if alpha is None else alpha, dropout))
     return chosen
-
-
-def _lengths(model: nn.Module) -> dict[str, int]:
-    return {name: len(each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList | nn.Sequential)}
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
@@ -154,9 +152,10 @@ def lora_groups(model: nn.Module, groups: Sequence[LayerGroup], recipe: Any = "b
         name for name, module in model.named_modules()
         if name in with_adapter or (isinstance(module, nn.Linear) and not name.startswith(inner))
     ]  # fmt: skip
+    lengths = container_lengths(model.named_modules())
     made, cut = list[LayerGroup](), dict[str, tuple[str | None, bool | None]]()
     for group in groups:
-        matched = [name for pattern in group.match for name in match_names(names, _lengths(model), pattern)]
+        matched = [name for pattern in group.match for name in match_names(names, lengths, pattern)]
         if not matched:
             raise ValueError(f"lora_groups: group {group.name!r} matches no linear: correct or remove {group.match}")
         renamed = [f"{name}.base" if name in with_adapter else name for name in dict.fromkeys(matched)]
@@ -315,13 +314,4 @@ def load_lora(model: nn.Module, folder: str | Path) -> None:
             )
         for side in ("lora_A", "lora_B"):
             parameter, value = getattr(module, side).weight, tensors[f"{name}.{side}.weight"]
-            parameter.copy_(_placed(value.to(parameter.dtype), parameter))
-
-
-def _placed(value: Tensor, parameter: Tensor) -> Tensor:
-    """A full tensor, sharded as the parameter is."""
-    if not isinstance(parameter, DTensor):
-        return value.to(parameter.device)
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+            fill(parameter, value.to(parameter.device, parameter.dtype))

@@ -115,7 +115,7 @@ def forecast(config: Config, world: int, board: str, found: Planned) -> Forecast
     rates = rates_of(board)
     work = StepWork(config, found, rates, board)
     last = schedule(work.microbatch(last=True), rates.nccl_slowdown)
-    launches = work.host_seconds() * found.load.microbatches
+    host = 0.0 if replays_steps(config, found.plan.device_type) else work.host_seconds() * found.load.microbatches
     parts = [(last, 1)]
     if found.load.microbatches > 1:
         earlier = schedule(work.microbatch(last=False), rates.nccl_slowdown)
@@ -127,13 +127,11 @@ def forecast(config: Config, world: int, board: str, found: Planned) -> Forecast
         for total, its in ((shares, timeline.shares()), (transfers, timeline.transfers())):
             for kind, seconds in its.items():
                 total[kind] += seconds * times
-    device, host = sum(shares.values()), 0.0
-    if replays_steps(config, found.plan.device_type):
+    device = sum(shares.values())
+    if not host:
         shares[REPLAYS] = rates.replay
-    else:
-        host = launches
-        if host > device:
-            shares[HOST] = host - device
+    elif host > device:
+        shares[HOST] = host - device
     seconds = sum(shares.values())
     tokens = config.train.global_batch * config.train.sequence
     flops = flops_per_token(config.model, config.train.sequence) * tokens / world

@@ -21,8 +21,15 @@ import torch
 
 from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, MAPPED, TP
 from dlp.parallel.model.rows import ParameterPlan
-from dlp.parallel.traffic.predict import LinearTraffic, Sends, linear_weights, linears_of, nothing, travels_as, units_of
-from dlp.parallel.weight.sharded import VALUES
+from dlp.parallel.traffic.predict import (
+    LinearTraffic,
+    Sends,
+    gather_passes,
+    linear_weights,
+    linears_of,
+    nothing,
+    units_of,
+)
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Operand
 from launch.config.run_config import Config
@@ -58,7 +65,7 @@ class StepWork:
         self.blocks = [block for block in self.linears if block]
         self.fsdp = bool(self.load.units) and self.shards > 1
         self.units = units_of(self.plan, self.load) if self.fsdp else {}
-        self.reduced: list[int] = []  # transfers of gradients, which the optimizer waits for
+        self.sent: dict[tuple[str, str], dict[str, int]] = {}  # by linear and direction: bytes by GEMM
         self.mapped = transport_name(config.mesh.transport, found.dims, kind_of(device)) == MAPPED
         network = NETWORK.speed
         self.tp_speed = rates.link if self.mapped else network if leaves_host(TP, found.dims) else rates.nccl
@@ -70,7 +77,7 @@ class StepWork:
 
     def microbatch(self, last: bool) -> Program:
         """Forward and backward of one microbatch; the last one of a step reduces gradients that wait."""
-        self.program, self.reduced = Program(), []
+        self.program = Program()
         reduces = last or self.load.reductions > 1
         root = self._gather("", backward=False)
         waiting = self._gather(self.blocks[0], backward=False)
@@ -199,8 +206,8 @@ class StepWork:
     # Linears
 
     def _linear_forward(self, linear: LinearTraffic) -> None:
-        sent = by_direction(linear.forward())
-        self._cast(linear, "x", linear.shapes[0][1], both=True)
+        sent = self._sent(linear, "forward")
+        self._cast(linear, "x", linear.shapes[0][1])
         seconds, kernels = self._gemm_seconds(linear, "fprop"), len(linear.rows)
         self._agree(linear, sent)
         if linear.style.fprop.gather:
@@ -212,12 +219,12 @@ class StepWork:
             self._compute(f"{linear.name} fprop", gemms_of(linear), seconds, kernels=kernels)
 
     def _linear_backward(self, linear: LinearTraffic) -> None:
-        sent = by_direction(linear.backward())
+        sent = self._sent(linear, "backward")
         x_again: tuple[int, ...] = ()
         if sent.get("wgrad"):
             x_again = (self._transfer(f"{linear.name} gather x", sent["wgrad"]),)
         for n, _ in linear.shapes:
-            self._cast(linear, "dy", n, both=True)
+            self._cast(linear, "dy", n)
         self._agree(linear, sent)
         seconds, members, waits = self._gemm_seconds(linear, "dgrad"), len(linear.rows), tuple[int, ...]()
         if linear.style.dgrad.gather:
@@ -243,13 +250,20 @@ class StepWork:
         if waits:
             self._sum(linear, "dgrad", linear.shapes[0][1], waits)
 
+    def _sent(self, linear: LinearTraffic, direction: str) -> dict[str, int]:
+        """Bytes by GEMM of one direction, computed once for all microbatches."""
+        key = linear.name, direction
+        if key not in self.sent:
+            self.sent[key] = by_direction(linear.forward() if direction == "forward" else linear.backward())
+        return self.sent[key]
+
     def _gemm_seconds(self, linear: LinearTraffic, gemm: str) -> float:
         gathered = linear.style.cut_x == 0 or linear.style.cut_dy == 0
         rows = self.tokens if gathered or not self.config.mesh.sequence_parallel else linear.plan.rows("x")
         features = sum(n for n, _ in linear.shapes)
         return self.rates.gemm(linear.recipe, gemm, (rows, features, linear.shapes[0][1]))
 
-    def _cast(self, linear: LinearTraffic, tensor: str, features: int, *, both: bool) -> None:
+    def _cast(self, linear: LinearTraffic, tensor: str, features: int) -> None:
         operand: Operand = getattr(linear.recipe, tensor)
         rows = linear.plan.rows(tensor)
         moved = self._cast_bytes(operand, rows * features)
@@ -334,21 +348,18 @@ class StepWork:
 
     def _gathered_bytes(self, unit: str, backward: bool) -> float:
         """Bytes of a unit's gathered weights in one direction."""
-        if not self.fsdp or (backward and (not unit or not self.load.resharded)):
+        again = bool(unit) and self.load.resharded
+        if not self.fsdp or (backward and not again):
             return 0.0
-        return sum(self._travels(parameter, backward) for parameter in self.units[unit])
-
-    def _travels(self, parameter: ParameterPlan, backward: bool) -> float:
-        found = self.weights.get(parameter.name)
-        row, col = (found and travels_as(*found, self.load)) or (VALUES, VALUES)
-        layouts = [col, row] if backward and self.load.recomputes(parameter.name) else [col] if backward else [row]
-        if not backward and not self.load.resharded:
-            layouts = [row, col]
-        shape = (parameter.shape[0], prod(parameter.shape[1:]))
-        return sum(
-            layout.format.nbytes(layout.of(shape), self.load.weight_dtype, along=int(layout.transposed))
-            for layout in dict.fromkeys(layouts)
-        )
+        total = 0.0
+        for parameter in self.units[unit]:
+            layouts = gather_passes(self.weights.get(parameter.name), parameter, self.load, again)[backward]
+            shape = (parameter.shape[0], prod(parameter.shape[1:]))
+            total += sum(
+                layout.format.nbytes(layout.of(shape), self.load.weight_dtype, along=int(layout.transposed))
+                for layout in layouts
+            )
+        return total
 
     def _reduce(self, unit: str, reduces: bool) -> None:
         """Copy a unit's gradients into a buffer and reduce them; gradients that wait are added in fp32."""
@@ -367,7 +378,6 @@ class StepWork:
             shard = 4 * elements / self.shards
             sent += 2 * shard * (replicas - 1) / replicas / self.dp_speed[DP_REPLICATE]
         reduced = self.program.add(f"{unit or 'root'} reduce", TRANSFER, sent, DP_LINK, self.program.last)
-        self.reduced.append(reduced)
         if not unit:  # the step ends when the last gradients have arrived
             self._compute("gradients arrive", COPIES, 0.0, waits=(reduced,))
 

@@ -35,13 +35,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlp.comm.collectives import Pending
-from dlp.kernels.ops import LazyMatrix, Produced, Summed, rounded
-from dlp.parallel.casts import COLUMNWISE, ROWWISE, Values
+from dlp.kernels.ops import LazyMatrix, Summed, rounded
+from dlp.parallel.casts import COLUMNWISE, ROWWISE
 from dlp.parallel.linear.plan import WIRES, GradsWanted, LinearPlan, Reduction, reads_w
 from dlp.parallel.linear.quantize import (
-    OPERANDS,
     Columnwise,
+    LayerInput,
     Rowwise,
+    as_matrix,
     plan_of,
     quantize_route,
     saved_x,
@@ -56,8 +57,6 @@ from dlp.parallel.overlap import Overlap
 from dlp.parallel.weight.base import Target
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import QuantizedTensor
-
-LayerInput = Values | Produced  # x or dy: stored, or lazy
 
 
 class Finish(NamedTuple):
@@ -281,12 +280,3 @@ def contract_gemm(
     if into is None:
         return dw
     return into.tensor.copy_(dw) if into.overwrite else into.tensor.add_(dw)
-
-
-def as_matrix(x: LayerInput) -> Any:
-    """[..., K] -> [M, K]; lazy matrices and operands are matrices already."""
-    if isinstance(x, Produced):
-        return x.matrix
-    if isinstance(x, LazyMatrix) or hasattr(x, OPERANDS) or x.dim() == 2:
-        return x
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm import transport
 from dlp.comm.collectives import Pending
-from dlp.kernels.ops import rounded, stored
+from dlp.kernels.ops import LazyMatrix, Produced, rounded, stored
 from dlp.parallel.casts import (
     BOTH,
     COLUMNWISE,
@@ -44,6 +44,7 @@ from dlp.quant.tensor import QuantizedTensor
 
 OPERANDS = "operands"  # the attribute of an x or dy that arrives quantized (`dlp.ops.handed.Handed`)
 NOTHING = Operands(None, None)
+LayerInput = Values | Produced  # x or dy: stored, or lazy
 # an operand that is on this rank, or one whose gather has been started
 Rowwise = QuantizedTensor | Gather
 Columnwise = QuantizedTensor | Callable[[], QuantizedTensor]
@@ -176,14 +177,21 @@ def _gather_values(
     return Pending((), operands).wait
 
 
+def as_matrix(x: LayerInput) -> Any:
+    """[..., K] -> [M, K]; lazy matrices and operands are matrices already."""
+    if isinstance(x, Produced):
+        return x.matrix
+    if isinstance(x, LazyMatrix) or hasattr(x, OPERANDS) or x.dim() == 2:
+        return x
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 def saved_x(bound: BoundSpec, plan: LinearPlan, saved: Sequence[Tensor]) -> Columnwise:
     """x columnwise, the operand of wgrad, from the parts that forward saved, or from x [..., K] itself. If x is gathered, the
     gather starts here."""
     route = plan.x_again
     if plan.kept == "values":
-        value = saved[0]
-        value = value if value.dim() == 2 else value.reshape(value.shape[:-1].numel(), value.shape[-1])
-        (quantized,) = quantize_route(bound, plan, route, [value], bound.spec.members[:1])
+        (quantized,) = quantize_route(bound, plan, route, [as_matrix(saved[0])], bound.spec.members[:1])
         assert quantized.columnwise is not None
         return quantized.columnwise
     kept = plan.recipe.x.columnwise.format.wrap(saved)

@@ -50,7 +50,7 @@ from dlp.parallel.model.checks import ACTIONS, NonFiniteWatch, looks
 from dlp.parallel.model.grads import PartialGradients, add_main_grads, check_none_waits
 from dlp.parallel.model.replicas import Replicas
 from dlp.parallel.model.session import Session, converted_root, give_session, session_of
-from dlp.parallel.model.survey import check_no_fsdp1, guard
+from dlp.parallel.model.survey import check_no_fsdp1, container_lengths, guard
 from dlp.parallel.weight.base import MAIN_GRADS, refresh
 from dlp.parallel.weight.fsdp2 import Managed, cast_managed, gather_quantized, managed
 from dlp.parallel.weight.held import Arguments, Closure, closure_of, masters_of, with_closure
@@ -400,9 +400,7 @@ def _by_own_name(model: nn.Module) -> dict[str, ParallelLinear]:
 def match_layers(model: nn.Module, pattern: str, asked_by: str) -> list[str]:
     """The layers that a pattern matches; ValueError, with the nearest names, if there are none."""
     names = list(layer_modules(model))
-    lengths = {
-        name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)
-    }
+    lengths = container_lengths(model.named_modules())
     return must_match(names, lengths, pattern, getattr(model, "base_model_prefix", ""), asked_by=asked_by)
 
 

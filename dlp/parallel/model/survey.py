@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -76,9 +76,14 @@ def survey(model: nn.Module) -> Survey:
         first.setdefault(id(module), name)
     modules = {name: module for name, module in model.named_modules() if _owns_parameters(module)}
     aliases = {name: first[id(module)] for name, module in every if first[id(module)] in modules}
-    lengths = {name: len(module) for name, module in every if isinstance(module, nn.ModuleList | nn.Sequential)}
+    lengths = container_lengths(every)
     names = [name for name, _ in model.named_modules() if name]
     return Survey(modules, {name: its for name, its in aliases.items() if name != its}, names, lengths)
+
+
+def container_lengths(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, int]:
+    """Number of children of each ModuleList and Sequential by dotted name, for patterns (`dlp.quant.patterns`)."""
+    return {name: len(module) for name, module in modules if isinstance(module, nn.ModuleList | nn.Sequential)}
 
 
 def made_by_hand(module: nn.Module) -> bool:

@@ -38,6 +38,7 @@ from dlp.parallel.model.rows import ParameterPlan
 from dlp.parallel.style import ParallelStyle, shard_sizes
 from dlp.parallel.weight.sharded import (
     VALUES,
+    ShardLayout,
     ShardLayouts,
     ShardRead,
     agreed_over,
@@ -428,15 +429,23 @@ def travels_as(row: LayerPlan, parameter: ParameterPlan, load: Workload) -> Shar
     return weight_layouts(row.recipe, shape, load.ranks(DP_SHARD), refused=refused, own_group=own_group)[0]
 
 
+def gather_passes(
+    found: tuple[LayerPlan, ParameterPlan] | None, parameter: ParameterPlan, load: Workload, again: bool
+) -> list[list[ShardLayout]]:
+    """The layouts that forward gathers of a parameter, and, if backward gathers `again`, those of backward: the other
+    orientation, and that of a recomputed forward. found: the linear of the parameter and the parameter, if it is a weight of a
+    linear."""
+    row, col = (found and travels_as(*found, load)) or (VALUES, VALUES)
+    passes = [(row,), (col, row) if load.recomputes(parameter.name) else (col,)] if again else [(row, col)]
+    return [list(dict.fromkeys(layouts)) for layouts in passes]
+
+
 def _gathers(
     found: tuple[LayerPlan, ParameterPlan] | None, parameter: ParameterPlan, load: Workload, again: bool
 ) -> Sends:
-    """The gathers of a parameter's shards, in forward and backward of a microbatch. found: its linear, if it is the weight of
-    one; again: backward gathers it once more, in the other orientation and in that of a recomputed forward."""
-    row, col = (found and travels_as(*found, load)) or (VALUES, VALUES)
-    passes = [(row,), (col, row) if load.recomputes(parameter.name) else (col,)] if again else [(row, col)]
+    """The gathers of a parameter's shards in forward and backward of a microbatch; arguments as of `gather_passes`."""
     first, *rest = load.shard(parameter.shape, padded=True)
-    for layout in (each for layouts in passes for each in dict.fromkeys(layouts)):
+    for layout in (each for layouts in gather_passes(found, parameter, load, again) for each in layouts):
         shape = layout.of((first, prod(rest)))
         nbytes = layout.format.nbytes(shape, load.weight_dtype, along=int(layout.transposed))
         precision = precision_of(layout.format, load.weight_dtype)
