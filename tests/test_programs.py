@@ -488,24 +488,19 @@ def test_a_run_asks_no_operator_for_memory():
     assert (found.shape, found.stride(), found[0, 0]) == ((3, 2), (1, 3), x.abs().max())
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return 2 * dy
+TWICE = function.Directions(lambda ctx, run, tensors: (2 * tensors[0],), lambda ctx, run, grads: [2 * grads[0]])
 
 
-def test_past_functorch_a_transform_is_refused_before_the_function():
-    apply, x = function.past_functorch(Twice), torch.ones(3, requires_grad=True)
+def test_a_pass_is_refused_in_a_transform_and_differentiated_once():
+    x = torch.ones(3, requires_grad=True)
 
     def called(x: Tensor) -> Tensor:
         function.refuse_transforms("a layer")
-        return apply(x).sum()  # type: ignore[no-any-return]
+        return function.apply_pass(TWICE, None, x)[0].sum()  # type: ignore[no-any-return]
 
-    called(x).backward()
-    assert torch.equal(x.grad, torch.full((3,), 2.0))
+    (grad,) = torch.autograd.grad(called(x), x, create_graph=True)
+    assert torch.equal(grad, torch.full((3,), 2.0))
+    with pytest.raises(RuntimeError, match="trying to differentiate twice a function that was marked with @once"):
+        grad.sum().backward()
     with pytest.raises(RuntimeError, match="^a layer: it does not run inside of torch.func's transforms"):
         torch.func.grad(called)(x)

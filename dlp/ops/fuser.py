@@ -20,13 +20,14 @@ from dlp.kernels.launches import capturing
 from dlp.ops.calls import FuserCall, FuserPlan, LinearCall, Pass, Placed, deduplicated, layouts_of
 from dlp.ops.captured import Direction
 from dlp.ops.fusions import REGISTERED, fuse
-from dlp.ops.passes import Members, apply_fused, forward
+from dlp.ops.passes import FUSER, Members, forward
 from dlp.ops.traced import one_by_one
 from dlp.ops.values import each
 from dlp.parallel.linear.active import active_spec
 from dlp.parallel.weight.local import held, num_axes
 from dlp.runtime.capture import LIMIT
 from dlp.runtime.function import (
+    apply_pass,
     autocasts,
     in_autocast_dtype,
     multiplies_tf32,
@@ -156,7 +157,7 @@ class OperationFuser:
         if call.plan is None:
             self._plan_call(call_key, run, own, tensors)
         self.last = call.plan
-        results = apply_fused(run, *tensors) if call.plan.needs_backward[-1] else forward(run, tensors)[0]
+        results = apply_pass(FUSER, run, *tensors) if call.plan.needs_backward[-1] else forward(None, run, tensors)
         count = run.layout.num_outputs
         outputs, extra = tuple(results[:count]), tuple(results[count:])
         y = outputs if run.layout.many else outputs[0]

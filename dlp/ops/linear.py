@@ -30,9 +30,8 @@ from dlp.ops.op import BasicOperation
 from dlp.ops.te_names import TeNames, names_of
 from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, rows_of
 from dlp.parallel.linear import modules
-from dlp.parallel.linear.autograd import check_features, check_given
+from dlp.parallel.linear.autograd import check_features, check_given, leave_wgrads, num_left
 from dlp.parallel.linear.capture import obstacle
-from dlp.parallel.linear.delayed import leave_wgrads, num_left
 from dlp.parallel.linear.functional import NO_FINISH, Finish, linear_backward, linear_forward
 from dlp.parallel.linear.plan import GradsWanted, keeps_x, to_save
 from dlp.parallel.linear.quantize import accepted

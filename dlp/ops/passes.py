@@ -1,4 +1,4 @@
-"""Forward and backward of a fuser, and the autograd function of both.
+"""Forward and backward of a fuser, and the two directions that `PassFunction` runs.
 
 forward    runs the ops in order on values (`dlp.ops.values`); the tensors that they save become one flat list
 backward   runs the ops in reverse on gradients, down to the first op that needs one
@@ -7,7 +7,7 @@ captured   from its third call on, a direction replays its launches, if it is ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,7 @@ from dlp.ops.calls import FuserCall, Pass, Placed, ResultLayout, deduplicated
 from dlp.ops.captured import Flat, ReplayEntry
 from dlp.ops.values import HANDED, INTEGERS, LAZY, MANY, Value, each, is_handed, share_bytes, tensor_of
 from dlp.parallel.weight.local import held
-from dlp.runtime.function import layout_keys, multiplies_tf32, no_autocast, only_once, owned, past_functorch
+from dlp.runtime.function import Directions, layout_keys, multiplies_tf32, owned
 
 
 def check_count(name: str, what: str, found: Any, expected: int) -> None:
@@ -139,11 +139,8 @@ def _adapted_one(takes: frozenset[str], value: Any) -> Any:
 # Forward
 
 
-def forward(run: Pass, tensors: Sequence[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Forward of the fuser. tensors: inputs, parameters, extra inputs.
-
-    Returns the outputs and extra outputs, the tensors that the ops save, and the inputs that they have written to.
-    """
+def forward(ctx: Any, run: Pass, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Inputs, parameters and extra inputs -> outputs and extra outputs. ctx: of autograd; None: there will be no backward."""
     call, reads, flat = run.call, run.reads, None
     entry = None if run.kwargs is not None else call.forward
     if entry is not None:
@@ -151,12 +148,35 @@ def forward(run: Pass, tensors: Sequence[Any]) -> tuple[list[Tensor], list[Tenso
     if flat is None:
         flat, entry = _forward_by_ops(run, tensors)
     if entry is None:
-        dirty = [tensor for ctx in run.ctxs or () for tensor in ctx.dirty]
+        dirty = [tensor for each in run.ctxs or () for tensor in each.dirty]
     else:
         run.replayed, dirty = entry.results, [reads[at] for at in entry.results.dirty]
         run.layout = entry.results.attributes[0]["layout"]
     count = run.layout.num_results
-    return flat[:count], flat[count:], dirty  # type: ignore[return-value]
+    results: list[Any] = flat[:count]
+    if ctx is None:
+        return tuple(results)
+
+    results = list(owned(results, tensors))
+    run.drop()
+    known, written = {*map(id, tensors)}, {id(tensor): tensor for tensor in dirty}
+    returned, saved = list[Tensor](), flat[count:]
+    for i, result in enumerate(results):  # an input or an earlier output becomes a view, unless it was written to
+        if id(result) in written:
+            returned.append(written.pop(id(result)))
+        elif id(result) in known:
+            results[i] = result.view_as(result)
+        known.add(id(result))
+    if returned:
+        ctx.mark_dirty(*returned)
+    for tensor in written.values():  # so that a backward which saved one before it was written to raises
+        increment_version(tensor)
+    if written:  # the ops save views of these that were made under no_grad: save them as tensors of their own
+        saved = [each if each is None or not each._is_view() else each.detach() for each in saved]
+    ctx.zeros_like = [(result.shape, result.dtype, result.device) for result in results]
+    run.moved = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    ctx.save_for_backward(*saved)
+    return tuple(results)
 
 
 def _forward_by_ops(run: Pass, tensors: Sequence[Any]) -> tuple[Flat, ReplayEntry | None]:
@@ -427,47 +447,8 @@ def _checked_grads(
     return value, parameters, extras
 
 
-class FuserFn(torch.autograd.Function):
-    """`apply(run, *inputs, *parameters, *extra inputs)` -> outputs and extra outputs. `run`: the `Pass`."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Pass, *tensors: Any) -> tuple[Tensor, ...]:
-        results, saved, dirty = forward(run, tensors)
-        results = list(owned(results, tensors))
-        run.drop()
-        known, written = {*map(id, tensors)}, {id(tensor): tensor for tensor in dirty}
-        returned = []
-        for i, result in enumerate(results):  # an input or an earlier output becomes a view, unless it was written to
-            if id(result) in written:
-                returned.append(written.pop(id(result)))
-            elif id(result) in known:
-                results[i] = result.view_as(result)
-            known.add(id(result))
-        if returned:
-            ctx.mark_dirty(*returned)
-        for tensor in written.values():  # so that a backward which saved one before it was written to raises
-            increment_version(tensor)
-        if written:  # the ops save views of these that were made under no_grad: save them as tensors of their own
-            saved = [each if each is None or not each._is_view() else each.detach() for each in saved]
-        ctx.run = run
-        ctx.zeros_like = [(result.shape, result.dtype, result.device) for result in results]
-        run.moved = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        ctx.save_for_backward(*saved)
-        ctx.set_materialize_grads(False)
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        run: Callable[..., tuple[Any, ...]] = _backward_once if torch.is_grad_enabled() else _backward
-        if torch._C._is_any_autocast_enabled():
-            with no_autocast(grads):
-                return run(ctx, *grads)
-        return run(ctx, *grads)
-
-
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+def _recorded_backward(ctx: Any, run: Pass, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     """`backward` with zeros for gradients that are None, where ops do not take None, and DTensors for gradients of DTensors."""
-    run: Pass = ctx.run
     call = run.call
     if any([grad is None for grad in grads]):
         of_outputs = run.layout.many and call.plan.backward[-1].op.none_grads
@@ -480,8 +461,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     for i, spec in enumerate(call.layouts):
         if spec is not None and results[i] is not None:
             results[i] = DTensor(results[i], spec, requires_grad=False)
-    return None, *[grad if need else None for grad, need in zip(results, ctx.needs_input_grad[1:], strict=True)]
+    return [grad if need else None for grad, need in zip(results, ctx.needs_input_grad[2:], strict=True)]
 
 
-_backward_once = only_once(_backward)
-apply_fused = past_functorch(FuserFn)
+FUSER = Directions(forward, _recorded_backward)

@@ -102,16 +102,11 @@ def _multiply(a: Format, b: Format, device: str) -> Callable[[Gemm, QuantizedTen
 
 
 def _launch(launch: GemmLaunch, gemm: Gemm, a: QuantizedTensor) -> Tensor:
-    return launch(*_problem(gemm, a))
-
-
-def _problem(gemm: Gemm, a: QuantizedTensor) -> tuple[Any, ...]:
-    """The arguments of a `GemmLaunch`."""
     options = gemm.options
     how = GemmLaunchOptions(
         options.fast_accumulation, options.tuned, options.allow_reference, gemm.sms, gemm.out, gemm.alpha, gemm.rounds
     )  # fmt: skip
-    return a.parts, gemm.b.parts, gemm.out_dtype, gemm.bias, gemm.accumulate, how
+    return launch(a.parts, gemm.b.parts, gemm.out_dtype, gemm.bias, gemm.accumulate, how)
 
 
 def _takes_options(own: Callable[..., Tensor]) -> bool:

@@ -1,13 +1,14 @@
-"""What every autograd function of dlp needs: keys of calls, modes of torch, results that users may write to.
+"""The autograd function of eager calls, keys of calls, modes of torch, and results that users may write to.
 
-A linear (`dlp.parallel.linear.autograd`) and a sequence of ops (`dlp.ops.passes`) are one autograd function each, of two
-directions. Captured launches of a direction (`dlp.runtime.capture`) serve all calls with an equal key.
+A linear (`dlp.parallel.linear.calls`) and a sequence of ops (`dlp.ops.passes`) run through the same `PassFunction`, each with
+two directions of its own. Captured launches of a direction (`dlp.runtime.capture`) serve all calls with an equal key. Traced
+calls of linears run through opaque ops instead (`dlp.parallel.linear.opaque`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,14 +73,58 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(x.device.type)) if x.dtype in ACTIVATIONS else x
 
 
-# Autograd functions
+# The autograd function
 
 
-def past_functorch(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without torch's Python wrapper, which looks at every argument for tensors of torch.func's transforms: 3
-    of the some 60 microseconds of host time of a tiny linear. `refuse_transforms` runs before it."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
+class Directions(NamedTuple):
+    """The two directions that `PassFunction` runs.
+
+    forward    (ctx, run, tensors) -> results; saves by `ctx.save_for_backward` the tensors that backward reads
+    backward   (ctx, run, grads) -> the gradient of each tensor, None where no gradient is needed; a gradient of a result that
+               nothing uses is None
+    """
+
+    forward: Callable[[Any, Any, Sequence[Any]], tuple[Tensor, ...]]
+    backward: Callable[[Any, Any, Sequence[Tensor | None]], Sequence[Any]]
+
+
+class PassFunction(torch.autograd.Function):
+    """`apply_pass(directions, run, *tensors)` -> results of the forward. `run` belongs to one forward and the backward of it.
+
+    Parameters may be DTensors: the directions unwrap them and wrap their gradients, since an autograd function that does so for
+    each parameter takes as much host time as a small layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, directions: Directions, run: Any, *tensors: Any) -> tuple[Tensor, ...]:
+        ctx.directions, ctx.run = directions, run
+        ctx.set_materialize_grads(False)
+        return directions.forward(ctx, run, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            return _backward_once(ctx, *grads)
+        if torch._C._is_any_autocast_enabled():
+            with no_autocast(grads):
+                return None, None, *ctx.directions.backward(ctx, ctx.run, grads)
+        return None, None, *ctx.directions.backward(ctx, ctx.run, grads)
+
+
+@once_differentiable
+def _differentiate(ctx: Any, *grads: Tensor | None) -> Any:
+    return PassFunction.backward(ctx, *grads)
+
+
+def _backward_once(ctx: Any, *grads: Tensor | None) -> Any:
+    """Run the backward for `create_graph=True`: a second differentiation raises. torch's `once_differentiable` raises only if
+    an incoming gradient requires a gradient, though dx and dw depend on x and w as well; so all require a gradient here."""
+    return _differentiate(ctx, *[None if grad is None else grad.detach().requires_grad_() for grad in grads])
+
+
+# `PassFunction.apply` without torch's Python wrapper, which searches every argument for tensors of torch.func's transforms and
+# takes 3 of the some 60 microseconds of host time of a tiny linear. `refuse_transforms` runs before it.
+apply_pass: Callable[..., Any] = super(torch.autograd.Function, PassFunction).apply
 
 
 def owned(results: Sequence[Tensor], given: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -108,14 +153,3 @@ def refuse_transforms(name: str) -> None:
             f"{name}: it does not run inside of torch.func's transforms (grad, vmap, jvp, ...): use torch.autograd.grad, and "
             f"one more leading dimension for vmap"
         )
-
-
-def only_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`backward` for `create_graph=True`: a second differentiation raises. torch's `once_differentiable` raises only if one of
-    the incoming gradients requires a gradient, though dx and dw depend on x and w as well; so here they all require one."""
-    refusing = once_differentiable(backward)
-
-    def run(ctx: Any, *grads: Tensor | None) -> Any:
-        return refusing(ctx, *[None if grad is None else grad.detach().requires_grad_() for grad in grads])
-
-    return run

@@ -4,7 +4,7 @@
     selective   results of GEMMs and attention are saved, and operands of wgrad; pointwise operations run again
 
 Selective recomputation is the mechanism of torch: a dispatch mode decides for every operation. A linear is then one opaque
-operation (`dlp.parallel.linear.autograd`), which is not run again, so nothing is sent again.
+operation (`dlp.parallel.linear.opaque`), which is not run again, so nothing is sent again.
 """
 
 from __future__ import annotations

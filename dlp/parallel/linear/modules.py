@@ -3,11 +3,11 @@
 A module owns the parameters; a `LinearCore` computes. The core holds the layer's spec and finds its weights. Siblings, which
 are layers that read the same x, share one core and run as one layer. A forward goes through
 
-    modules.py    `LinearCore.__call__`             checks the inputs, finds the spec that applies and the operands of weights
-    autograd.py   `call_of`, `DirectLinearFn`       what is the same for each call; what autograd saves
-    core.py       `linear_forward`                     cast, gather, GEMM, reduce
-    casts.py      `cast`                            observe, agree, cast
-    overlap/      the strategy                      when gathers and reductions are issued
+    modules.py      `LinearCore.__call__`   checks the inputs, finds the spec that applies and the operands of the weights
+    autograd.py     `call_of`, `LINEAR`     the record that calls with equal shapes share; the tensors that autograd saves
+    functional.py   `linear_forward`        cast, gather, GEMM, reduce
+    casts.py        `cast`                  observe, agree, cast
+    overlap/        the strategy            issues gathers, GEMMs and reductions
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from dlp.comm.mesh import TP
 from dlp.parallel import auto
 from dlp.parallel.linear.active import LayerRuns, active_region, active_spec
-from dlp.parallel.linear.autograd import OpaqueLinearFn, apply_directly, call_of, forward
+from dlp.parallel.linear.autograd import LINEAR, call_of, forward
+from dlp.parallel.linear.opaque import OpaqueLinearFn
 from dlp.parallel.linear.plan import keeps_x
 from dlp.parallel.linear.quantize import accepted
 from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps
@@ -38,7 +39,7 @@ from dlp.parallel.weight.parameters import SpreadModule
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import QuantizedTensor
-from dlp.runtime.function import autocasts, in_autocast_dtype, no_autocast, opaque, refuse_transforms
+from dlp.runtime.function import apply_pass, autocasts, in_autocast_dtype, no_autocast, opaque, refuse_transforms
 from dlp.te_arguments import ARGUMENTS as TE_ARGUMENTS
 from dlp.te_arguments import keywords_of, refuse
 
@@ -177,7 +178,7 @@ class LinearCore(LayerState):
                 return self(in_autocast_dtype(x))
         if opaque():
             return self.by_ops(x)
-        if torch._C._are_functorch_transforms_active():  # `apply_directly` does not look for them
+        if torch._C._are_functorch_transforms_active():  # `apply_pass` does not look for them
             refuse_transforms(self.spec.name)
         bound, record = active_spec(self), torch.is_grad_enabled()
         cast_weights = self.weights.operands_for(bound, x.dtype)
@@ -186,9 +187,9 @@ class LinearCore(LayerState):
             self.weights.check_in_place(parameters)
         call = call_of(bound, record, x, parameters, cast_weights)
         if call.differentiable:
-            results: tuple[Tensor, ...] = apply_directly(call, cast_weights, x, *parameters)
+            results: tuple[Tensor, ...] = apply_pass(LINEAR, (call, cast_weights), x, *parameters)
             return results
-        return tuple(forward(call, cast_weights, x, parameters)[0])
+        return forward(None, (call, cast_weights), (x, *parameters))
 
     def by_ops(self, x: Tensor) -> tuple[Tensor, ...]:
         """`__call__` by the opaque ops, where something traces or watches."""

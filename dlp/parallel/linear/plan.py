@@ -383,6 +383,21 @@ class GradsWanted(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...] | None = None
 
+    def flags(self, count: int) -> list[int]:
+        """The record as integers, which an op can take: 1 if dx is wanted, then for each of `count` members the sum of 1 if the
+        member is used, 2 if dw and 4 if db is wanted."""
+        flags = [int(self.dx)] + [0] * count
+        for i, dw, db in zip(self.used, self.dw, self.db, strict=True):
+            flags[1 + i] = 1 + 2 * dw + 4 * db
+        return flags
+
+    @classmethod
+    def of_flags(cls, flags: Sequence[int], dtype: torch.dtype) -> GradsWanted:
+        """The record that has these `flags`."""
+        used = tuple([i for i, each in enumerate(flags[1:]) if each])
+        dw, db = (tuple([bool(flags[1 + i] & bit) for i in used]) for bit in (2, 4))
+        return cls(used, bool(flags[0]), dw, db, dtype)
+
 
 def keeps_x(recipe: Recipe, dx: bool, dw: bool) -> bool:
     """Whether a backward that computes these gradients reads x: for dw, and for dx where x was clipped."""

@@ -1,0 +1,243 @@
+"""The linear as two opaque ops, `dlp::linear_fwd` and `dlp::linear_bwd`, for calls that something traces or watches.
+
+torch.compile, dispatch modes and fake tensors see the ops. The ops take tensors and two identifiers
+(`dlp.parallel.linear.state`); the `LinearPlan` gives the shapes of their results; streams, groups and collectives stay inside.
+`OpaqueLinearFn` is the autograd function around the ops, which torch.compile reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.effects import EffectType
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+from dlp.comm import observer
+from dlp.parallel.linear.active import check_compiled
+from dlp.parallel.linear.autograd import check_features, forward_reads, leave_wgrads
+from dlp.parallel.linear.capture import of_layer
+from dlp.parallel.linear.functional import linear_backward, linear_forward
+from dlp.parallel.linear.plan import GradsWanted, Result, reads_w, to_save, x_tokens_of
+from dlp.parallel.linear.state import BoundSpec, bound_of, plan_for, spec_of, waits
+from dlp.parallel.weight.base import WeightParts
+from dlp.runtime.capture import CapturedDirections
+from dlp.runtime.function import (
+    multiplies_tf32,
+    no_autocast,
+    shape_key,
+)
+
+
+def _parts(
+    bound: BoundSpec, used: Sequence[int], weights: Sequence[Tensor], cached: Sequence[Tensor], dtype: torch.dtype,
+    *, columnwise: bool, record: bool,
+) -> Sequence[Tensor]:  # fmt: skip
+    """The parts of one orientation of the `used` weights: `cached`, of the step boundary, or those that FSDP has gathered;
+    empty where the pass casts the weights itself."""
+    if not cached:
+        gathered: Sequence[Tensor] = bound.weights.read(
+            bound, used, weights, dtype, columnwise=columnwise, record=record
+        )
+        return gathered
+    parts = WeightParts(cached, bound.spec.weight_formats[1])
+    return parts.columnwise if columnwise else parts.rowwise
+
+
+def linear_fwd(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
+    trace_id: int, save: bool, record: bool,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """`linear_forward` as an op."""
+    bound = bound_of(spec_id)
+    check_compiled(bound)
+    check_features(bound.spec, x, weights[0])
+    bound.session.begin_forward(bound, record)
+    parts = _parts(bound, range(len(weights)), weights, cached, x.dtype, columnwise=False, record=record)
+    keys = [None if bias is None else shape_key(bias) for bias in biases]
+    key = (save, record, *keys, *map(shape_key, (x, *weights, *parts)))
+    run = partial(linear_forward, bound, x, weights, biases, parts, save, record)
+    reads = forward_reads(x, weights, biases, parts)
+    return _captured_of(bound, x).forward(key, run, reads, len(weights))
+
+
+def linear_bwd(
+    dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], spec_id: Tensor, trace_id: int,
+    dtype: torch.dtype, flags: list[int],
+) -> list[Tensor]:  # fmt: skip
+    """`linear_backward` as an op; flags: see `flags_of`."""
+    bound, wanted = bound_of(spec_id), GradsWanted.of_flags(flags, dtype)
+    bound.session.in_layer_backward(bound)
+    used = wanted.used
+    reads_weights = reads_w(bound.spec.recipe, wanted.dx, any(wanted.dw))
+    parts = _parts(bound, used, weights, cached, dtype, columnwise=True, record=True) if reads_weights else ()
+    key = (*wanted, *map(shape_key, (*dys, *saved, *weights, *parts)))
+    run = partial(linear_backward, bound, dys, saved, weights, parts, wanted)
+    reads = [*dys, *saved, *((parts or weights) if reads_weights else ())]
+    grads = _captured_of(bound, dys[0]).backward(key, run, reads)
+    bound.session.scales = None
+    return leave_wgrads(bound, wanted, weights, grads) if bound.spec.options.delay_wgrad else grads
+
+
+def _captured_of(bound: BoundSpec, x: Tensor) -> CapturedDirections:
+    """The captured directions of a layer that is called as ops, for x or dy of this device and dtype."""
+    key = CapturedDirections, x.get_device(), multiplies_tf32(x)
+    found: CapturedDirections | None = bound.calls.get(key)
+    if found is None:
+        found = bound.calls[key] = of_layer(bound, x)
+    return found
+
+
+def _linear_fwd_fake(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
+    trace_id: int, save: bool, record: bool,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """Empty tensors with the shapes, dtypes and strides of the results, by the plan; inductor relies on the strides."""
+    spec = spec_of(trace_id)
+    check_features(spec, x, weights[0])
+    tokens = x.numel() // x.shape[-1]
+    plan = plan_for(spec, tokens)
+    kept = plan.saved(x) if save else []
+    return _empty(x, [plan.y(Result(x.shape, x.dtype), w.shape[0]) for w in weights]), kept
+
+
+def _linear_bwd_fake(
+    dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], spec_id: Tensor, trace_id: int,
+    dtype: torch.dtype, flags: list[int],
+) -> list[Tensor]:  # fmt: skip
+    """Empty tensors with the shapes and dtypes of the results, by the plan."""
+    spec, dy, wanted = spec_of(trace_id), dys[0], GradsWanted.of_flags(flags, dtype)
+    grads: list[Result] = []
+    if wanted.dx:
+        tokens = x_tokens_of(spec.style, spec.tp, dy.numel() // dy.shape[-1])
+        grads = [plan_for(spec, tokens).dx(weights[0].shape[1], dtype)]
+    now = not waits(spec.options.delay_wgrad, wanted.dx)
+    grads += [Result(w.shape, w.dtype) for w, needed in zip(weights, wanted.dw, strict=True) if needed and now]
+    grads += [Result(w.shape[:1], w.dtype) for w, needed in zip(weights, wanted.db, strict=True) if needed]
+    return _empty(dy, grads)
+
+
+def _empty(like: Tensor, results: Sequence[Result]) -> list[Tensor]:
+    return [like.new_empty(each.shape, dtype=each.dtype) for each in results]
+
+
+def _forward_flops(
+    x: Sequence[int], weights: Sequence[Sequence[int]], biases: Any, cached: Any, spec_id: Any,
+    trace_id: int, *args: Any, out_shape: Any = None,
+) -> int:  # fmt: skip
+    """FLOPs of fprop on this rank, for torch's FlopCounterMode, which passes shapes in place of tensors: 2 M K N, with M after
+    the gather."""
+    spec = spec_of(trace_id)
+    tokens = prod(x[:-1]) * (spec.tp if spec.style.gathers == "x" else 1)
+    return sum(2 * tokens * prod(weight) for weight in weights)
+
+
+def _backward_flops(
+    dys: Sequence[Sequence[int]], saved: Any, weights: Sequence[Sequence[int]], *args: Any, out_shape: Any = None
+) -> int:  # fmt: skip
+    """FLOPs of dgrad and wgrad; a delayed wgrad is counted here."""
+    _, _, trace_id, dtype, flags = args
+    spec, wanted = spec_of(trace_id), GradsWanted.of_flags(flags, dtype)
+    tokens = prod(dys[0][:-1]) * (spec.tp if spec.style.gathers == "dy" else 1)
+    return sum(2 * tokens * prod(weight) * (wanted.dx + dw) for weight, dw in zip(weights, wanted.dw, strict=True))
+
+
+def _labelled(op: Callable[..., Any], gemm: str) -> Callable[..., Any]:
+    """The op, under a label of the observer: its layer, and this GEMM for transfers that are not labelled more finely."""
+
+    @wraps(op)
+    def labelled(*args: Any) -> Any:
+        with observer.label(layer=bound_of(args[4]).spec.members[0], direction=gemm):
+            return op(*args)
+
+    return labelled
+
+
+_LIBRARY = torch.library.Library("dlp", "DEF")
+_LIBRARY.define(
+    "linear_fwd(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] cached, Tensor spec_id, int trace_id, bool save,"
+    " bool record) -> (Tensor[], Tensor[])"
+)
+_LIBRARY.define(
+    "linear_bwd(Tensor[] dys, Tensor[] saved, Tensor[] weights, Tensor[] cached, Tensor spec_id, int trace_id,"
+    " ScalarType dtype, int[] flags) -> Tensor[]"
+)
+for _name, _real, _fake, _flops, _gemm in (
+    ("linear_fwd", linear_fwd, _linear_fwd_fake, _forward_flops, "fprop"),
+    ("linear_bwd", linear_bwd, _linear_bwd_fake, _backward_flops, "dgrad"),
+):
+    _LIBRARY.impl(_name, _labelled(_real, _gemm), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dlp::{_name}", _fake, lib=_LIBRARY)
+    register_flop_formula(getattr(torch.ops.dlp, _name))(_flops)
+
+
+def count_microbatch(spec_id: Tensor) -> None:
+    """Count a microbatch of the session of this layer, as an op: compiled code runs it before the layers of the model."""
+    bound_of(spec_id).session.advance()
+
+
+_LIBRARY.define("count_microbatch(Tensor spec_id) -> ()")
+_LIBRARY.impl("count_microbatch", count_microbatch, "CompositeExplicitAutograd")
+torch.library.register_fake("dlp::count_microbatch", lambda spec_id: None, lib=_LIBRARY)
+# an op without results, which graph passes would remove
+torch.library._register_effectful_op("dlp::count_microbatch", EffectType.ORDERED, lib=_LIBRARY)
+
+
+class OpaqueLinearFn(torch.autograd.Function):
+    """`apply(x, spec_id, trace_id, count, save, record, delay, *weights, *biases, *cached)` -> a tuple of y_i.
+
+    count          of weights, and of biases
+    save, record   as in `linear_forward`
+    delay          the spec's `delay_wgrad`
+    cached         flat parts of the operands that the step boundary cast, in both orientations; empty: there are none now
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, spec_id: Tensor, trace_id: int, count: int, save: bool, record: bool, delay: bool, *tensors: Any
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        weights, biases, cached = list(tensors[:count]), list(tensors[count : 2 * count]), list(tensors[2 * count :])
+        ys, kept = torch.ops.dlp.linear_fwd(x, weights, biases, cached, spec_id, trace_id, save, record)
+        saved = to_save(x, kept, save)
+        ctx.trace_id, ctx.count, ctx.delay, ctx.num_saved = trace_id, count, delay, len(saved)
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        # scales of an autocast region do not apply inside a compiled graph
+        ctx.scales = None if torch.compiler.is_dynamo_compiling() else bound_of(spec_id).session.scales
+        ctx.save_for_backward(spec_id, *saved, *weights, *cached)
+        ctx.set_materialize_grads(False)
+        return tuple(ys)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
+        with no_autocast(dys):
+            return _backward_by_op(ctx, dys)
+
+
+def _backward_by_op(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """dy_i -> a gradient for each argument of `OpaqueLinearFn.forward`, None where none is wanted."""
+    count, (spec_id, *tensors) = ctx.count, ctx.saved_tensors
+    saved, weights = list(tensors[: ctx.num_saved]), list(tensors[ctx.num_saved : ctx.num_saved + count])
+    cached = list(tensors[ctx.num_saved + count :])
+    used = [i for i, dy in enumerate(dys) if dy is not None]  # a sibling whose y is not used has no gradient
+    needs_dx, *others = ctx.needs_input_grad
+    num_settings = len(others) - 2 * count - len(cached)
+    needs = others[num_settings:]
+    flags = [int(needs_dx)] + [(1 + 2 * needs[i] + 4 * needs[count + i]) if i in used else 0 for i in range(count)]
+    size = len(cached) // count
+    if ctx.scales is not None:
+        bound_of(spec_id).session.scales = ctx.scales
+    grads = iter(torch.ops.dlp.linear_bwd(
+        [dys[i] for i in used], saved, [weights[i] for i in used],
+        [part for i in used for part in cached[i * size : (i + 1) * size]], spec_id, ctx.trace_id, ctx.x_dtype, flags,
+    ))  # fmt: skip
+    dx = next(grads).view(ctx.x_shape) if needs_dx else None
+    now = not waits(ctx.delay, needs_dx)
+    dws = [next(grads) if i in used and needs[i] and now else None for i in range(count)]
+    dbs = [next(grads) if i in used and needs[count + i] else None for i in range(count)]
+    return dx, *(None for _ in range(num_settings)), *dws, *dbs, *(None for _ in cached)
