@@ -1,9 +1,10 @@
 """Predicted and measured seconds per step, side by side.
 
     python -m bench.predict                    the recorded runs of bench/results/predict.json
-    python -m bench.predict --runs FILE.json   other runs: a list of {board, world, arguments, milliseconds, source}
+    python -m bench.predict --runs FILE.json   other runs: a list of {board, world, arguments, milliseconds, source, fitted}
 
-Nothing is started: the measured times come from runs on record. `launch.train` prints the measured and the predicted step
+`fitted` says whether constants of the board's table were fitted to the run. Only the errors of other runs show how far the model
+is off. Nothing is started: the measured times come from runs on record. `launch.train` prints the measured and the predicted step
 after 20 steps; its line makes a new row.
 """
 
@@ -33,6 +34,7 @@ class Compared:
     predicted: float
     measured: float
     source: str
+    fitted: bool = False
 
     @property
     def error(self) -> float:
@@ -46,7 +48,7 @@ def compare(run: dict[str, Any]) -> Compared:
     config, world, board = load(name, settings), run["world"], run["board"]
     seconds, _ = Extended(config, world, board).seconds()
     label = f"{world} x {board} {' '.join(run['arguments'])}"
-    return Compared(label, seconds * 1e3, run["milliseconds"], run["source"])
+    return Compared(label, seconds * 1e3, run["milliseconds"], run["source"], run.get("fitted", False))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -58,8 +60,11 @@ def main(arguments: Sequence[str]) -> None:
         (f"{each.predicted:.1f}", f"{each.measured:.1f}", f"{each.error:+.1%}", each.name, each.source) for each in found
     ]  # fmt: skip
     print("\n".join(table(("predicted ms", "measured ms", "error", "run", "source"), rows)))
-    errors = [abs(each.error) for each in found]
-    print(f"\nlargest error {max(errors):.1%}, mean {statistics.mean(errors):.1%} of {len(errors)} runs")
+    print()
+    for fitted, kind in ((True, "to which constants were fitted"), (False, "that the model has not seen")):
+        errors = [abs(each.error) for each in found if each.fitted == fitted]
+        if errors:
+            print(f"{len(errors)} runs {kind}: largest error {max(errors):.1%}, mean {statistics.mean(errors):.1%}")
 
 
 if __name__ == "__main__":
