@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP
 from dlp.parallel.model.plan import table
+from launch.common.devices import BOARDS
 from launch.common.units import said_bytes
 from launch.config.run_config import Config, ConfigError, command_line, count, load, make_parser
-from launch.estimate.devices import BOARDS
 from launch.estimate.few_blocks import Extended
 from launch.estimate.rates import boards, rates_of
 from launch.ranks.links import HOST

@@ -27,7 +27,7 @@ from torch import Tensor
 from dlp.comm.mesh import shutdown, world_size
 from dlp.kernels import timing
 from dlp.parallel import auto
-from launch.estimate.devices import BOARDS
+from launch.common.devices import BOARDS
 
 MEGABYTE = 2**20
 LARGE = 1024 * MEGABYTE  # bytes of the tensors that bandwidths are measured on

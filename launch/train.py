@@ -32,8 +32,8 @@ from dlp.parallel.traffic.ledger import LedgerError
 from dlp.parallel.traffic.predict import Unpredictable
 from launch.checkpoint.background_saver import describe as describe_saves
 from launch.checkpoint.save_load import SaveError
+from launch.common.devices import NAMES, board_of, kind_of
 from launch.config.run_config import Config, command_line, count, make_parser, to_toml, validate_world
-from launch.estimate.devices import NAMES, board_of, kind_of
 from launch.estimate.memory_check import check_fits, planned
 from launch.estimate.step_time import forecast_or_reason
 from launch.estimate.timeline_picture import write_timeline
@@ -62,7 +62,7 @@ def plan_text(config: Config, world: int, device: str, timeline: Path | None = N
     Args:
         config: The config.
         world: Number of ranks.
-        device: One of `launch.estimate.devices.NAMES`.
+        device: One of `launch.common.devices.NAMES`.
         timeline: File for the predicted schedule: a picture (.png) or a trace (.json).
 
     Raises:

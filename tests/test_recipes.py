@@ -387,3 +387,13 @@ def test_a_format_that_lacks_something_says_what():
     for attribute in ("name", "parts", "block"):
         with pytest.raises(NotImplementedError, match=f"Empty must define {attribute}"):
             getattr(Empty(), attribute)
+
+
+def test_the_recipes_folder_is_listed_once(monkeypatch: pytest.MonkeyPatch):
+    """Models with thousands of layers ask for a recipe for each layer."""
+    load("fp8_current")
+    listed = []
+    monkeypatch.setattr("dlp.quant.recipe.pkgutil.iter_modules", lambda path: listed.append(path) or [])
+    for _ in range(3):
+        load("fp8_current", power_of_two=True)
+    assert not listed

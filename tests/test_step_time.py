@@ -11,8 +11,8 @@ import torch
 
 from bench.predict import RUNS, compare
 from launch import advise, measure
+from launch.common.devices import board_of
 from launch.config.run_config import load
-from launch.estimate.devices import board_of
 from launch.estimate.few_blocks import Extended
 from launch.estimate.memory_check import planned
 from launch.estimate.rates import TABLES, rates_of

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from hashlib import sha256
-from math import log, prod
+from math import exp, log, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,6 +120,24 @@ class Machine(NamedTuple):
     version: int | None = None
 
 
+def gemm_rate(measured: Sequence[tuple[Sizes, float]], sizes: Sizes, *, neighbors: int = 1) -> float | None:
+    """Return the operations per second of a GEMM from rates that were measured at other sizes, or None without any.
+
+    Args:
+        measured: sizes and rates.
+        sizes: sizes of the GEMM.
+        neighbors: number of nearest sizes of which the geometric mean is taken, weighted by their inverse distances.
+    """
+    if not measured:
+        return None
+    distances = [(sum(abs(log(a / b)) for a, b in zip(size, sizes, strict=True)), rate) for size, rate in measured]
+    nearest = sorted(distances, key=lambda each: each[0])[:neighbors]
+    if len(nearest) == 1 or nearest[0][0] == 0:
+        return nearest[0][1]
+    weights = [(1 / distance, rate) for distance, rate in nearest]
+    return exp(sum(weight * log(rate) for weight, rate in weights) / sum(weight for weight, _ in weights))
+
+
 def machine(device_type: str, board: str = "") -> Machine:
     """This machine for "cpu" and "cuda"; for other kinds one of which only `board`, a word of its device's name, is known."""
     if device_type == "cpu":
@@ -180,11 +198,8 @@ class Times:
     def rate(self, problem: Problem, gemm: str) -> float | None:
         """Operations a second of a GEMM alone, at the nearest sizes that were measured under this recipe."""
         sizes, recipe = problem.sizes(self.ranks), str(problem.recipe)
-        near = [row for row in self.rows if row.key[-1] == recipe and row.gemms.get(gemm)]
-        if not near:
-            return None
-        row = min(near, key=lambda row: sum(abs(log(a / b)) for a, b in zip(row.sizes, sizes, strict=True)))
-        return 2.0 * prod(row.sizes) / row.gemms[gemm]
+        rows = [row for row in self.rows if row.key[-1] == recipe and row.gemms.get(gemm)]
+        return gemm_rate([(row.sizes, 2.0 * prod(row.sizes) / row.gemms[gemm]) for row in rows], sizes)
 
     def __str__(self) -> str:
         date = self.about.get("date", "no date")

@@ -268,12 +268,18 @@ SHARED_OPTIONS: dict[str, Callable[[Recipe, Any], Recipe]] = {
 }
 
 
+@cache
+def _shipped() -> frozenset[str]:
+    """Names of the modules in the folder of shipped recipes, listed once: every layer that is built asks for a recipe."""
+    return frozenset(module.name for module in pkgutil.iter_modules(recipes.__path__))
+
+
 def names(recipes_path: str | Path | None = None) -> list[str]:
     """The recipes that exist: the modules of the recipes folder, and of `recipes_path` if given, sorted.
 
     Raises ValueError for a `recipes_path` that is no folder or takes a name that exists.
     """
-    own = {module.name for module in pkgutil.iter_modules(recipes.__path__)}
+    own = _shipped()
     if recipes_path is None:
         return sorted(own)
     if not isinstance(recipes_path, str | Path):
@@ -293,7 +299,7 @@ def factory(name: str, recipes_path: str | Path | None = None) -> Callable[..., 
         close = [each for each in known if each.startswith(f"{name}_")] or get_close_matches(name, known, n=1)
         hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise ValueError(f"unknown recipe {name!r:.60}: the recipes are {', '.join(known)}{hint}")
-    if name in names():
+    if name in _shipped():
         return importlib.import_module(f"{recipes.__name__}.{name}").recipe
     return _import_file(_file(name, recipes_path)).recipe
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import exp, log, prod
+from math import log, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ class AttentionRate(NamedTuple):
 class Rates:
     """Measured speeds of one board. Bytes count reads and writes.
 
-    board           a name of `launch.estimate.devices`
+    board           a name of `launch.common.devices`
     memory          bytes per second of pointwise kernels and casts
     optimizer       bytes per second of the fused AdamW
     norm            bytes per second of the gradient norm
@@ -77,11 +77,9 @@ class Rates:
                 f"the table of {self.board} has no times of {recipe}; measured are {known}: choose one of these, or measure "
                 f"it with python -m dlp.parallel.tune --recipes {recipe.name}"
             )
-        ranked = sorted((sum(abs(log(a / b)) for a, b in zip(size, sizes, strict=True)), rate) for size, rate in near)
-        if ranked[0][0] == 0:
-            return ranked[0][1]
-        weights = [(1 / distance, rate) for distance, rate in ranked[:NEAREST]]
-        return exp(sum(w * log(rate) for w, rate in weights) / sum(w for w, _ in weights))
+        rate = auto.gemm_rate(near, sizes, neighbors=NEAREST)
+        assert rate is not None, "near is not empty"
+        return rate
 
     def _measured(self, recipe: str, gemm: str) -> list[tuple[Sizes, float]]:
         return [(size, rate) for name, which, size, rate in self.gemms if (name, which) == (recipe, gemm)]

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dlp.parallel.model.plan import table
+from launch.common.devices import BOARDS
 from launch.common.units import said_seconds
 from launch.config.run_config import Config
-from launch.estimate.devices import BOARDS
 from launch.estimate.memory_check import Planned
 from launch.estimate.rates import boards, rates_of
 from launch.estimate.step_work import ATTENTION, BOUNDARY, CAST, COPIES, LOSS, OPTIMIZER, POINTWISE, SUMS, StepWork

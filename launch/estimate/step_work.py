@@ -32,8 +32,8 @@ from dlp.parallel.traffic.predict import (
 )
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Operand
+from launch.common.devices import kind_of
 from launch.config.run_config import Config
-from launch.estimate.devices import kind_of
 from launch.estimate.memory import block_of
 from launch.estimate.memory_check import Planned
 from launch.estimate.rates import Rates

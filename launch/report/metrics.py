@@ -7,7 +7,6 @@ lines in a log file or a pipe. Print through `tell` while a bar may be shown.
 import errno
 import json
 import os
-import re
 import resource
 import sys
 import time
@@ -18,10 +17,8 @@ import torch
 from tqdm import tqdm
 
 from launch.common.atomic_io import rewrite
+from launch.common.devices import BOARDS, board_of
 from launch.models.settings import Model
-
-# Dense bf16 FLOP/s by a word of the device's name, from the makers' data sheets (SXM boards).
-BF16_PEAK = {"H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def flops_per_token(model: Model, sequence: int) -> float:
@@ -40,8 +37,8 @@ def flops_per_token(model: Model, sequence: int) -> float:
 
 def peak_of(device_name: str) -> float | None:
     """Return the dense bf16 FLOP/s of a device name, or None for an unknown name."""
-    words = re.findall(r"[A-Za-z0-9]+", device_name)
-    return next((peak for word, peak in BF16_PEAK.items() if word in words), None)
+    board = BOARDS.get(board_of(device_name))
+    return None if board is None else board.bf16_peak
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -82,7 +82,7 @@ def attention_of(config: Config, kind: str) -> Choice:
 
 def plan_for(config: Config, world_size: int, device_type: str, board: str = "") -> Plan:
     """Return the layer plan of a configuration, without ranks or memory. `board`: name of a GPU in
-    `launch.estimate.devices`."""
+    `launch.common.devices`."""
     batch = (validate_world(config, world_size).micro, config.train.sequence)
     groups = layer_groups(config)
     plan = dlp.make_plan(
