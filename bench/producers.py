@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.quantize import Launch, Make
 from bench.quantize import main as bench
 from dlp.kernels import ops
-from dlp.quant.quantizer import OneRead, Origin, ScaleSlot, caps_of, one_read
+from dlp.quant.quantizer import OneRead, Origin, ScaleSlot, offers, one_read
 from dlp.quant.recipe import Operand, load
 
 RECIPES = ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
@@ -151,7 +151,7 @@ PIPELINES: dict[str, Make] = {
 GATE_GRADS: dict[str, Make] = {
     f"swiglu's gradients > {recipe}, {how}": partial(_gate_grads, load(recipe).dy.rowwise, how == "fused")
     for recipe in RECIPES
-    if caps_of(load(recipe).dy.rowwise).gate_grads
+    if offers(load(recipe).dy.rowwise, "both_grads")
     for how in ("apart", "fused")
 }
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from dlp.quant.parameter import QuantizedParameter
-from dlp.quant.quantizer import Origin, Quantizer, caps_of
+from dlp.quant.quantizer import Origin, Quantizer, caps_of, quantized_values
 from dlp.quant.tensor import SHARED, UNSAID, QuantizedTensor
 
 SIZE = (256, 512)  # of the matrices; halves of them hold whole blocks of our formats
@@ -143,8 +143,7 @@ def check_basic(quantizer: Quantizer, values: Tensor, q: QuantizedTensor, least:
         "basic",
         f"parts {strided} of a matrix that lies transposed are not contiguous, as compiled code expects",
     )
-    seen = caps_of(quantizer)
-    source = quantizer.values(values) if seen.values else values  # type: ignore[attr-defined]
+    source = quantized_values(quantizer, values)
     ratio = sqnr(q.dequantize(torch.float32), source)
     _must(ratio >= least, "basic", f"SQNR of values is {ratio:.1f} dB, below the floor of {least:.1f}")
     large = values * 2.0**40

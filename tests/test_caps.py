@@ -15,7 +15,7 @@ import dlp
 from dlp.quant.custom import CustomRecipe
 from dlp.quant.fp8 import FORMATS, CurrentScaling, DelayedScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
-from dlp.quant.quantizer import QuantizerCaps, SlotOptions, Wrapped, caps_of, one_read
+from dlp.quant.quantizer import QuantizerCaps, SlotOptions, Wrapped, batches, caps_of, offers, one_read, takes_flag
 from dlp.quant.recipe import Recipe, both, load
 from dlp.quant.stats import Measured, StatsTable, measured, plain, summary
 from dlp.quant.tensor import QuantizedTensor
@@ -64,25 +64,52 @@ def recipes_with(quantizer: Any) -> list[Any]:
     ]
 
 
+class OnlyBoth(Mine):
+    def both(self, x: Tensor, amaxes: Any, **more: Any) -> Any:
+        raise AssertionError
+
+
+class OnlyBothGrads(Mine):
+    def both_grads(self, grads: Any, amaxes: Any, slots: Any, flags: Any) -> Any:
+        raise AssertionError
+
+
 @pytest.mark.parametrize(
-    ("caps", "said"),
+    ("quantizer", "said"),
     [
-        (QuantizerCaps(one_read=True), "declares one_read and has no method both: add it, or do not declare it"),
-        (QuantizerCaps(one_launch=True), "declares one_launch and has no method batch"),
-        (QuantizerCaps(values=True), "declares values and has no method values"),
-        (QuantizerCaps(slot=SlotOptions(448.0)), "declares slot and its cast takes no argument slot"),
-        (QuantizerCaps(origin=True), "declares origin and its cast takes no argument at"),
-        (QuantizerCaps(flag=True), "declares flag and its cast takes no argument flag"),
-        (QuantizerCaps(one_read_with=(CurrentScaling(),)), "declares one_read_with and not one_read"),
-        (QuantizerCaps(op="cast_int6"), "declares op 'cast_int6', which the table of kernels lacks"),
-        ({"flag": True}, "its caps must be a QuantizerCaps(...); got {'flag': True}"),
+        (OnlyBoth(), "has a method both and no method observe_both: add observe_both, or remove both"),
+        (OnlyBothGrads(), "has a method both_grads and no method observe_grads"),
+        (Mine(QuantizerCaps(slot=SlotOptions(448.0))), "cast takes no argument slot, and caps declare slot"),
+        (Mine(QuantizerCaps(origin=True)), "cast takes no argument at, and caps declare origin"),
+        (
+            Mine(QuantizerCaps(op="cast_int6")),
+            "caps declare op 'cast_int6', and the kernel table has no such operation",
+        ),
+        (Mine({"flag": True}), "caps must be a QuantizerCaps(...); got {'flag': True}"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_declared_and_not_there_is_refused_by_name(caps: Any, said: str):
-    for build in recipes_with(Mine(caps)):
+def test_what_is_declared_and_not_there_is_refused_by_name(quantizer: Any, said: str):
+    if quantizer.caps is None:
+        quantizer = replace(quantizer, caps=QuantizerCaps())
+    for build in recipes_with(quantizer):
         with pytest.raises(ValueError, match=re.escape(said)) as caught:
             build()
-        assert str(caught.value).startswith("Mine(caps=")
+        assert str(caught.value).startswith(f"{type(quantizer).__name__}(caps=")
+
+
+@every_quantizer
+@pytest.mark.parametrize("method", ["cast", "both"])
+def test_a_cast_refuses_an_unknown_keyword_by_name(quantizer: Any, method: str):
+    x = matrix(0, 32, 32)
+    if method == "both":
+        if (pair := one_read(quantizer, quantizer)) is None:
+            return
+        with pytest.raises(TypeError, match="flga"):
+            pair.cast(x, pair.observe(x), slot=a_slot(), flga=torch.zeros(()))
+    else:
+        with pytest.raises(TypeError, match="flga"):
+            quantizer.cast(x, quantizer.observe(x), slot=a_slot(), flga=torch.zeros(()))
 
 
 @dataclass(frozen=True)
@@ -98,7 +125,7 @@ class HalfBoth(CurrentScaling):
 
 
 def test_both_takes_what_casts_take():
-    with pytest.raises(ValueError, match="HalfBoth.* declares flag and its both takes no argument flag"):
+    with pytest.raises(ValueError, match="HalfBoth.*: both takes no argument flag, and cast takes one"):
         replace(load("fp8_current"), x=both(HalfBoth()))
 
 
@@ -113,7 +140,6 @@ class Half(CurrentScaling):
 
 @dataclass(frozen=True)
 class OneReadHalf(Half):
-    caps: ClassVar[QuantizerCaps] = replace(CurrentScaling.caps, one_launch=False)
     reads: list[str] = field(default_factory=list, compare=False)
 
     def both(self, x: Tensor, amaxes: Any, **more: Any) -> Any:
@@ -121,11 +147,15 @@ class OneReadHalf(Half):
         amax = 2 * amaxes[0]
         return super().both(x, (amax, amax), **more)
 
+    def observe_both(self, x: Tensor, columnwise: Any) -> Any:
+        return super().observe_both(x, columnwise)
+
 
 def test_a_subclass_that_casts_otherwise_is_not_passed_by():
-    """Its base's `both` and `batch` know nothing of its cast."""
-    assert caps_of(Half()) == QuantizerCaps(flag=True, op="cast_fp8_tensor")
-    assert caps_of(DelayedSubclass()) == QuantizerCaps(flag=True, op="cast_fp8_tensor", slot=DelayedScaling().caps.slot)
+    """`both` and `batch` of the base class do not call the new cast."""
+    assert caps_of(Half()) == QuantizerCaps(op="cast_fp8_tensor")
+    assert not any(offers(Half(), method) for method in ("both", "batch", "both_grads"))
+    assert caps_of(DelayedSubclass()) == DelayedScaling().caps and offers(DelayedSubclass(), "both")
     x, w, dy = (matrix(seed, 32, 32).float() for seed in (1, 2, 3))
     ys = {}
     declares = OneReadHalf()
@@ -153,8 +183,9 @@ def test_what_is_around_a_quantizer_declares_what_its_casts_take(quantizer: Any)
     table = StatsTable(["l.x"], torch.device("cpu"))
     for outer in (Wrapped(quantizer), Measured(quantizer, "l.x", table), Measured(Wrapped(quantizer), "l.x", table)):
         assert caps_of(outer) == own.of_casts()
-        assert (caps_of(outer).slot, caps_of(outer).origin, caps_of(outer).flag) == (own.slot, own.origin, own.flag)
-        assert not any((caps_of(outer).one_read, caps_of(outer).one_launch, caps_of(outer).pure, caps_of(outer).lazy))
+        assert (caps_of(outer).slot, caps_of(outer).origin) == (own.slot, own.origin)
+        assert takes_flag(outer) == takes_flag(quantizer)
+        assert not (caps_of(outer).native or batches(outer)) and one_read(outer, outer) is None
 
 
 @dataclass(frozen=True)
@@ -181,5 +212,6 @@ def test_measuring_stops_and_a_users_wrapper_stays():
 
 def test_the_page_on_custom_recipes_has_a_row_for_each_member():
     page = (Path(__file__).parent.parent / "docs" / "custom-recipes.md").read_text()
-    lacking = [member.name for member in fields(QuantizerCaps) if f"\n| `{member.name}` |" not in page]
+    members = [member.name for member in fields(QuantizerCaps)]
+    lacking = [name for name in members if f"\n| `{name}` |" not in page]
     assert not lacking

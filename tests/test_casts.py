@@ -20,7 +20,7 @@ from dlp.parallel.model import rows
 from dlp.parallel.style import STYLES
 from dlp.quant.integers import IntScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
-from dlp.quant.quantizer import KeepHighPrecision, caps_of, one_read
+from dlp.quant.quantizer import KeepHighPrecision, batches, caps_of, one_read
 from dlp.quant.recipe import load
 from tests.emulated import emulation, recorded
 from tests.gpu.batched import BATCHED, check_batch
@@ -188,7 +188,7 @@ def test_a_batch_makes_what_casts_make_alone(quantizer, launches):
 
 
 def test_what_is_transformed_or_rounded_by_chance_has_no_batch():
-    offering = {quantizer for quantizer in QUANTIZERS if caps_of(quantizer).one_launch}
+    offering = {quantizer for quantizer in QUANTIZERS if batches(quantizer)}
     without = {quantizer for quantizer in QUANTIZERS if getattr(quantizer, "rht", False) or caps_of(quantizer).origin}
     plain = {each for each in QUANTIZERS if isinstance(each, IntScaling)}  # by torch, which has no batches
     assert offering == set(QUANTIZERS) - without - plain - {KeepHighPrecision()} and len(without) >= 3

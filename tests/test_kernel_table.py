@@ -157,7 +157,7 @@ def cast_to_int6(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 class Int6OnTable(Int6Scaling):
     caps: ClassVar[QuantizerCaps] = QuantizerCaps(op="cast_to_int6")
 
-    def cast(self, x: Tensor, amax: Tensor | None, *, out: Any = None, **_: Any) -> Any:
+    def cast(self, x: Tensor, amax: Tensor | None, *, out: Any = None) -> Any:
         return self.format.fill(out, *cast_to_int6(x, amax))
 
 

@@ -320,7 +320,7 @@ def test_layers_that_may_do_more_have_no_programs(change: dict[str, Any]):
     for seed in range(4):
         pair.step(forward_backward, seed)
     assert programs(pair.model) == {way: [] for way in DIRECTIONS}
-    why = "launched step by step in 0: casts of _Own may do more than launch, since its caps do not say pure"
+    why = "launched step by step in 0: casts of _Own are not declared native (QuantizerCaps.native)"
     assert describe(pair.model) == [f"forward: {why}", f"backward: {why}"]
 
 

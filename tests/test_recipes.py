@@ -335,7 +335,7 @@ class Int6Scaling:
     def observe(self, x: Tensor) -> Tensor | None:
         return x.float().abs().amax(1, keepdim=True)
 
-    def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
+    def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None) -> QuantizedTensor:
         assert amax is not None
         scale_inv = (amax / 31).clamp(min=1e-30)
         return self.format.fill(out, (x / scale_inv).round().to(torch.int8), scale_inv)

@@ -26,7 +26,7 @@ from dlp.parallel.weight.parameters import check_has_values, check_unshared, che
 from dlp.quant import recipe as recipes
 from dlp.quant.fake import deployed
 from dlp.quant.fp8 import Fp8Tensor, static
-from dlp.quant.quantizer import KeepHighPrecision, Quantizer, QuantizerCaps, caps_of
+from dlp.quant.quantizer import KeepHighPrecision, Origin, Quantizer, QuantizerCaps, ScaleSlot, caps_of
 from dlp.quant.recipe import Operand, Recipe, both
 from dlp.quant.tensor import Format, QuantizedTensor, Shape
 
@@ -53,12 +53,15 @@ class NotMade:
 
     format: ClassVar[Format] = Nothing()
     reduces: ClassVar[tuple[int, ...]] = ()
-    caps: ClassVar[QuantizerCaps] = QuantizerCaps(flag=True, pure=True)
+    caps: ClassVar[QuantizerCaps] = QuantizerCaps(native=True)
 
     def observe(self, x: Tensor) -> Tensor | None:
         return None
 
-    def cast(self, x: Tensor, amax: Tensor | None, **_: Any) -> QuantizedTensor:
+    def cast(
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
+        at: Origin | None = None, flag: Tensor | None = None,
+    ) -> QuantizedTensor:  # fmt: skip
         return QuantizedTensor(self.format, ())
 
 

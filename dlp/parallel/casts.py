@@ -45,9 +45,12 @@ from dlp.quant.quantizer import (
     Quantizer,
     ScaleSlot,
     Wanted,
+    batches,
     caps_of,
     flagged,
+    offers,
     one_read,
+    takes_flag,
 )
 from dlp.quant.recipe import OPERANDS, Recipe
 from dlp.quant.tensor import Format, HighPrecision, QuantizedTensor
@@ -132,7 +135,7 @@ class Read:
 
     @cached_property
     def takes_flag(self) -> bool:
-        return caps_of(self.quantizer).flag and not self.quantizer.format.keeps_source
+        return takes_flag(self.quantizer) and not self.quantizer.format.keeps_source
 
     @cached_property
     def has_slot(self) -> bool:
@@ -217,7 +220,7 @@ class Cast(NamedTuple):
             (q, into) for q, into in zip((read.rowwise, read.columnwise), self.into, strict=True) if q is not None
         ]
         quantizer = read.quantizer
-        if self.at or not caps_of(quantizer).one_launch or any(q != quantizer or into is None for q, into in wanted):
+        if self.at or not batches(quantizer) or any(q != quantizer or into is None for q, into in wanted):
             return None
         return quantizer if ops.has_batches(self.matrix) else None
 
@@ -381,7 +384,8 @@ def cast_plan(
         Read(by_row if r else None, by_col if c else None, (groups[0] if r else NOBODY, groups[1] if c else NOBODY))
         for r, c in wanted
     ]
-    lazy = len(reads) == 1 and reads[0].rowwise is not None and caps_of(by_row).lazy and caps_of(by_col).lazy
+    native = all(caps_of(quantizer).native and not quantizer.format.keeps_source for quantizer in (by_row, by_col))
+    lazy = native and len(reads) == 1 and reads[0].rowwise is not None
     quantizes = not (by_row.format.keeps_source and by_col.format.keeps_source)
     return CastPlan(
         tensor,
@@ -474,7 +478,7 @@ def _gate_grads(casts: Sequence[Cast]) -> ops.GatedGrads | None:
         return None
     same_read = read is second.read and read.both is not None and read.rowwise == read.columnwise
     plain = first.into is NOWHERE and (first.flag is None or read.takes_flag)
-    return gate.grads if same_read and plain and caps_of(read.quantizer).gate_grads else None
+    return gate.grads if same_read and plain and offers(read.quantizer, "both_grads") else None
 
 
 def _agreed(casts: Sequence[Cast], observed: list[Amaxes]) -> list[Amaxes]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlp.quant.quantizer import Quantizer, Wrapped, caps_of
+from dlp.quant.quantizer import Quantizer, Wrapped, caps_of, offers
 from dlp.quant.recipe import Operand, Recipe
 from dlp.quant.tensor import Format, HighPrecision, Part, QuantizedTensor, Shape
 
@@ -71,7 +71,7 @@ class FakeQuantized(Wrapped):
 
     @cached_property
     def format(self) -> Format:
-        return _format(self.inner.format, caps_of(self.inner).clips)
+        return _format(self.inner.format, offers(self.inner, "clipped"))
 
     def observe(self, x: Tensor) -> Tensor | None:
         return self.inner.observe(self.inner.format.padded(x))

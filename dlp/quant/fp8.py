@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from dlp.quant.fp8_codes import ELEMENTS, Fp8Codes, codes_and
 from dlp.quant.quantizer import (
     Amaxes,
     Operands,
+    Origin,
+    Origins,
+    Quantizer,
     QuantizerCaps,
     ScaleSlot,
     SlotOptions,
@@ -71,9 +74,7 @@ class CurrentScaling:
     power_of_two: bool = False
     epsilon: float = 0.0
     reduces: ClassVar[tuple[int, ...]] = (0, 1)
-    caps: ClassVar[QuantizerCaps] = QuantizerCaps(
-        one_read=True, gate_grads=True, one_launch=True, flag=True, op="cast_fp8_tensor", pure=True, lazy=True
-    )
+    caps: ClassVar[QuantizerCaps] = QuantizerCaps(op="cast_fp8_tensor", native=True)
 
     @cached_property
     def format(self) -> Format:
@@ -83,18 +84,20 @@ class CurrentScaling:
         return ops.amax(x)
 
     def cast(
-        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, flag: Tensor | None = None, **_: Any
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
+        at: Origin | None = None, flag: Tensor | None = None,
     ) -> QuantizedTensor:  # fmt: skip
         made = ops.cast_fp8_tensor(x, ELEMENTS[self.element], self._scale(amax), out=parts_of(out), flag=flag)
         return self.format.fill(out, *made)
 
-    def observe_both(self, x: Tensor, columnwise: Any) -> Amaxes:
+    def observe_both(self, x: Tensor, columnwise: Quantizer) -> Amaxes:
         amax = ops.amax(x)
         return amax, amax
 
     def both(
-        self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, flag: Tensor | None = None, **_: Any
-    ) -> Operands:
+        self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
+        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
+    ) -> Operands:  # fmt: skip
         source, given = self._scale(amaxes[0]), parts_of_both(outs)
         row, col = ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=given, flag=flag)
         return self.format.wrap(row), self.format.wrap(col)
@@ -104,12 +107,12 @@ class CurrentScaling:
         return (of_gate, of_gate), (of_up, of_up)
 
     def both_grads(
-        self, grads: ops.GatedGrads, amaxes: Sequence[Amaxes], slots: Sequence[Any], flags: ops.Flags
+        self, grads: ops.GatedGrads, amaxes: Sequence[Amaxes], slots: Sequence[ScaleSlot | None], flags: ops.Flags
     ) -> list[Operands]:
         return _both_grads(self.format, grads, [self._scale(row) for row, _ in amaxes], flags)
 
     def batch(
-        self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any], flags: ops.Flags
+        self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None], flags: ops.Flags
     ) -> ops.Launches:
         source = ops.Fp8Scale(power_of_two=self.power_of_two, epsilon=self.epsilon)
         return ops.cast_fp8_tensor_batch(xs, wanted_parts(outs), [source] * len(xs), flags)
@@ -151,17 +154,17 @@ class DelayedScaling:
 
     def cast(
         self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
-        flag: Tensor | None = None, **_: Any,
+        at: Origin | None = None, flag: Tensor | None = None,
     ) -> QuantizedTensor:  # fmt: skip
         made = ops.cast_fp8_tensor(x, ELEMENTS[self.element], _slot_scale(slot), out=parts_of(out), flag=flag)
         return self.format.fill(out, *made)
 
-    def observe_both(self, x: Tensor, columnwise: Any) -> Amaxes:
+    def observe_both(self, x: Tensor, columnwise: Quantizer) -> Amaxes:
         return None, None
 
     def both(
-        self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, slot: ScaleSlot | None = None,
-        flag: Tensor | None = None, **_: Any,
+        self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
+        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
     ) -> Operands:  # fmt: skip
         source, given = _slot_scale(slot), parts_of_both(outs)
         row, col = ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=given, flag=flag)
@@ -171,7 +174,7 @@ class DelayedScaling:
         return (None, None), (None, None)
 
     def both_grads(
-        self, grads: ops.GatedGrads, amaxes: Sequence[Amaxes], slots: Sequence[ScaleSlot], flags: ops.Flags
+        self, grads: ops.GatedGrads, amaxes: Sequence[Amaxes], slots: Sequence[ScaleSlot | None], flags: ops.Flags
     ) -> list[Operands]:
         return _both_grads(self.format, grads, [_slot_scale(slot) for slot in slots], flags)
 

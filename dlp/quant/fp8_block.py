@@ -16,7 +16,19 @@ from torch import Tensor
 
 from dlp.kernels import ops
 from dlp.quant.fp8_codes import ELEMENTS, Fp8Blocks, codes_and
-from dlp.quant.quantizer import Amaxes, Operands, QuantizerCaps, Wanted, parts_of, parts_of_both, wanted_parts
+from dlp.quant.quantizer import (
+    Amaxes,
+    Operands,
+    Origin,
+    Origins,
+    Quantizer,
+    QuantizerCaps,
+    ScaleSlot,
+    Wanted,
+    parts_of,
+    parts_of_both,
+    wanted_parts,
+)
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape, blocks
 
 
@@ -64,9 +76,7 @@ class BlockScaling:
     power_of_two: bool = True
     epsilon: float = 0.0
     reduces: ClassVar[tuple[int, ...]] = ()
-    caps: ClassVar[QuantizerCaps] = QuantizerCaps(
-        one_read=True, gate_grads=True, one_launch=True, flag=True, op="cast_fp8_block", pure=True, lazy=True
-    )
+    caps: ClassVar[QuantizerCaps] = QuantizerCaps(op="cast_fp8_block", native=True)
 
     @cached_property
     def format(self) -> Format:
@@ -76,16 +86,18 @@ class BlockScaling:
         return None
 
     def cast(
-        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, flag: Tensor | None = None, **_: Any
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
+        at: Origin | None = None, flag: Tensor | None = None,
     ) -> QuantizedTensor:  # fmt: skip
         return self.format.fill(out, *self._made(ops.cast_fp8_block, x, out=parts_of(out), flag=flag))
 
-    def observe_both(self, x: Tensor, columnwise: Any) -> Amaxes:
+    def observe_both(self, x: Tensor, columnwise: Quantizer) -> Amaxes:
         return None, None
 
     def both(
-        self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, flag: Tensor | None = None, **_: Any
-    ) -> Operands:
+        self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
+        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
+    ) -> Operands:  # fmt: skip
         row, col = self._made(ops.cast_fp8_block_both, x, outs=parts_of_both(outs), flag=flag)
         return self.format.wrap(row), self.format.wrap(col)
 
@@ -93,13 +105,13 @@ class BlockScaling:
         return (None, None), (None, None)
 
     def both_grads(
-        self, grads: ops.GatedGrads, amaxes: Sequence[Amaxes], slots: Sequence[Any], flags: ops.Flags
+        self, grads: ops.GatedGrads, amaxes: Sequence[Amaxes], slots: Sequence[ScaleSlot | None], flags: ops.Flags
     ) -> list[Operands]:
         made = self._made(ops.cast_gate_grads_fp8_block, grads, flags=flags)
         return [(self.format.wrap(row), self.format.wrap(col)) for row, col in made]
 
     def batch(
-        self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any], flags: ops.Flags
+        self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None], flags: ops.Flags
     ) -> ops.Launches:
         return ops.cast_fp8_block_batch(
             xs, wanted_parts(outs), flags, self.format.block, power_of_two=self.power_of_two, epsilon=self.epsilon

@@ -16,7 +16,19 @@ from torch import Tensor
 
 from dlp.kernels import ops
 from dlp.quant.fp8_codes import ELEMENTS, Fp8Codes, codes_and
-from dlp.quant.quantizer import Amaxes, Operands, QuantizerCaps, Wanted, parts_of, parts_of_both, wanted_parts
+from dlp.quant.quantizer import (
+    Amaxes,
+    Operands,
+    Origin,
+    Origins,
+    Quantizer,
+    QuantizerCaps,
+    ScaleSlot,
+    Wanted,
+    parts_of,
+    parts_of_both,
+    wanted_parts,
+)
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 
@@ -53,9 +65,7 @@ class RowwiseScaling:
     power_of_two: bool = True
     epsilon: float = 0.0
     reduces: ClassVar[tuple[int, ...]] = (1,)
-    caps: ClassVar[QuantizerCaps] = QuantizerCaps(
-        one_read=True, one_launch=True, flag=True, op="cast_fp8_rowwise", pure=True, lazy=True
-    )
+    caps: ClassVar[QuantizerCaps] = QuantizerCaps(op="cast_fp8_rowwise", native=True)
 
     @cached_property
     def format(self) -> Format:
@@ -65,18 +75,20 @@ class RowwiseScaling:
         return ops.amax(x, dim=1)
 
     def cast(
-        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, flag: Tensor | None = None, **_: Any
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
+        at: Origin | None = None, flag: Tensor | None = None,
     ) -> QuantizedTensor:  # fmt: skip
         assert amax is not None, "rowwise scaling casts with observed row amaxes"
         made = ops.cast_fp8_rowwise(x, amax, ELEMENTS[self.element], **self._options(), out=parts_of(out), flag=flag)
         return self.format.fill(out, *made)
 
-    def observe_both(self, x: Tensor, columnwise: Any) -> Amaxes:
+    def observe_both(self, x: Tensor, columnwise: Quantizer) -> Amaxes:
         return ops.amax_lines(x)
 
     def both(
-        self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, flag: Tensor | None = None, **_: Any
-    ) -> Operands:
+        self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
+        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
+    ) -> Operands:  # fmt: skip
         amax, amax_t = amaxes
         assert amax is not None and amax_t is not None, "rowwise scaling casts with observed amaxes of rows and columns"
         dtype, given = ELEMENTS[self.element], parts_of_both(outs)
@@ -84,7 +96,7 @@ class RowwiseScaling:
         return self.format.wrap(row), self.format.wrap(col)
 
     def batch(
-        self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any], flags: ops.Flags
+        self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None], flags: ops.Flags
     ) -> ops.Launches:
         return ops.cast_fp8_rowwise_batch(xs, wanted_parts(outs), flags, **self._options())
 

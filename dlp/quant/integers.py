@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import lcm
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dlp.quant import affine
-from dlp.quant.quantizer import QuantizerCaps
+from dlp.quant.quantizer import Origin, ScaleSlot
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 
@@ -160,7 +160,6 @@ class IntScaling:
     symmetric: bool = True
     narrow: bool = False
     epsilon: float = 0.0
-    caps: ClassVar[QuantizerCaps] = QuantizerCaps(clips=True)
 
     def __post_init__(self) -> None:
         if self.narrow and not self.symmetric:
@@ -193,7 +192,10 @@ class IntScaling:
             )  # what a maximum keeps
         return reach.amax(0) if self.symmetric else reach
 
-    def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
+    def cast(
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
+        at: Origin | None = None,
+    ) -> QuantizedTensor:  # fmt: skip
         self.format.check((x.shape[0], x.shape[1]))
         x, block = x.float(), self.format.block
         scale_inv, zero = self._chosen(x, amax)

@@ -16,7 +16,19 @@ from torch import Tensor
 
 from dlp.kernels import ops
 from dlp.quant.fp8_codes import ELEMENTS, Fp8Blocks, codes_and
-from dlp.quant.quantizer import Amaxes, Operands, QuantizerCaps, Wanted, parts_of, parts_of_both, wanted_parts
+from dlp.quant.quantizer import (
+    Amaxes,
+    Operands,
+    Origin,
+    Origins,
+    Quantizer,
+    QuantizerCaps,
+    ScaleSlot,
+    Wanted,
+    parts_of,
+    parts_of_both,
+    wanted_parts,
+)
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
 
 
@@ -64,9 +76,7 @@ class MxScaling:
     scale_rounding: str = "ceil"
     tile: bool = False
     reduces: ClassVar[tuple[int, ...]] = ()
-    caps: ClassVar[QuantizerCaps] = QuantizerCaps(
-        one_read=True, one_launch=True, flag=True, op="cast_mxfp8", pure=True, lazy=True
-    )
+    caps: ClassVar[QuantizerCaps] = QuantizerCaps(op="cast_mxfp8", native=True)
 
     @cached_property
     def format(self) -> Format:
@@ -76,24 +86,26 @@ class MxScaling:
         return None
 
     def cast(
-        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, flag: Tensor | None = None, **_: Any
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
+        at: Origin | None = None, flag: Tensor | None = None,
     ) -> QuantizedTensor:  # fmt: skip
         self.format.check((x.shape[0], x.shape[1]))
         return self.format.fill(out, *self._made(ops.cast_mxfp8, x, out=parts_of(out), flag=flag))
 
-    def observe_both(self, x: Tensor, columnwise: Any) -> Amaxes:
+    def observe_both(self, x: Tensor, columnwise: Quantizer) -> Amaxes:
         return None, None
 
     def both(
-        self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, flag: Tensor | None = None, **_: Any
-    ) -> Operands:
+        self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
+        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
+    ) -> Operands:  # fmt: skip
         for shape in (x.shape, x.shape[::-1]):
             self.format.check((shape[0], shape[1]))
         row, col = self._made(ops.cast_mxfp8_both, x, outs=parts_of_both(outs), flag=flag)
         return self.format.wrap(row), self.format.wrap(col)
 
     def batch(
-        self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any], flags: ops.Flags
+        self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None], flags: ops.Flags
     ) -> ops.Launches:
         return ops.cast_mxfp8_batch(xs, wanted_parts(outs), flags, self.format.block, rule=self.scale_rounding)
 

@@ -11,14 +11,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from dlp.kernels import ops
 from dlp.kernels.ops import RHT_SIGNS
-from dlp.quant.quantizer import Amaxes, Operands, Origin, QuantizerCaps, Wanted, parts_of, parts_of_both, wanted_parts
+from dlp.quant.quantizer import (
+    Amaxes,
+    Operands,
+    Origin,
+    Origins,
+    Quantizer,
+    QuantizerCaps,
+    ScaleSlot,
+    Wanted,
+    parts_of,
+    parts_of_both,
+    wanted_parts,
+)
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 BLOCK = 16
@@ -117,16 +129,14 @@ class Nvfp4Scaling:
 
     @cached_property
     def caps(self) -> QuantizerCaps:
-        """Kernels cast tiles as they are, to nearest: as weights are. What is transformed or rounded by chance is cast matrix
-        by matrix; both orientations come from one read where the columns are transformed, but not where the rows are. The signs
-        of kernels are fixed."""
+        """Kernels round tiles to nearest and do not transform tiles; the signs of the kernels are fixed."""
         plain = not self.rht and not self.stochastic
         kernel = (not self.rht or self.signs == RHT_SIGNS) and (plain or not self.tile)
-        turned = () if self.tile or self.rht else (replace(self, rht=True),)
-        return QuantizerCaps(
-            one_read=not self.rht, one_read_with=turned, one_launch=plain, origin=self.stochastic, flag=True, values=True,
-            op="cast_nvfp4" if kernel else "", pure=kernel, lazy=kernel,
-        )  # fmt: skip
+        return QuantizerCaps(op="cast_nvfp4" if kernel else "", origin=self.stochastic, native=kernel)
+
+    def pairs_with(self, columnwise: Quantizer) -> bool:
+        """Return whether `both` accepts this columnwise quantizer: one read may transform the columns, but not the rows."""
+        return not self.rht and columnwise in ((self,) if self.tile else (self, replace(self, rht=True)))
 
     @cached_property
     def format(self) -> Format:
@@ -142,8 +152,8 @@ class Nvfp4Scaling:
         return ops.amax_nvfp4(x, rht=self.rht, signs=self.signs)
 
     def cast(
-        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, at: Origin | None = None,
-        flag: Tensor | None = None, **_: Any,
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
+        at: Origin | None = None, flag: Tensor | None = None,
     ) -> QuantizedTensor:  # fmt: skip
         self.format.check((x.shape[0], x.shape[1]))
         assert amax is not None, "nvfp4 casts with an observed tensor amax"
@@ -162,7 +172,7 @@ class Nvfp4Scaling:
 
     def both(
         self, x: Tensor, amaxes: Amaxes, *, columnwise: Nvfp4Scaling, outs: Operands | None = None,
-        at: tuple[Origin, Origin] | None = None, flag: Tensor | None = None, **_: Any,
+        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
     ) -> Operands:  # fmt: skip
         self._check_both(x, columnwise)
         amax, amax_t = amaxes
@@ -176,7 +186,7 @@ class Nvfp4Scaling:
         return self.format.wrap(row), columnwise.format.wrap(col)
 
     def batch(
-        self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any], flags: ops.Flags
+        self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None], flags: ops.Flags
     ) -> ops.Launches:
         return ops.cast_nvfp4_batch(xs, wanted_parts(outs), flags, self.format.block, four_over_six=self.four_over_six)
 

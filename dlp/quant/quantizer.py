@@ -1,15 +1,15 @@
 """Quantizers: how to make the bits of a format from a high-precision matrix.
 
-A quantizer always works along the last dimension of the matrix [rows, contraction] it is given. There is no
-orientation inside: the rowwise operand of x [M, K] is `cast(x)`, the columnwise one is `cast(x.t())`, a strided view.
-A quantizer never sees a process group: `observe` returns what ranks must agree on before the cast, `cast` takes the
-agreed value, and the reduction happens between the two, elsewhere.
+A quantizer always works along the last dimension of a matrix [rows, contraction] and knows no orientation: the rowwise operand
+of x [M, K] is `cast(x)`, the columnwise operand is `cast(x.t())` of a strided view. A quantizer never sees a process group:
+`observe` returns the amaxes on which ranks must agree before the cast, `cast` takes the agreed amaxes, and `dlp.parallel`
+reduces them between the two calls.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -20,36 +20,44 @@ from torch import Tensor
 from dlp.kernels import ops, table
 from dlp.quant.tensor import Format, HighPrecision, QuantizedTensor
 
-# Of a matrix and of its transpose, that is, rowwise and columnwise.
+# Pairs for a matrix and the transposed matrix, that is, rowwise and columnwise.
 Operands = tuple[QuantizedTensor, QuantizedTensor]
-Wanted = tuple[QuantizedTensor | None, QuantizedTensor | None]  # None: not wanted, or not there yet
-Amaxes = tuple[Tensor | None, Tensor | None]  # one tensor may serve both
+Wanted = tuple[QuantizedTensor | None, QuantizedTensor | None]  # None: not requested, or not allocated yet
+Amaxes = tuple[Tensor | None, Tensor | None]  # both may be the same tensor
 
 
 @dataclass(frozen=True)
 class ScaleSlot:
-    """The delayed scale of one tensor, as views of the model's table. scale: fp32 [], the multiplier that the last update set;
-    staging: fp32 [], max |x| of all casts since then, which a cast updates in the same read."""
+    """Delayed scale of one tensor, as views of the model's table.
+
+    scale     fp32 [], the multiplier that the last update set
+    staging   fp32 [], max |x| over all casts since the last update; a cast updates `staging` in the same read
+    """
 
     scale: Tensor
     staging: Tensor
 
     def record(self, x: Tensor) -> None:
-        """Update staging by max |x|."""
+        """Raise `staging` to max |x|."""
         self.staging.copy_(torch.maximum(self.staging, ops.amax(x)))
 
 
 LARGEST_MARGIN = (
-    64  # powers of two; half of fp32's exponents, so that fp8_max x 2^-margin / amax is one for usual amaxes
+    64  # as a power of two: half of the exponents of fp32, so that fp8_max x 2^-margin / amax is a normal number
 )
 
 
 @dataclass(frozen=True)
 class SlotOptions:
-    """How delayed scaling turns the amaxes of one tensor into its scale. `amax_compute_algo`: "max", "most_recent", or
-    a function of the window of amaxes fp32 [L, n], oldest first, that returns one amax a slot [n].
+    """Options by which delayed scaling computes a scale from the amaxes of earlier steps.
 
-    Raises ValueError for an empty history, an unknown algorithm, or a margin that leaves no fp32 scale.
+    fp8_max             largest value of the format
+    margin              scales are 2^margin below the largest scale that fits
+    amax_history_len    number of steps in the history
+    amax_compute_algo   "max", "most_recent", or a function of the window of amaxes fp32 [L, n], oldest first, that returns one
+                        amax per slot [n]
+
+    Raises ValueError for an empty history, an unknown algorithm, or a margin without an fp32 scale.
     """
 
     fp8_max: float
@@ -59,7 +67,7 @@ class SlotOptions:
 
     def __post_init__(self) -> None:
         if self.amax_history_len < 1:
-            raise ValueError(f"amax_history_len must be at least 1, the step itself; got {self.amax_history_len}")
+            raise ValueError(f"amax_history_len must be at least 1, for the current step; got {self.amax_history_len}")
         if not -LARGEST_MARGIN <= self.margin <= LARGEST_MARGIN:
             raise ValueError(f"margin must be between -{LARGEST_MARGIN} and {LARGEST_MARGIN}; got {self.margin}")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ops.AMAX_ALGORITHMS:
@@ -71,13 +79,13 @@ class SlotOptions:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a shard lies in the unsharded matrix, for the random bits of stochastic rounding.
+    """Position of a shard in the unsharded matrix, for the random bits of stochastic rounding.
 
-    row, column     of the shard's first element in the unsharded matrix
-    rows, columns   of the unsharded matrix; where rows are tokens, those of all data-parallel ranks
-    seed            with tensor_id and counter the key of the random bits
+    row, column     position of the first element of the shard
+    rows, columns   sizes of the unsharded matrix; token rows count over all data-parallel ranks
+    seed            part of the key of the random bits, as are `tensor_id` and `counter`
     counter         int64 [] on the device, which advances once per microbatch
-    direction       0 rowwise, 1 columnwise
+    direction       0: rowwise, 1: columnwise
     """
 
     row: int
@@ -90,36 +98,28 @@ class Origin:
     direction: int = 0
 
     def t(self) -> Origin:
-        """The origin of the transposed shard, which has other random bits."""
+        """Return the origin of the transposed shard, which draws other random bits."""
         return replace(
             self, row=self.column, column=self.row, rows=self.columns, columns=self.rows, direction=1 - self.direction
         )
 
 
+Origins = tuple[Origin, Origin]  # of a shard and of the transposed shard
+
+
 @dataclass(frozen=True)
 class QuantizerCaps:
-    """Abilities and needs of a quantizer besides `observe` and `cast`.
+    """Abilities and needs of a quantizer that its methods do not show.
 
-    A quantizer declares a class attribute or property `caps`; without `caps` the quantizer has none of these abilities.
-    `check_caps` raises where a declared method or argument is missing.
+    A quantizer declares a class attribute or property `caps`; without `caps` the defaults hold. `check_caps` raises where a
+    declared argument is missing. Optional methods need no declaration: see `Quantizer`.
 
     Args:
-        one_read: methods `both` and `observe_both` return the operands of x and of x.t() from one read (`OneRead`), for an
-            equal columnwise quantizer.
-        one_read_with: further columnwise quantizers that these methods accept.
-        gate_grads: methods `observe_grads` and `both_grads` return the operands of both gradients of a gate (`ops.GatedGrads`)
-            and of their transposes from one read, for an equal columnwise quantizer.
-        one_launch: a method `batch(xs, outs, slots, flags)` prepares launches of `cast`, or `both`, for several matrices, into
-            existing operands; None for an operand that is not needed.
-        slot: casts take `slot`: delayed scaling, with these options.
-        origin: casts take `at`: stochastic rounding.
-        flag: casts take `flag`, fp32 [], and set the flag to NaN where a value of x is not finite.
-        values: a method `values(x)` returns the matrix that is quantized, where this is not x.
         op: name of the cast in `dlp.kernels.ops`, by which plans say whether a kernel exists.
-        pure: methods run only operations of `dlp.kernels.ops` and depend only on their arguments, so that their launches may be
-            captured and replayed.
-        lazy: methods take an `ops.LazyMatrix` as x, whose elements the cast computes.
-        clips: a method `clipped(x, amax)` returns where a cast of x clips; training on decoded values passes no gradient there.
+        slot: options of delayed scaling; casts take `slot`.
+        origin: casts take `at`: stochastic rounding.
+        native: methods run only operations of `dlp.kernels.ops` and depend only on their arguments, so that their launches may
+            be captured and replayed; methods take an `ops.LazyMatrix` as x.
 
     Examples:
         >>> from dlp.quant.fp8 import CurrentScaling
@@ -127,41 +127,37 @@ class QuantizerCaps:
         'cast_fp8_tensor'
     """
 
-    one_read: bool = False
-    one_read_with: tuple[Quantizer, ...] = ()
-    gate_grads: bool = False
-    one_launch: bool = False
+    op: str = ""
     slot: SlotOptions | None = None
     origin: bool = False
-    flag: bool = False
-    values: bool = False
-    op: str = ""
-    pure: bool = False
-    lazy: bool = False
-    clips: bool = False
+    native: bool = False
 
     def of_casts(self) -> QuantizerCaps:
-        """The caps of a quantizer that wraps this one's casts: those that speak of `cast` alone."""
-        return QuantizerCaps(slot=self.slot, origin=self.origin, flag=self.flag, values=self.values, op=self.op)
+        """Return the caps of a quantizer with another `cast`, whose launches are unknown."""
+        return replace(self, native=False)
 
 
-METHODS = {
-    "one_read": ("both", "observe_both"),
-    "gate_grads": ("both_grads", "observe_grads"),
-    "one_launch": ("batch",),
-    "values": ("values",),
-    "clips": ("clipped",),
-}  # by what declares them
-ARGUMENTS = {"slot": "slot", "origin": "at", "flag": "flag"}  # of casts, by what declares them
-_PLAIN = QuantizerCaps()
+PAIRED = {"both": "observe_both", "both_grads": "observe_grads"}  # optional methods that need a second method
+ARGUMENTS = {"slot": "slot", "origin": "at"}  # member of QuantizerCaps -> argument of casts
+_DEFAULTS = QuantizerCaps()
 
 
 @runtime_checkable
 class Quantizer(Protocol):
     """Protocol of quantizers, which make `QuantizedTensor` objects of one format.
 
-    A quantizer is a frozen dataclass, so that equal settings compare equal. Optional abilities are declared as `caps`, see
-    `QuantizerCaps`.
+    A quantizer is a frozen dataclass, so that equal settings compare equal. A quantizer may have further methods. A class that
+    overrides `cast` or `observe` does not inherit these methods: the inherited methods do not call the new ones.
+
+        both, observe_both             operands of x and of x.t() from one read (`OneRead`)
+        pairs_with(columnwise)         whether `both` accepts this columnwise quantizer; default: an equal one
+        both_grads, observe_grads      the same for both gradients of a gate (`ops.GatedGrads`)
+        batch(xs, outs, slots, flags)  prepare launches of `cast`, or of `both`, for several matrices into existing operands;
+                                       not called for rotated formats and for stochastic rounding
+        values(x)                      the matrix that is quantized, if this is not x
+        clipped(x, amax)               where a cast of x clips; training on decoded values passes no gradient there
+
+    If `cast` has a parameter `flag`, fp32 [], the cast sets the flag to NaN where a value of x is not finite.
 
     Attributes:
         format: format of the results.
@@ -182,41 +178,54 @@ class Quantizer(Protocol):
     def reduces(self) -> tuple[int, ...]: ...
 
     def observe(self, x: Tensor) -> Tensor | None:
-        """The amaxes, fp32, that ranks must agree on (by MAX) before the cast of x [rows, contraction]; None: there are
-        none."""
+        """Return the fp32 amaxes on which ranks agree, by MAX, before the cast of x [rows, contraction]; None: no amaxes."""
         ...
 
     def cast(
         self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
         at: Origin | None = None,
     ) -> QuantizedTensor:  # fmt: skip
-        """x [rows, contraction] -> quantized by the agreed amax, into `out` if that is given."""
+        """Quantize x [rows, contraction] by the agreed amax, into `out` if given. An unknown keyword raises TypeError."""
         ...
 
 
 def parts_of(out: QuantizedTensor | None) -> ops.Parts | None:
-    """The parts of an operand's storage; None: the cast allocates."""
+    """Return the parts of the storage of an operand; None: the cast allocates."""
     return None if out is None else out.parts
 
 
 def parts_of_both(outs: Operands | None) -> ops.Outs:
-    """`parts_of` for both orientations."""
+    """Return the parts of the storage of both orientations; None: the cast allocates."""
     return None if outs is None else (outs[0].parts, outs[1].parts)
 
 
 def wanted_parts(outs: Sequence[Wanted]) -> list[ops.Wanted]:
-    """`parts_of` for each matrix of a batch."""
+    """Return the parts of the storage of each matrix of a batch, in both orientations."""
     return [(parts_of(row), parts_of(col)) for row, col in outs]
 
 
+def offers(quantizer: Quantizer, method: str) -> bool:
+    """Return whether a quantizer has an optional method of `Quantizer` that fits the quantizer's `cast` and `observe`."""
+    return _offers(type(quantizer), method)
+
+
+@cache
+def _offers(kind: type, member: str) -> bool:
+    for cls in kind.__mro__:
+        if member in vars(cls):
+            return True
+        if "cast" in vars(cls) or "observe" in vars(cls):  # members of base classes belong to other casts
+            return False
+    return False
+
+
 def caps_of(quantizer: Quantizer) -> QuantizerCaps:
-    """The caps of a quantizer. A subclass that declares none inherits what its parent's casts take, and nothing that speaks of
-    other methods, which it may have overridden."""
-    if "caps" in type(quantizer).__dict__:
-        caps: QuantizerCaps = quantizer.caps  # type: ignore[attr-defined]
-        return caps
-    declared = getattr(quantizer, "caps", None)
-    return _PLAIN if declared is None else _inherited(declared)
+    """Return the caps of a quantizer. A subclass that overrides `cast` or `observe` and declares no caps inherits all members
+    except `native`."""
+    declared: QuantizerCaps | None = getattr(quantizer, "caps", None)
+    if declared is None:
+        return _DEFAULTS
+    return declared if offers(quantizer, "caps") else _inherited(declared)
 
 
 @cache
@@ -224,48 +233,75 @@ def _inherited(caps: QuantizerCaps) -> QuantizerCaps:
     return caps.of_casts()
 
 
+def takes_flag(quantizer: Quantizer) -> bool:
+    """Return whether casts of a quantizer take `flag`."""
+    while isinstance(quantizer, Wrapped):
+        quantizer = quantizer.inner
+    return "flag" in _parameters(type(quantizer).cast)
+
+
+def batches(quantizer: Quantizer) -> bool:
+    """Return whether `batch` may cast the matrices of a quantizer."""
+    return offers(quantizer, "batch") and not caps_of(quantizer).origin and not quantizer.format.basis
+
+
 def check_caps(quantizer: Quantizer) -> None:
-    """ValueError, naming the quantizer and the cap, for a method or argument that it declares and does not have."""
-    declared = getattr(quantizer, "caps", _PLAIN)
+    """Check that a quantizer has what its methods and caps need.
+
+    Raises:
+        ValueError: for a missing method or argument, naming the quantizer.
+    """
+    declared = getattr(quantizer, "caps", _DEFAULTS)
     if not isinstance(declared, QuantizerCaps):
-        raise ValueError(f"{quantizer}: its caps must be a QuantizerCaps(...); got {declared!r}")
+        raise ValueError(f"{quantizer}: caps must be a QuantizerCaps(...); got {declared!r}")
     caps = caps_of(quantizer)
-    for member, methods in METHODS.items():
-        for method in methods if getattr(caps, member) else ():
-            if not callable(getattr(quantizer, method, None)):
+    for method, second in PAIRED.items():
+        if offers(quantizer, method) and not callable(getattr(quantizer, second, None)):
+            raise ValueError(
+                f"{quantizer} has a method {method} and no method {second}: add {second}, or remove {method}"
+            )
+    casts = ("cast", "both") if offers(quantizer, "both") else ("cast",)
+    needed = {argument: member for member, argument in ARGUMENTS.items() if getattr(caps, member)}
+    if takes_flag(quantizer):
+        needed["flag"] = "flag"
+    for argument, member in needed.items():
+        for method in casts:
+            if not _accepts(getattr(type(quantizer), method), argument):
                 raise ValueError(
-                    f"{quantizer} declares {member} and has no method {method}: add it, or do not declare it"
+                    f"{quantizer}: {method} takes no argument {argument}, and "
+                    + (
+                        "cast takes one: add the argument"
+                        if member == "flag"
+                        else f"caps declare {member}: add the argument"
+                    )
                 )
-    casts = ("cast", "both") if caps.one_read else ("cast",)
-    for member, argument in ARGUMENTS.items():
-        for method in casts if getattr(caps, member) else ():
-            found = getattr(quantizer, method)
-            if not _takes(getattr(found, "__func__", found), argument):
-                raise ValueError(
-                    f"{quantizer} declares {member} and its {method} takes no argument {argument}: add it, or do not declare it"
-                )
-    if caps.one_read_with and not caps.one_read:
-        raise ValueError(f"{quantizer} declares one_read_with and not one_read: declare both, or neither")
     if caps.op and not table.entries(caps.op, "cpu"):
         raise ValueError(
-            f"{quantizer} declares op {caps.op!r}, which the table of kernels lacks: register it, or name one that it has"
+            f"{quantizer}: caps declare op {caps.op!r}, and the kernel table has no such operation: register the operation, or "
+            f"name another one"
         )
 
 
 @cache
-def _takes(function: Callable[..., Any], argument: str) -> bool:
-    """Whether a function has a parameter of this name, or takes any keyword."""
-    parameters = inspect.signature(function).parameters
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def _accepts(function: Callable[..., Any], argument: str) -> bool:
+    """Whether a function has a parameter of this name, or accepts any keyword."""
+    parameters = _parameters(function)
     return argument in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def flagged(quantizer: Quantizer, x: Any, flag: Tensor | None) -> dict[str, Any]:
-    """The arguments with which a cast of x sets `flag`, fp32 [], to NaN if a value of x is not finite: the flag, where the
-    quantizer's casts take one. For others x is checked here by a read of its own, unless the quantizer keeps it in high
-    precision."""
+    """Return the keywords with which a cast of x sets `flag`, fp32 [], to NaN if a value of x is not finite.
+
+    For a quantizer whose casts take no flag, this function checks x by a separate read, unless the quantizer keeps x in high
+    precision.
+    """
     if flag is None or quantizer.format.keeps_source:
         return {}
-    if caps_of(quantizer).flag:
+    if takes_flag(quantizer):
         return {"flag": flag}
     ops.watched(ops.stored(x), flag)
     return {}
@@ -273,8 +309,8 @@ def flagged(quantizer: Quantizer, x: Any, flag: Tensor | None) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A quantizer around another one, whose format, caps and amaxes it has; a subclass says what its casts do. It offers
-    neither both orientations in one read nor a batch, so that every cast goes through it."""
+    """Base of quantizers around another quantizer, with its format, caps and amaxes. A subclass defines `cast`, which every
+    cast calls: a wrapper has no `both` and no `batch`."""
 
     inner: Quantizer
 
@@ -294,39 +330,53 @@ class Wrapped:
         return self.inner.observe(x)
 
     def values(self, x: Tensor) -> Tensor:
-        """What the wrapped quantizer quantizes."""
-        inner: Any = self.inner
-        quantized: Tensor = inner.values(x) if caps_of(inner).values else x
-        return quantized
+        """Return the matrix that the inner quantizer quantizes."""
+        return quantized_values(self.inner, x)
+
+
+def quantized_values(quantizer: Quantizer, x: Tensor) -> Tensor:
+    """Return the matrix that a cast of x quantizes: x, or x transformed by the method `values` of the quantizer."""
+    values: Callable[[Tensor], Tensor] | None = getattr(quantizer, "values", None)
+    return x if values is None else values(x)
 
 
 @dataclass(frozen=True)
 class OneRead:
-    """The operands of x and of x.t() from one read, with the bits of `rowwise.cast(x)` and of `columnwise.cast(x.t())`."""
+    """Pair of quantizers that cast x and x.t() in one read, bitwise equal to `rowwise.cast(x)` and `columnwise.cast(x.t())`."""
 
     rowwise: Any
     columnwise: Quantizer
 
     def observe(self, x: Tensor) -> Amaxes:
-        """The amaxes of both operands; the same tensor twice where one value serves both."""
+        """Return the amaxes of both operands; twice the same tensor if both share one amax."""
         row, col = self.rowwise.observe_both(x, self.columnwise)
         return row, col
 
     def cast(
         self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, slot: ScaleSlot | None = None,
-        at: tuple[Origin, Origin] | None = None, **flag: Any,
+        at: Origins | None = None, **flag: Any,
     ) -> Operands:  # fmt: skip
-        """x and the agreed amaxes -> both operands, into `outs` if given. `at`: the origins of x and of x.t(). `flag`: see
-        `flagged`."""
+        """Quantize x by the agreed amaxes -> both operands, into `outs` if given.
+
+        Args:
+            x: matrix [rows, contraction].
+            amaxes: agreed amaxes of `observe`.
+            outs: storage of both operands.
+            slot: delayed scale.
+            at: origins of x and of x.t().
+            flag: keywords of `flagged`.
+        """
         row, col = self.rowwise.both(x, amaxes, columnwise=self.columnwise, outs=outs, slot=slot, at=at, **flag)
         return row, col
 
 
 def one_read(rowwise: Quantizer, columnwise: Quantizer) -> OneRead | None:
-    """The `OneRead` of two quantizers; None: the rowwise one does not offer it for this columnwise one."""
-    caps = caps_of(rowwise)
-    offered = caps.one_read and (columnwise == rowwise or columnwise in caps.one_read_with)
-    return OneRead(rowwise, columnwise) if offered else None
+    """Return the `OneRead` of two quantizers, or None if the rowwise quantizer does not support this pair."""
+    if not offers(rowwise, "both"):
+        return None
+    pairs_with: Callable[[Quantizer], bool] | None = getattr(rowwise, "pairs_with", None)
+    accepted = columnwise == rowwise if pairs_with is None else pairs_with(columnwise)
+    return OneRead(rowwise, columnwise) if accepted else None
 
 
 @dataclass(frozen=True)
@@ -345,10 +395,13 @@ class KeepHighPrecision:
 
     format: Format = HighPrecision()
     reduces: tuple[int, ...] = ()
-    caps: ClassVar[QuantizerCaps] = QuantizerCaps(pure=True)
+    caps: ClassVar[QuantizerCaps] = QuantizerCaps(native=True)
 
     def observe(self, x: Tensor) -> Tensor | None:
         return None
 
-    def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
+    def cast(
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
+        at: Origin | None = None,
+    ) -> QuantizedTensor:  # fmt: skip
         return self.format.fill(out, x)

@@ -162,8 +162,8 @@ class Recipe:
         """Why directions of layers with this recipe cannot be captured: a cast or GEMM that may do more than launch kernels;
         empty: they can be."""
         for quantizer in self.quantizers():
-            if not caps_of(quantizer).pure:
-                return f"casts of {type(quantizer).__name__} may do more than launch, since its caps do not say pure"
+            if not caps_of(quantizer).native:
+                return f"casts of {type(quantizer).__name__} are not declared native (QuantizerCaps.native)"
         for which in GEMMS:
             a, b = (quantizer.format for quantizer in self.operands(which))
             if own_gemm(a, b) is not None:

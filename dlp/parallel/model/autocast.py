@@ -27,7 +27,7 @@ from dlp.parallel.linear.active import REGION, Region
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, LayerState
 from dlp.quant import recipe as recipes
-from dlp.quant.quantizer import KeepHighPrecision, Quantizer, QuantizerCaps, ScaleSlot, SlotOptions, caps_of
+from dlp.quant.quantizer import KeepHighPrecision, Origin, Quantizer, QuantizerCaps, ScaleSlot, SlotOptions, caps_of
 from dlp.quant.recipe import Operand, Recipe
 from dlp.quant.stats import measured, plain
 from dlp.quant.tensor import QuantizedTensor
@@ -45,7 +45,7 @@ class Calibrate(KeepHighPrecision):
 
     def cast(
         self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
-        **_: Any,
+        at: Origin | None = None,
     ) -> QuantizedTensor:  # fmt: skip
         if slot is not None:
             slot.record(x)
