@@ -41,7 +41,7 @@ from bench.linear_subjects import (
 from bench.quantize import copy_of, graph_of, replay
 from bench.where import longest_kernels
 from dlp.kernels import loader
-from dlp.kernels.gemms import Words
+from dlp.kernels.gemms import GemmProblem
 from dlp.kernels.timing import device_ms, host_ms, parts_ms, sustained_ms
 from dlp.kernels.tune import by_candidates, fastest, in_bursts, sustained
 from dlp.quant.gemm import DECODES, Gemm, kernel_name
@@ -68,15 +68,15 @@ def gemms_ms(recipe: str, shape: Shape) -> float:
     """Their milliseconds, one after another, each by the candidate that is the fastest in bursts."""
     calls = gemms_of(recipe, shape)
     each = [fastest(call, in_bursts) for call in calls]
-    with by_candidates({found.words: found.best for found in each}):
+    with by_candidates({found.problem: found.best for found in each}):
         return device_ms(lambda: [call() for call in calls])
 
 
 @cache
-def tuned_choices(recipe: str, shape: Shape) -> dict[Words, int]:
+def tuned_choices(recipe: str, shape: Shape) -> dict[GemmProblem, int]:
     """The candidates that `dlp.kernels.tune` chooses for them."""
     each = [fastest(call, sustained) for call in gemms_of(recipe, shape)]
-    return {found.words: found.choice for found in each}
+    return {found.problem: found.choice for found in each}
 
 
 @cache

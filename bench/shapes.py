@@ -25,10 +25,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from dlp.comm.observer import dtype_name
+from dlp.kernels.gemm_entries import are_factored
 from dlp.kernels.table import device_kind
 from dlp.parallel.model.plan import LayerPlan
 from dlp.parallel.style import shard_sizes
-from dlp.quant.gemm import DECODES, decoded_dtype, factor
+from dlp.quant.gemm import DECODES, decoded_dtype
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS
 from dlp.quant.tensor import Format
 from launch.config.run_config import Config, command_line, count, make_parser, validate_world
@@ -69,7 +70,7 @@ def problems(
         orientations = GEMM_OPERANDS[which][1::2]
         formats = [quantizer.format for quantizer in layer.recipe.operands(which)]
         decoded = decoded_to(kernel, formats, dtype)
-        factored = decoded is not None and factor(*formats)
+        factored = decoded is not None and are_factored(*formats)
         for side, orientation, fmt in zip("ab", orientations, formats, strict=True):
             problem[f"{side}_dtype"] = dtype_name(decoded or fmt.parts[0].dtype or dtype)
             problem[f"{side}_block"] = [1, 1] if decoded else list(fmt.block)

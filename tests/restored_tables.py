@@ -6,22 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dlp.kernels import table
+from dlp.kernels import registry
 from dlp.ops.fusions import REGISTERED
 
 
 @contextmanager
 def restored_table() -> Iterator[None]:
     """Operations and kernels registered inside are not there afterwards."""
-    before = {operation: list(entries) for operation, entries in table._ENTRIES.items()}
+    before = {operation: list(entries) for operation, entries in registry._ENTRIES.items()}
     try:
         yield
     finally:
-        for operation in list(table._ENTRIES):
-            table._ENTRIES[operation] = before.get(operation, [])
-            table._changed(operation)
+        for operation in list(registry._ENTRIES):
+            registry._ENTRIES[operation] = before.get(operation, [])
+            registry._changed(operation)
             if operation not in before:
-                del table._ENTRIES[operation], table._ON[operation]
+                del registry._ENTRIES[operation], registry._ON[operation]
 
 
 @contextmanager

@@ -196,7 +196,7 @@ def test_what_is_tuned_is_what_a_linear_runs(recipe: str) -> None:
     """The words are the key of a choice; alignment is the allocator's, and left out."""
     tokens, k, n = 256, 128, 384
 
-    def ran() -> set[gemms.Words]:
+    def ran() -> set[gemms.GemmProblem]:
         found = {words[:-1] for words, *_ in gemms.plans()}
         gemms.plans().clear()
         return found

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlp.kernels import gemm_entries, gemms, ops, table
+from dlp.kernels import gemm_entries, gemms, ops, registry, table
 from dlp.quant.gemm import Gemm, support
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, Recipe, load
 from tests.quantizers import matrix, quantize
@@ -56,8 +56,8 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[gemms.Scales]:
 
     monkeypatch.setattr(gemms, "product", product)
     monkeypatch.setitem(table.DEVICE_AT, -1, "sm_100")
-    for operation in table._ON.keys() - {table.GEMM}:  # what lies around the GEMM stays on the CPU
-        monkeypatch.setitem(table._ON[operation], "sm_100", table.entries(operation, "cpu"))
+    for operation in registry._ON.keys() - {table.GEMM}:  # what lies around the GEMM stays on the CPU
+        monkeypatch.setitem(registry._ON[operation], "sm_100", table.entries(operation, "cpu"))
     return asked
 
 
@@ -111,8 +111,8 @@ def test_the_words_of_a_block_scaled_problem():
     tiles, one = torch.zeros(512, dtype=torch.uint8), torch.ones(())
     scales = gemms.Scales(tiles, tiles, gemms.NVFP4_BLOCKS, gemms.NVFP4_BLOCKS)
     job = gemms.prepare(a, b, torch.bfloat16, scales, alpha=one)
-    assert job.words[:-1] == (33, 33, 14, -1, 8, 32, 128, 128, 128, 32, 0, 0, 1, 1, 0, 1, 0, 0, 0)
-    assert job.out.shape == (8, 32) and "[8, 128] float4_e2m1fn_x2" in gemms.describe(job.words)
+    assert job.problem[:-1] == (33, 33, 14, -1, 8, 32, 128, 128, 128, 32, 0, 0, 1, 1, 0, 1, 0, 0, 0)
+    assert job.out.shape == (8, 32) and "[8, 128] float4_e2m1fn_x2" in str(job.problem)
     codes = torch.zeros(32, 64, dtype=torch.float8_e4m3fn)
     mx = gemms.prepare(codes, codes, torch.float32, gemms.Scales(tiles, tiles, gemms.MX_BLOCKS, gemms.MX_BLOCKS))
-    assert mx.words[:-1] == (28, 28, 0, -1, 32, 32, 64, 64, 64, 32, 0, 0, 2, 2, 0, 0, 0, 0, 0)
+    assert mx.problem[:-1] == (28, 28, 0, -1, 32, 32, 64, 64, 64, 32, 0, 0, 2, 2, 0, 0, 0, 0, 0)

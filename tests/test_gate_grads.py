@@ -92,4 +92,4 @@ def test_an_activation_may_be_called_by_name_where_kernels_run():
 def test_the_kernels_take_whole_tiles_and_at_least_one(rows, cols, takes):
     """A launch without blocks is an error of CUDA."""
     grads = ops.GatedGrads(*(torch.zeros(rows, 256).bfloat16()[:, :cols] for _ in range(3)), "silu")
-    assert gate_grads._fuses(grads) == takes
+    assert gate_grads.takes_gate_grads(grads) == takes

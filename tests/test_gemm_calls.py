@@ -25,7 +25,7 @@ FAST, SMS = 16, 18  # places among the words of a problem, see csrc/cublaslt.h
 SPLIT_BUT_FPROP = {"fprop": 1, "dgrad": 0, "wgrad": 0}
 
 
-def planned(recipe: dlp.Recipe) -> dict[str, tuple[gemms.Words, bool]]:
+def planned(recipe: dlp.Recipe) -> dict[str, tuple[gemms.GemmProblem, bool]]:
     """The words of each GEMM that a linear of this recipe has run, and whether a measured choice was allowed."""
     linear = dlp.Linear(K, N, recipe=recipe, dtype=torch.bfloat16)
     x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=True)

@@ -201,13 +201,13 @@ def test_the_words_of_a_problem_are_those_the_binding_takes():
     one = torch.ones(())
     job = gemms.prepare(a, b, torch.bfloat16, gemms.Scales(one, one), bias=torch.empty(16, dtype=torch.bfloat16))
     bindings = (loader.CSRC / "bindings.cpp").read_text()
-    assert f"ProblemWords = std::array<int64_t, {len(job.words)}>" in bindings
-    assert job.words[:-1] == (28, 29, 14, 14, 8, 16, 32, 32, 32, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert f"ProblemWords = std::array<int64_t, {len(job.problem)}>" in bindings
+    assert job.problem[:-1] == (28, 29, 14, 14, 8, 16, 32, 32, 32, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     run = bindings.split("void run_gemm(")[1].split("uintptr_t workspace")[0]
     assert run.count("uintptr_t") == len(job.addresses)
     flipped = gemms.prepare(torch.empty(32, 8).t(), torch.empty(16, 64)[:, :32], torch.float32)
-    assert flipped.words[7:12] == (8, 64, 16, 1, 0)
-    assert gemms.prepare(a.view(torch.uint8)[:, :16].view(a.dtype), b[:, :16], torch.float32).words[7:9] == (32, 32)
+    assert flipped.problem[7:12] == (8, 64, 16, 1, 0)
+    assert gemms.prepare(a.view(torch.uint8)[:, :16].view(a.dtype), b[:, :16], torch.float32).problem[7:9] == (32, 32)
 
 
 @pytest.mark.parametrize("lines, across, tile", [(8, 3, False), (5, 2, False), (2, 4, True), (3, 5, True)])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import dlp
-from dlp.kernels import ops, table
+from dlp.kernels import ops, registry, table
 from dlp.kernels.launches import NotPlain
 from dlp.kernels.reference import Fp8Scale
 from dlp.kernels.table import DEVICES, GEMM, GemmEntry, KernelEntry, operation, registered
@@ -32,7 +34,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def test_every_operation_ends_in_plain_torch_on_every_device():
-    for name in table._ON.keys() - {GEMM}:
+    for name in registry._ON.keys() - {GEMM}:
         for device in DEVICES:
             *kernels, last = table.entries(name, device)
             assert last.name == "reference" and last.takes is None and not last.reads, name
@@ -66,6 +68,33 @@ def test_a_gemm_asks_the_rule_of_each_problem(large: bool, monkeypatch: pytest.M
     for tokens in (64, 128):
         Gemm("fprop", b, torch.bfloat16)(quantize(left, matrix(0, tokens, 256)))
     assert ran == (["theirs", "ours"] if large else ["theirs", "theirs"])
+
+
+def rows_of(name: str) -> list[ast.Call]:
+    """Calls in the literal of this name, read from the source of the table."""
+    tree = ast.parse(Path(table.__file__).read_text())
+    (found,) = [
+        each.value for each in tree.body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name
+    ]
+    assert isinstance(found, ast.Tuple)
+    return [each for each in found.elts if isinstance(each, ast.Call)]
+
+
+def test_the_table_can_be_listed_without_running_it():
+    """Each row is one call whose columns are constants and names; together the rows are all entries but the references."""
+    for name, fields in (("KERNELS", table.Kernel._fields), ("GEMMS", table.Gemm._fields)):
+        for row in rows_of(name):
+            columns = [*row.args, *(each.value for each in row.keywords)]
+            assert all(isinstance(each, ast.Constant | ast.Name | ast.Attribute | ast.Tuple) for each in columns), (
+                ast.unparse(row)
+            )
+            assert {each.arg for each in row.keywords} <= set(fields)
+    printed = {ast.literal_eval(row.args[2]) for row in rows_of("GEMMS")}
+    registered = {entry for device in DEVICES for entry in table.entries(GEMM, device)}
+    assert printed == {entry.name for entry in registered} and len(rows_of("GEMMS")) == len(registered)
+    kernels = {(ast.literal_eval(row.args[0]), ast.unparse(row.args[1]).split(".")[1]) for row in rows_of("KERNELS")}
+    entries = [(name, entry) for name in registry._ON.keys() - {GEMM} for entry in table.entries(name, "sm_90")]
+    assert kernels == {(name, entry.run.__name__) for name, entry in entries if entry.name != "reference"}
 
 
 # --- a GEMM from outside
@@ -202,7 +231,9 @@ def test_a_users_kernel_for_a_cast_of_the_package_goes_first():
     with registered(KernelEntry(operation="cast_fp8_tensor", name="mine", run=mine)):
         assert_bit_equal(ops.cast_fp8_tensor(x, E4M3, source)[0], expected[0])
         assert table.cast_kernel("cast_fp8_tensor", "cpu") == "mine"
-        with pytest.raises(ValueError, match="cast_fp8_tensor by mine prepares nothing for .* cast matrix by matrix"):
+        with pytest.raises(
+            ValueError, match="cast_fp8_tensor by mine has no batched launch for .* cast matrix by matrix"
+        ):
             ops.cast_fp8_tensor_batch([x], [(None, None)], [source], [None])
     assert len(ran) == 1 and stock.name == "reference"
 
@@ -253,9 +284,12 @@ def test_a_layer_with_such_a_gemm_runs_it_every_time():
     [
         (
             KernelEntry(operation="amax", name="x", run=abs, devices=("sm_80",)),
-            "there is no device 'sm_80'; name some of cpu",
+            "there is no device 'sm_80'; choose from cpu",
         ),
-        (KernelEntry(operation="amax", name="a, b", run=abs), "plans join names by commas; give it a name without one"),
+        (
+            KernelEntry(operation="amax", name="a, b", run=abs),
+            "plans join names by commas; choose a name without a comma",
+        ),
         (KernelEntry(operation="amax", name="kernel", run=abs), "amax has a kernel 'kernel' on sm_100, sm_90 already"),
         (GemmEntry(name="torch mm", run=abs, formats=(("hp", "hp"),)), "gemm has a kernel 'torch mm' on cpu already"),
     ],
@@ -273,9 +307,9 @@ def test_the_example_of_the_table_registers_a_kernel():
 
 
 def test_a_pair_that_nothing_multiplies_says_how_to_help(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(table._ON[GEMM], "cpu", ())
+    monkeypatch.setitem(registry._ON[GEMM], "cpu", ())
     fmt = Int6OnKernels()
-    with pytest.raises(ValueError, match="no kernel multiplies int6 by int6 on cpu: register one"):
+    with pytest.raises(ValueError, match="no kernel multiplies int6 by int6 on cpu: register a kernel"):
         support(fmt, fmt, "cpu")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.shapes import of_config
-from dlp.kernels import gemms, loader, table, tune
+from dlp.kernels import gemms, loader, registry, table, tune
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, load
 from launch.config.run_config import load as load_config
@@ -45,7 +45,7 @@ def test_candidates_are_timed_in_turn_after_a_first_time_that_warms_up(monkeypat
 
     found = tune.fastest(lambda: (table.setdefault(((1,), 0, True), Plan()), torch.zeros(()))[1], time_it)
     assert timed == [0, 0, 1, 2] and table == kept
-    assert (found.words, found.times_ms, found.choice, found.best_ms) == ((1,), [2.0, 1.0, 4.0], 1, 1.0)
+    assert (found.problem, found.times_ms, found.choice, found.best_ms) == ((1,), [2.0, 1.0, 4.0], 1, 1.0)
 
 
 def test_calls_run_by_the_chosen_candidates_and_others_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,14 +53,13 @@ def test_calls_run_by_the_chosen_candidates_and_others_as_before(monkeypatch: py
     table = {(first, 0, True): Plan(), (other, 0, True): Plan()}
     monkeypatch.setattr(gemms, "plans", lambda: table)
     monkeypatch.setattr(gemms, "new_plan", lambda *_: Plan())
-    monkeypatch.setattr(gemms, "describe", lambda words: "a problem")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
     kept = dict(table)
     with tune.by_candidates({first: 1, second: 2}):
         assert {words: plan.choice for (words, _, _), plan in table.items()} == {first: 1, second: 2}
     assert table == kept and all(plan.choice == 0 for plan in kept.values())
-    with pytest.raises(RuntimeError, match="nothing was chosen for a problem"), tune.by_candidates({first: 1}):
+    with pytest.raises(RuntimeError, match=r"no candidate was chosen for \(2,\)"), tune.by_candidates({first: 1}):
         table[other, 0, True] = Plan()
     assert table == kept
 
@@ -69,18 +68,18 @@ class Ran:
     """The words of the GEMMs that cuBLASLt was asked for, without alignment, which is the allocator's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-        self.words: list[gemms.Words] = []
+        self.words: list[gemms.GemmProblem] = []
         monkeypatch.setitem(table.DEVICE_AT, -1, device)
-        for operation in table._ON.keys() - {table.GEMM}:
-            monkeypatch.setitem(table._ON[operation], device, table.entries(operation, "cpu"))
+        for operation in registry._ON.keys() - {table.GEMM}:
+            monkeypatch.setitem(registry._ON[operation], device, table.entries(operation, "cpu"))
         monkeypatch.setattr(gemms, "launch", self._launch)
         monkeypatch.setattr(loader, "missing", lambda: "casts run the reference")
 
     def _launch(self, job: gemms.Job, *_: Any) -> Tensor:
-        self.words.append(job.words[:-1])
+        self.words.append(job.problem[:-1])
         return job.out
 
-    def by(self, call: Callable[[], Any]) -> list[gemms.Words]:
+    def by(self, call: Callable[[], Any]) -> list[gemms.GemmProblem]:
         self.words = []
         with OnGpu():
             call()

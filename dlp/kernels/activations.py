@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import cuda_producers, reference
-from dlp.kernels.cuda import INPUTS
 from dlp.kernels.producers import has_kernel
-from dlp.kernels.table import kernel, operation
+from dlp.kernels.registry import operation
 
 
-def _readable(*given: Any, **named: Any) -> bool:
+def are_readable(*given: Any, **named: Any) -> bool:
     return has_kernel(*[x for x in (*given, *named.values()) if isinstance(x, Tensor)])
 
 
@@ -29,8 +28,7 @@ def activation(x: Tensor, name: str) -> Tensor:
     return reference.activation(x, name)
 
 
-@kernel("activation", reads=INPUTS, takes=_readable)
-def _activation(x: Tensor, name: str) -> Tensor:
+def activation_kernel(x: Tensor, name: str) -> Tensor:
     y = _like(x)
     cuda_producers.activation(x, name, y)
     return y
@@ -42,8 +40,7 @@ def activation_backward(dy: Tensor, x: Tensor, name: str) -> Tensor:
     return reference.activation_backward(dy, x, name)
 
 
-@kernel("activation_backward", reads=INPUTS, takes=_readable)
-def _activation_backward(dy: Tensor, x: Tensor, name: str) -> Tensor:
+def activation_backward_kernel(dy: Tensor, x: Tensor, name: str) -> Tensor:
     dx = _like(x)
     cuda_producers.activation(x, name, dx, dy)
     return dx
@@ -55,8 +52,7 @@ def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
     return reference.gated(gate, up, name)
 
 
-@kernel("gated", reads=INPUTS, takes=_readable)
-def _gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
+def gated_kernel(gate: Tensor, up: Tensor, name: str) -> Tensor:
     h = _like(gate)
     cuda_producers.gate(gate, up, name, h)
     return h
@@ -68,8 +64,7 @@ def gated_backward(dh: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Ten
     return reference.gated_backward(dh, gate, up, name)
 
 
-@kernel("gated_backward", reads=INPUTS, takes=_readable)
-def _gated_backward(dh: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def gated_backward_kernel(dh: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
     dgate, dup = _like(gate), _like(gate)
     cuda_producers.gate_backward(dh, gate, up, name, dgate, dup)
     return dgate, dup
@@ -81,12 +76,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Ten
     return reference.layer_norm(x, weight, bias, eps)
 
 
-def _norms(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> bool:
+def takes_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> bool:
     return has_kernel(x) and weight.dtype == bias.dtype
 
 
-@kernel("layer_norm", reads=INPUTS, takes=_norms)
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm_kernel(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     y, mean, rstd = _like(x), *(torch.empty(len(x), device=x.device) for _ in range(2))
     cuda_producers.layer_norm(x, weight, bias, eps, mean, rstd, y)
     return y, mean, rstd
@@ -100,8 +94,11 @@ def layer_norm_backward(
     return reference.layer_norm_backward(dy, x, weight, mean, rstd)
 
 
-@kernel("layer_norm_backward", reads=INPUTS, takes=lambda dy, x, *rest: has_kernel(dy, x))
-def _layer_norm_backward(
+def takes_norm_backward(dy: Tensor, x: Tensor, *_: Tensor) -> bool:
+    return has_kernel(dy, x)
+
+
+def layer_norm_backward_kernel(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dweight, dbias = _like(x), *(torch.empty(x.shape[1], device=x.device) for _ in range(2))

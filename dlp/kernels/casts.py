@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import cuda, cuda_rowwise, dispatch, reference
-from dlp.kernels.cuda import INPUTS, MATRIX, TensorJob, Words
+from dlp.kernels.cuda import MATRIX, TensorJob, Words
 from dlp.kernels.cuda_rowwise import RowwiseJob
 from dlp.kernels.dispatch import Flags, Launch, Launches, Outs, Parts, Wanted, into
 from dlp.kernels.lazy_matrix import LazyMatrix, opened, stored
 from dlp.kernels.reference import Fp8Scale, watched
-from dlp.kernels.table import kernel, operation, preparing
+from dlp.kernels.registry import operation, preparing
 
 RowwisePart = tuple[Parts, Tensor]  # of one orientation, with its amaxes
 
@@ -46,8 +46,7 @@ def amax(x: Tensor | LazyMatrix, dim: int | None = None) -> Tensor:
     return reference.amax(stored(x), dim)
 
 
-@kernel("amax", reads=INPUTS, lazy=True)
-def _amax(x: Tensor | LazyMatrix, dim: int | None = None) -> Tensor:
+def amax_kernel(x: Tensor | LazyMatrix, dim: int | None = None) -> Tensor:
     if isinstance(x, LazyMatrix):
         found = x.amax() if dim is None else None
         return amax(x.value, dim) if found is None else found
@@ -67,8 +66,7 @@ def amax_lines(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
     return reference.amax(x, 1), reference.amax(x, 0)
 
 
-@kernel("amax_lines", reads=INPUTS, lazy=True)
-def _amax_lines(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
+def amax_lines_kernel(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
     x, words = opened(x)
     matrix, flipped = dispatch.adjacent(x)
     lines = _amaxes_of_lines(matrix, True, True, words)
@@ -115,9 +113,7 @@ def _empty_tensor_both(x: Tensor, dtype: torch.dtype) -> tuple[Parts, Parts]:
     return row, (torch.empty(codes.shape[::-1], dtype=dtype, device=x.device), scale_inv)
 
 
-def _prepare_tensor(
-    xs: Sequence[Tensor], outs: Sequence[Wanted], sources: Sequence[Fp8Scale], flags: Flags
-) -> Launches:
+def prepare_tensor(xs: Sequence[Tensor], outs: Sequence[Wanted], sources: Sequence[Fp8Scale], flags: Flags) -> Launches:
     assert all(row[1].data_ptr() == col[1].data_ptr() for row, col in outs if row and col)
     observe = []
     if sources[0].scale is None:
@@ -143,8 +139,7 @@ def cast_fp8_tensor(
     return into(out, reference.cast_fp8_tensor(watched(stored(x), flag), dtype, source))
 
 
-@kernel("cast_fp8_tensor", reads=INPUTS, lazy=True, prepare=_prepare_tensor)
-def _cast_fp8_tensor(
+def cast_fp8_tensor_kernel(
     x: Tensor | LazyMatrix,
     dtype: torch.dtype,
     source: Fp8Scale,
@@ -166,8 +161,7 @@ def cast_fp8_tensor_both(
     return into(row, (codes, scale_inv)), into(col, (codes.t().contiguous(), scale_inv))
 
 
-@kernel("cast_fp8_tensor_both", reads=INPUTS, lazy=True)
-def _cast_fp8_tensor_both(
+def cast_fp8_tensor_both_kernel(
     x: Tensor | LazyMatrix, dtype: torch.dtype, source: Fp8Scale, *, outs: Outs = None, flag: Tensor | None = None
 ) -> tuple[Parts, Parts]:
     x, words = opened(x, dtype)
@@ -199,7 +193,7 @@ def _zero(x: Tensor) -> None:
     x.zero_()
 
 
-def _prepare_rowwise(
+def prepare_rowwise(
     xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, *, power_of_two: bool, epsilon: float = 0.0
 ) -> Launches:
     lines = torch.zeros(sum(sum(x.shape) for x in xs), device=xs[0].device)
@@ -229,8 +223,7 @@ def cast_fp8_rowwise(
     return into(out, _rowwise_by_reference(watched(stored(x), flag), amax, dtype, power_of_two, epsilon))
 
 
-@kernel("cast_fp8_rowwise", reads=INPUTS, lazy=True, prepare=_prepare_rowwise)
-def _cast_fp8_rowwise(
+def cast_fp8_rowwise_kernel(
     x: Tensor | LazyMatrix, amax: Tensor, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
     out: Parts | None = None, flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
@@ -254,8 +247,7 @@ def cast_fp8_rowwise_both(
     return into(row, make(x, amaxes[0])), into(col, make(x.t(), amaxes[1]))
 
 
-@kernel("cast_fp8_rowwise_both", reads=INPUTS, lazy=True)
-def _cast_fp8_rowwise_both(
+def cast_fp8_rowwise_both_kernel(
     x: Tensor | LazyMatrix, amaxes: tuple[Tensor, Tensor], dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
     outs: Outs = None, flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip

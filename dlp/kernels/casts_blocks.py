@@ -17,23 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlp.kernels import cuda, dispatch, reference, table
-from dlp.kernels.cuda import INPUTS, BlockJob
+from dlp.kernels import cuda, dispatch, reference, registry
+from dlp.kernels.cuda import BlockJob
 from dlp.kernels.dispatch import Flags, Launch, Launches, Outs, Parts, Wanted, both_into, into
 from dlp.kernels.lazy_matrix import LazyMatrix, opened, stored
 from dlp.kernels.reference import watched
 from dlp.kernels.reference.scales import Block
-from dlp.kernels.table import kernel, operation, preparing
+from dlp.kernels.registry import operation, preparing
 
 TILE_OF = {(1, 128): False, (128, 128): True}  # the blocks that kernels know
 MX_TILE_OF = {(1, 32): False, (32, 32): True}
 
 
-def _knows(x: Any, block: Block, *_: Any, **__: Any) -> bool:
+def is_known_block(x: Any, block: Block, *_: Any, **__: Any) -> bool:
     return block in TILE_OF
 
 
-def _knows_mx(x: Any, block: Block, *_: Any, **__: Any) -> bool:
+def is_known_mx_block(x: Any, block: Block, *_: Any, **__: Any) -> bool:
     return block in MX_TILE_OF
 
 
@@ -78,7 +78,7 @@ def empty_block_scales(shape: Sequence[int], tile: bool, device: torch.device) -
     """Uninitialised fp32 scale_inv [row blocks, C blocks] of codes of this shape. Where GEMMs apply block scales themselves, a
     view of what these read, so that nothing is rearranged for them."""
     down, across = cuda.block_scale_shape(shape[0], shape[1], tile=tile, gemm_layout=False)
-    if table.kind_of(device) != "sm_90":
+    if registry.kind_of(device) != "sm_90":
         return torch.empty(down, across, device=device)
     whole = torch.empty(cuda.block_scale_shape(shape[0], shape[1], tile=tile, gemm_layout=True), device=device)
     return whole[:, :across] if tile else whole.t()[:down]
@@ -88,9 +88,7 @@ def _empty_block(x: Tensor, tile: bool, dtype: torch.dtype, shape: Sequence[int]
     return torch.empty(shape, dtype=dtype, device=x.device), empty_block_scales(shape, tile, x.device)
 
 
-def _prepare_block(
-    xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: Block, **options: Any
-) -> Launches:
+def prepare_block(xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: Block, **options: Any) -> Launches:
     tile = TILE_OF[block]
     batch = partial(cuda.cast_block_batch, tile=tile, **options)
     return _batch_laid_out(xs, outs, flags, partial(_as_gemms_read, tile=tile), batch, "gemm_layout")
@@ -109,8 +107,7 @@ def cast_fp8_block(
     return into(out, reference.cast_fp8_block(x, block, dtype, power_of_two=power_of_two, epsilon=epsilon))
 
 
-@kernel("cast_fp8_block", reads=INPUTS, takes=_knows, lazy=True, prepare=_prepare_block)
-def _cast_fp8_block(
+def cast_fp8_block_kernel(
     x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, out: Parts | None = None, flag: Tensor | None = None,
     **options: Any,
 ) -> Parts:  # fmt: skip
@@ -131,8 +128,7 @@ def cast_fp8_block_both(
     return both_into(outs, cast, watched(stored(x), flag))
 
 
-@kernel("cast_fp8_block_both", reads=INPUTS, takes=_knows, lazy=True)
-def _cast_fp8_block_both(
+def cast_fp8_block_both_kernel(
     x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, outs: Outs = None, flag: Tensor | None = None,
     **options: Any,
 ) -> tuple[Parts, Parts]:  # fmt: skip
@@ -187,7 +183,7 @@ def empty_mx_scales(shape: Sequence[int], tile: bool, device: torch.device) -> T
     """Uninitialised E8M0 bytes [row blocks, C blocks] of codes of this shape. Where kernels cast, those of 1x32 blocks are a
     view of memory with the blocks first: a cast that stores them so reaches 0.9 of a copy instead of 0.84."""
     down, across = cuda.mx_scale_shape(shape[0], shape[1], tile=tile)
-    if tile or table.kind_of(device) not in table.NATIVE:
+    if tile or registry.kind_of(device) not in registry.NATIVE:
         return torch.empty(down, across, dtype=torch.uint8, device=device)
     whole = cuda.mx_scale_shape(shape[0], shape[1], tile=False, blocks_first=True)
     return torch.empty(whole, dtype=torch.uint8, device=device).t()[:down]
@@ -197,7 +193,7 @@ def _empty_mx(x: Tensor, block: Block, dtype: torch.dtype, shape: Sequence[int])
     return torch.empty(shape, dtype=dtype, device=x.device), empty_mx_scales(shape, MX_TILE_OF[block], x.device)
 
 
-def _prepare_mx(
+def prepare_mx(
     xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: Block, *, rule: str = "ceil"
 ) -> Launches:
     batch = partial(cuda.cast_mxfp8_batch, tile=MX_TILE_OF[block], rule=rule)
@@ -213,8 +209,7 @@ def cast_mxfp8(
     return into(out, reference.cast_mxfp8(watched(stored(x), flag), block, dtype, rule=rule))
 
 
-@kernel("cast_mxfp8", reads=INPUTS, takes=_knows_mx, lazy=True, prepare=_prepare_mx)
-def _cast_mxfp8(
+def cast_mxfp8_kernel(
     x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, rule: str = "ceil", out: Parts | None = None,
     flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
@@ -233,8 +228,7 @@ def cast_mxfp8_both(
     return both_into(outs, cast, watched(stored(x), flag))
 
 
-@kernel("cast_mxfp8_both", reads=INPUTS, takes=_knows_mx, lazy=True)
-def _cast_mxfp8_both(
+def cast_mxfp8_both_kernel(
     x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, rule: str = "ceil", outs: Outs = None,
     flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import cuda, cuda_fp4, dispatch, reference
-from dlp.kernels.cuda import INPUTS, Words
+from dlp.kernels.cuda import Words
 from dlp.kernels.cuda_fp4 import Nvfp4Job
 from dlp.kernels.dispatch import Flags, Launches, Outs, Parts, Wanted, into
 from dlp.kernels.lazy_matrix import LazyMatrix, opened, stored
 from dlp.kernels.reference import RHT_SIGNS, PhiloxState, watched
 from dlp.kernels.reference.scales import Block
-from dlp.kernels.table import kernel, operation, preparing
+from dlp.kernels.registry import operation, preparing
 
 TILE = (16, 16)
 Draws = tuple[PhiloxState | None, PhiloxState | None]  # of x, of x.t()
@@ -43,8 +43,11 @@ def amax_nvfp4(x: Tensor | LazyMatrix, *, rht: bool, signs: int = RHT_SIGNS) -> 
     return reference.amax(reference.rht16(x, signs) if rht else x)
 
 
-@kernel("amax_nvfp4", reads=INPUTS, takes=lambda x, *, rht, signs=RHT_SIGNS: _turns(rht, signs))
-def _amax_nvfp4(x: Tensor | LazyMatrix, *, rht: bool, signs: int = RHT_SIGNS) -> Tensor:
+def takes_amax_nvfp4(x: Tensor | LazyMatrix, *, rht: bool, signs: int = RHT_SIGNS) -> bool:
+    return _turns(rht, signs)
+
+
+def amax_nvfp4_kernel(x: Tensor | LazyMatrix, *, rht: bool, signs: int = RHT_SIGNS) -> Tensor:
     x = stored(x)
     if rht:
         return _amax_rht(_columns_of(x))[1]
@@ -60,8 +63,7 @@ def amax_nvfp4_both(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
     return reference.amax(x), reference.amax(reference.rht16(x.t()))
 
 
-@kernel("amax_nvfp4_both", reads=INPUTS)
-def _amax_nvfp4_both(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
+def amax_nvfp4_both_kernel(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
     x = stored(x)
     amaxes = _amax_rht(x if cuda.readable(x) else x.contiguous())
     return amaxes[0], amaxes[1]
@@ -78,13 +80,15 @@ def _columns_of(x: Tensor) -> Tensor:
     return x.t() if cuda.readable(x.t()) else x.t().contiguous()
 
 
-def _takes(
+def takes_nvfp4(
     x: Any, amax: Any, block: Block, *, rht: bool = False, signs: int = RHT_SIGNS, draw: PhiloxState | None = None, **_: Any
 ) -> bool:  # fmt: skip
     return _turns(rht, signs) and (block != TILE or not (rht or draw is not None))
 
 
-def _takes_both(x: Any, amaxes: Any, block: Block, *, rht: bool = False, draws: Draws = (None, None), **_: Any) -> bool:
+def takes_nvfp4_both(
+    x: Any, amaxes: Any, block: Block, *, rht: bool = False, draws: Draws = (None, None), **_: Any
+) -> bool:
     return block != TILE or not (rht or draws != (None, None))
 
 
@@ -119,7 +123,7 @@ def _by_reference(
     return (*made, reference.nvfp4_stored_amax(amax, four_over_six=four_over_six))
 
 
-def _prepare(
+def prepare_nvfp4(
     xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: Block, *, four_over_six: bool = False
 ) -> Launches:
     flat = torch.empty(len(xs), device=xs[0].device)
@@ -143,8 +147,7 @@ def cast_nvfp4(
     return into(out, _by_reference(stored(x), amax, block, signs if rht else None, draw, flag, four_over_six))
 
 
-@kernel("cast_nvfp4", reads=INPUTS, takes=_takes, prepare=_prepare)
-def _cast_nvfp4(
+def cast_nvfp4_kernel(
     x: Tensor | LazyMatrix, amax: Tensor, block: Block, *, rht: bool = False, signs: int = RHT_SIGNS,
     draw: PhiloxState | None = None, out: Parts | None = None, flag: Tensor | None = None, four_over_six: bool = False,
 ) -> Parts:  # fmt: skip
@@ -169,8 +172,7 @@ def cast_nvfp4_both(
     return into(row, made), into(col, turned)
 
 
-@kernel("cast_nvfp4_both", reads=INPUTS, takes=_takes_both)
-def _cast_nvfp4_both(
+def cast_nvfp4_both_kernel(
     x: Tensor | LazyMatrix, amaxes: tuple[Tensor, Tensor], block: Block, *, rht: bool = False, draws: Draws = (None, None),
     outs: Outs = None, flag: Tensor | None = None, four_over_six: bool = False,
 ) -> tuple[Parts, Parts]:  # fmt: skip

@@ -20,30 +20,27 @@ from torch import Tensor
 from dlp.kernels import cuda, cuda_codes, reference
 from dlp.kernels.cuda_codes import DelayedJob
 from dlp.kernels.reference.scales import AmaxAlgorithm, Block
-from dlp.kernels.table import REFERENCE, KernelEntry, choose, kernel, operation, register
+from dlp.kernels.registry import REFERENCE, KernelEntry, choose, operation, register
 
 ON_DEVICE = ("max", "most_recent")  # algorithms of delayed scaling that the kernel knows
 
 
-def _adjacent(x: Tensor, *_: Any) -> bool:
+def is_contiguous(x: Tensor, *_: Any) -> bool:
     """Scales are read by their strides and need not be asked about."""
     return x.is_contiguous()
 
 
-def _decodes(codes: Tensor, scale: Tensor, block: Block, dtype: torch.dtype = torch.float32) -> bool:
+def takes_decode(codes: Tensor, scale: Tensor, block: Block, dtype: torch.dtype = torch.float32) -> bool:
     return dtype == torch.bfloat16 and block[1] % 16 == 0 and codes.is_contiguous()
 
 
-def _decodes_nvfp4(
+def takes_decode_nvfp4(
     packed: Tensor, scale: Tensor, block: Block, amax: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> bool:
     return amax is None and dtype == torch.bfloat16 and packed.is_contiguous()
 
 
-@kernel("decode_fp8_block", takes=_decodes)
-@kernel("decode_mxfp8", takes=_decodes)
-@kernel("decode_nvfp4", takes=_decodes_nvfp4)
-def _decode_to_bf16(codes: Tensor, scale: Tensor, block: Block, *_: Any, **__: Any) -> Tensor:
+def decode_to_bf16_kernel(codes: Tensor, scale: Tensor, block: Block, *_: Any, **__: Any) -> Tensor:
     cols = codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
     out = torch.empty(codes.shape[0], cols, dtype=torch.bfloat16, device=codes.device)
     cuda_codes.decode(codes, scale, block, out)
@@ -77,8 +74,7 @@ def transpose_codes(codes: Tensor) -> Tensor:
     return codes.t().contiguous()
 
 
-@kernel("transpose_codes", takes=_adjacent)
-def _transpose_codes(codes: Tensor) -> Tensor:
+def transpose_codes_kernel(codes: Tensor) -> Tensor:
     out = torch.empty(codes.shape[::-1], dtype=codes.dtype, device=codes.device)
     cuda_codes.transpose(codes, out)
     return out
@@ -90,8 +86,7 @@ def transpose_e2m1(packed: Tensor) -> Tensor:
     return reference.transpose_e2m1(packed)
 
 
-@kernel("transpose_e2m1", takes=_adjacent)
-def _transpose_e2m1(packed: Tensor) -> Tensor:
+def transpose_e2m1_kernel(packed: Tensor) -> Tensor:
     out = torch.empty(2 * packed.shape[1], packed.shape[0] // 2, dtype=torch.uint8, device=packed.device)
     cuda_codes.transpose(packed, out)
     return out
@@ -103,12 +98,11 @@ def transposed(matrix: Tensor) -> Tensor:
     return matrix.t().contiguous()
 
 
-def _has_elements(matrix: Tensor) -> bool:
+def takes_transposed(matrix: Tensor) -> bool:
     return matrix.is_contiguous() and matrix.numel() > 0
 
 
-@kernel("transposed", takes=_has_elements)
-def _transposed(matrix: Tensor) -> Tensor:
+def transposed_kernel(matrix: Tensor) -> Tensor:
     out = matrix.new_empty(matrix.shape[::-1])
     cuda_codes.transpose_words(matrix, out)
     return out
@@ -120,8 +114,7 @@ def nvfp4_alpha(a_amax: Tensor, b_amax: Tensor) -> Tensor:
     return reference.nvfp4_alpha(a_amax, b_amax)
 
 
-@kernel("nvfp4_alpha")
-def _nvfp4_alpha(a_amax: Tensor, b_amax: Tensor) -> Tensor:
+def nvfp4_alpha_kernel(a_amax: Tensor, b_amax: Tensor) -> Tensor:
     out = torch.empty_like(a_amax)
     cuda_codes.nvfp4_alpha(a_amax, b_amax, out)
     return out
@@ -133,12 +126,11 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def _rounds(x: Tensor, dtype: torch.dtype) -> bool:
+def takes_rounded(x: Tensor, dtype: torch.dtype) -> bool:
     return (x.dtype, dtype) == (torch.float32, torch.bfloat16) and x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
-@kernel("rounded", takes=_rounds)
-def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded_kernel(x: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty_like(x, dtype=dtype)
     cuda_codes.round_to_bf16(x, out)
     return out
@@ -152,8 +144,7 @@ def swizzle_128x4(scales: Tensor, lines: int | None = None, lines_each: int = 1)
     return reference.swizzle_128x4(scales.view(torch.uint8), lines, lines_each)
 
 
-@kernel("swizzle_128x4")
-def _swizzle_128x4(scales: Tensor, lines: int | None = None, lines_each: int = 1) -> Tensor:
+def swizzle_128x4_kernel(scales: Tensor, lines: int | None = None, lines_each: int = 1) -> Tensor:
     scales = scales.view(torch.uint8)
     lines = len(scales) * lines_each if lines is None else lines
     out = torch.empty(cuda_codes.swizzled_bytes(lines, scales.shape[1]), dtype=torch.uint8, device=scales.device)
@@ -195,19 +186,22 @@ def _update_by_reference(slots: Sequence[DelayedSlots]) -> None:
         each.staging.zero_()
 
 
-def _prepare_update(slots: Sequence[DelayedSlots]) -> Callable[[], None]:
+def prepare_update(slots: Sequence[DelayedSlots]) -> Callable[[], None]:
     return cuda_codes.delayed_update_batch(
         [DelayedJob(*each[:5], most_recent=each.algorithm == "most_recent") for each in slots]
     )
 
 
-def _updates(history: Tensor, algorithm: str | AmaxAlgorithm) -> bool:
+def delayed_update_kernel(slots: Sequence[DelayedSlots]) -> None:
+    prepare_update(slots)()
+
+
+def takes_delayed_update(history: Tensor, algorithm: str | AmaxAlgorithm) -> bool:
     return algorithm in ON_DEVICE and history.is_contiguous()
 
 
 register(KernelEntry(operation="delayed_update", name=REFERENCE, run=_update_by_reference, captured=True,
                      prepare=lambda slots: partial(_update_by_reference, slots)))  # fmt: skip
-kernel("delayed_update", takes=_updates, prepare=_prepare_update)(lambda slots: _prepare_update(slots)())
 
 
 @operation
@@ -222,7 +216,7 @@ def sum_in_order(
     return total if out is None else out.copy_(total)
 
 
-def _sums(
+def takes_sum_in_order(
     contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None, divisor: int = 1,
     out: Tensor | None = None,
 ) -> bool:  # fmt: skip
@@ -234,8 +228,7 @@ def _sums(
     return lies and contributions.dtype in cuda.INPUTS and (dtype is None or dtype in cuda.INPUTS)
 
 
-@kernel("sum_in_order", takes=_sums)
-def _sum_in_order(
+def sum_in_order_kernel(
     contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None, divisor: int = 1,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip

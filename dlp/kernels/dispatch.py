@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import cuda
-from dlp.kernels.table import DEVICE_AT, NATIVE
+from dlp.kernels.registry import DEVICE_AT, NATIVE
 
 Parts = Sequence[Tensor]
 Outs = tuple[Parts, Parts] | None  # of x, of x.t()

@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlp.kernels import cuda_gate_grads, table
-from dlp.kernels.casts import _cast_fp8_tensor_both, _empty_tensor_both, _tensor_job, amax, cast_fp8_tensor_both
+from dlp.kernels import cuda_gate_grads, registry
+from dlp.kernels.casts import _empty_tensor_both, _tensor_job, amax, cast_fp8_tensor_both, cast_fp8_tensor_both_kernel
 from dlp.kernels.casts_blocks import (
     _as_gemms_read,
-    _cast_fp8_block_both,
     _empty_block,
     _laid_out,
     cast_fp8_block_both,
+    cast_fp8_block_both_kernel,
 )
 from dlp.kernels.dispatch import Flags, Parts
 from dlp.kernels.lazy_activations import GatedGrad, GatedGrads
-from dlp.kernels.lazy_matrix import FUSED_DTYPE, GRADIENT_CODES, fuses, stored
+from dlp.kernels.lazy_matrix import GRADIENT_CODES, fuses, stored
 from dlp.kernels.reference import Fp8Scale
 from dlp.kernels.reference.scales import Block
-from dlp.kernels.table import kernel, operation
+from dlp.kernels.registry import operation
 
 TILE = 128
 Pair = tuple[Any, Any]  # of dgate, of dup
@@ -45,7 +45,7 @@ def _reads(grads: GatedGrads) -> tuple[Tensor, Tensor, Tensor]:
     return stored(grads.dh), grads.gate, grads.up
 
 
-def _fuses(grads: GatedGrads, dtype: torch.dtype = GRADIENT_CODES[0]) -> bool:
+def takes_gate_grads(grads: GatedGrads, dtype: torch.dtype = GRADIENT_CODES[0]) -> bool:
     """Whether the kernels take these gradients: whole tiles, in aligned rows."""
     rows, cols = grads.gate.shape
     whole = rows > 0 and cols > 0 and rows % TILE == 0 and cols % TILE == 0
@@ -54,16 +54,16 @@ def _fuses(grads: GatedGrads, dtype: torch.dtype = GRADIENT_CODES[0]) -> bool:
     return grads.name == "silu" and whole and aligned and fuses(dtype, *given, casts=GRADIENT_CODES)
 
 
-def _casts_tensor(grads: GatedGrads, dtype: torch.dtype, *_: Any) -> bool:
+def takes_cast_tensor(grads: GatedGrads, dtype: torch.dtype, *_: Any) -> bool:
     """Whether the kernel takes these gradients. Not if a kernel from outside is registered for the cast of one gradient: then
     that runs."""
-    ours = table.choose("cast_fp8_tensor_both", grads.gate, dtype).run is _cast_fp8_tensor_both
-    return ours and _fuses(grads, dtype)
+    ours = registry.choose("cast_fp8_tensor_both", grads.gate, dtype).run is cast_fp8_tensor_both_kernel
+    return ours and takes_gate_grads(grads, dtype)
 
 
-def _casts_block(grads: GatedGrads, block: Block, dtype: torch.dtype, *_: Any, **__: Any) -> bool:
-    ours = table.choose("cast_fp8_block_both", grads.gate, block, dtype).run is _cast_fp8_block_both
-    return ours and block == (1, 128) and _fuses(grads, dtype)
+def takes_cast_block(grads: GatedGrads, block: Block, dtype: torch.dtype, *_: Any, **__: Any) -> bool:
+    ours = registry.choose("cast_fp8_block_both", grads.gate, block, dtype).run is cast_fp8_block_both_kernel
+    return ours and block == (1, 128) and takes_gate_grads(grads, dtype)
 
 
 @operation
@@ -73,8 +73,7 @@ def amax_gate_grads(grads: GatedGrads) -> Pair:
     return amax(of_gate), amax(of_up)
 
 
-@kernel("amax_gate_grads", reads=(FUSED_DTYPE,), takes=_fuses)
-def _amax_gate_grads(grads: GatedGrads) -> Pair:
+def amax_gate_grads_kernel(grads: GatedGrads) -> Pair:
     out = torch.empty(2, device=grads.gate.device)
     cuda_gate_grads.amaxes(*_reads(grads), out)
     return out[0], out[1]
@@ -92,8 +91,7 @@ def cast_gate_grads_fp8_tensor(
     return first, second
 
 
-@kernel("cast_gate_grads_fp8_tensor", reads=(FUSED_DTYPE,), takes=_casts_tensor)
-def _cast_gate_grads_fp8_tensor(
+def cast_gate_grads_fp8_tensor_kernel(
     grads: GatedGrads, dtype: torch.dtype, sources: Sequence[Fp8Scale], flags: Flags
 ) -> Pair:  # fmt: skip
     x, made, jobs = grads.gate, list[tuple[Parts, Parts]](), []
@@ -120,8 +118,7 @@ def cast_gate_grads_fp8_block(
     return first, second
 
 
-@kernel("cast_gate_grads_fp8_block", reads=(FUSED_DTYPE,), takes=_casts_block)
-def _cast_gate_grads_fp8_block(
+def cast_gate_grads_fp8_block_kernel(
     grads: GatedGrads, block: Block, dtype: torch.dtype, flags: Flags, **options: Any
 ) -> Pair:  # fmt: skip
     x, made, jobs, layouts = grads.gate, list[tuple[Parts, Parts]](), [], []

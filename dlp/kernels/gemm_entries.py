@@ -1,19 +1,22 @@
-"""The GEMMs of the table: D = A @ B.T for each pair of operands, from plain torch to the units of a device.
+"""Functions of the GEMM table (`dlp.kernels.table`): D = A @ B.T for each pair of operands, from plain torch to tensor cores.
 
     operand       parts                                                    block
     hp            values bf16 or fp32 [rows, C]                            -
-    fp8_tensor    FP8 codes [rows, C], scale_inv fp32 []                   the whole
+    fp8_tensor    FP8 codes [rows, C], scale_inv fp32 []                   whole matrix
     fp8_rowwise   FP8 codes [rows, C], scale_inv fp32 [rows]               (1, 0)
     int8_rowwise  int8 codes [rows, C], scale_inv fp32 [rows]              (1, 0)
     fp8_block_1d  FP8 codes [rows, C], scale_inv fp32 [rows, C/128]        (1, 128)
     fp8_block_2d  FP8 codes [rows, C], scale_inv fp32 [rows/128, C/128]    (128, 128)
-    mxfp8         FP8 codes [rows, C], E8M0 bytes, one a block             (1 or 32, 32)
+    mxfp8         FP8 codes [rows, C], E8M0 bytes, one per block           (1 or 32, 32)
     nvfp4         packed codes [rows, C/2], E4M3 scales, amax fp32 []      (1 or 16, 16)
 
-Scales are compact; what a unit reads beyond that is laid out right before it. On Hopper and Blackwell GEMMs run cuBLASLt
-(`gemms`), large ones of blocks on Hopper our own kernel (`gemm_sm90`). MXFP8 and NVFP4 run as they are where the GPU has units
-for them (Blackwell), elsewhere on values decoded to bf16, which is exact. Where this package's kernels cannot be built, GEMMs
-are torch's. Results and sums that a unit does not take are finished in fp32 (`gemms.finish`).
+Scales are compact. If a tensor core reads another layout, the GEMM rearranges the scales right before the launch. On Hopper and
+Blackwell GEMMs run cuBLASLt (`gemms`); large GEMMs of blocks on Hopper run `gemm_sm90`. MXFP8 and NVFP4 codes are multiplied by
+Blackwell's tensor cores; other GPUs multiply values decoded to bf16, which is exact. GEMMs run torch where the kernels of this
+package cannot be built. `gemms.finish` adds what a tensor core does not add, in fp32.
+
+A function takes the arguments of a `GemmLaunch`, which begin with the parts of A and B. If a row has `layouts=True`, the
+function takes the layouts of A and B first.
 """
 
 from __future__ import annotations
@@ -30,17 +33,18 @@ from torch import Tensor
 from dlp.kernels import gemm_sm90, gemms, reference
 from dlp.kernels.codes import decode_fp8_block, decode_mxfp8, decode_nvfp4, nvfp4_alpha, swizzle_128x4
 from dlp.kernels.gemms import BLOCK_1D, BLOCK_2D, FP4, MX_BLOCKS, NVFP4_BLOCKS, ROWWISE, Scales, finish
-from dlp.kernels.table import (
-    DEVICES,
+from dlp.kernels.registry import (
+    DEFAULT_OPTIONS,
     GEMM,
     NATIVE,
-    REFERENCE,
     GemmEntry,
     GemmLaunch,
     GemmLaunchOptions,
     OperandLayout,
+    device_of,
     entries,
-    register,
+    gemm_kernels,
+    remembered,
 )
 
 FP8_CORES = (8, 9)  # the least compute capability that has them
@@ -50,26 +54,29 @@ Finish = tuple[torch.dtype, Tensor | None, Tensor | None, GemmLaunchOptions]  # 
 
 
 class Layout(NamedTuple):
-    """An `OperandLayout` in plain data."""
+    """`OperandLayout` of values in high precision."""
 
     gemm_kind: str
     block: tuple[int, int]
     bf16_exact: bool
     factors: str | None = None
 
+    def decode_parts(self, parts: Parts) -> Tensor:
+        return parts[0].float()
+
+    def factor_parts(self, parts: Parts) -> tuple[Tensor, Tensor | None]:
+        return parts[0], None
+
 
 HP = Layout("hp", (1, 1), False)
-PAIRS = {kind: ((kind, kind),) for kind in ("hp", "fp8_tensor", "fp8_rowwise", "int8_rowwise", "mxfp8", "nvfp4")}
-BY_TILE = (("fp8_block_1d", "fp8_block_2d"),)
-BLOCKS = (*BY_TILE, ("fp8_block_1d", "fp8_block_1d"), ("fp8_block_2d", "fp8_block_1d"))
 
 
-def _checked(run: GemmLaunch, scales_inside: bool = False) -> GemmLaunch:
-    """The launch with checks: ValueError for operands with different contractions; empty ones, which cuBLASLt refuses, give
-    sums of nothing here. `scales_inside`: it multiplies by `options.alpha` itself; else that is done here."""
+def checked(run: GemmLaunch, scales_inside: bool = False) -> GemmLaunch:
+    """Return a launch with checks: ValueError for operands with different contractions. Empty operands, which cuBLASLt refuses,
+    give zero sums. `scales_inside`: the launch multiplies by `options.alpha`; else the returned launch does."""
 
     @functools.wraps(run)
-    def checked(
+    def launch(
         a: Parts, b: Parts, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None,
         options: GemmLaunchOptions, **more: Any,
     ) -> Tensor:  # fmt: skip
@@ -85,46 +92,24 @@ def _checked(run: GemmLaunch, scales_inside: bool = False) -> GemmLaunch:
             return finish(sums * options.alpha, out_dtype, bias, accumulate)
         return finish(torch.zeros(len(left), len(right), device=left.device), out_dtype, bias, accumulate)
 
-    return checked
+    return launch
 
 
-def _gemm(name: str, devices: tuple[str, ...], formats: Any, status: str, **more: Any) -> Callable[[Any], Any]:
-    """Registers a `GemmLaunch` of this package."""
+def of_layouts(
+    run: Callable[..., Tensor], wrap: Callable[[GemmLaunch], GemmLaunch] | None = None
+) -> Callable[[OperandLayout, OperandLayout], GemmLaunch]:
+    """Return a function that binds the layouts of A and B to a GEMM and returns the launch, wrapped by `wrap`."""
 
-    def enter(run: Any) -> Any:
-        checked = _checked(run, bool(more.get("cublaslt")))
-        register(
-            GemmEntry(name=name, devices=devices, formats=formats, status=status, run=checked, captured=True, **more)
-        )
-        return run
+    def prepare(a: OperandLayout, b: OperandLayout) -> GemmLaunch:
+        launch = partial(run, a, b)
+        return launch if wrap is None else wrap(launch)
 
-    return enter
-
-
-def _gemm_of_layouts(
-    name: str, devices: tuple[str, ...], formats: Any, status: str, **more: Any
-) -> Callable[[Any], Any]:
-    """Registers a GEMM that takes the layouts of A and B before the arguments of a launch."""
-
-    def enter(run: Any) -> Any:
-        def prepare(a: OperandLayout, b: OperandLayout) -> GemmLaunch:
-            return _checked(partial(run, a, b), bool(more.get("cublaslt")))
-
-        register(
-            GemmEntry(
-                name=name, devices=devices, formats=formats, status=status, prepare=prepare, captured=True, **more
-            )
-        )
-        return run
-
-    return enter
+    return prepare
 
 
 # High precision
 
 
-@_gemm("torch mm", ("cpu",), PAIRS["hp"], "native")
-@_gemm("cublas mm", ("cuda",), PAIRS["hp"], "native")
 def torch_mm(
     a: Parts, b: Parts, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None,
     options: GemmLaunchOptions, alpha: Tensor | None = None,
@@ -135,7 +120,6 @@ def torch_mm(
     return finish(product if alpha is None else product * alpha, out_dtype, bias, accumulate)
 
 
-@_gemm("cublaslt hp", NATIVE, PAIRS["hp"], "native", cublaslt="values")
 def cublaslt_hp(
     a: Parts, b: Parts, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None,
     options: GemmLaunchOptions, alpha: Tensor | None = None,
@@ -175,22 +159,70 @@ def _factored(
     return finish(sums, out_dtype, bias, accumulate)
 
 
-FACTORED = {
-    device: _checked(partial(_factored, cublaslt_hp if device in NATIVE else torch_mm), scales_inside=device in NATIVE)
-    for device in DEVICES
-}
+# Any pair: operands are decoded
+
+
+def are_factored(*layouts: OperandLayout) -> bool:
+    """Return whether operands decode to values that are exact in bf16, times a scale by which the sums may be multiplied
+    afterwards. Operands in high precision are multiplied as they are."""
+    return all(layout.gemm_kind == "hp" or layout.factors is not None for layout in layouts)
+
+
+def is_one_factored(a: OperandLayout, b: OperandLayout) -> bool:
+    """Return whether `are_factored`, and one operand is in high precision."""
+    return are_factored(a, b) and "hp" in (a.gemm_kind, b.gemm_kind)
+
+
+def _decode_factored(
+    multiply: GemmLaunch, a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, *problem: Any
+) -> Tensor:
+    """Decode operands that `are_factored` to bf16 values and scales, and multiply these."""
+    (left, a_scale), (right, b_scale) = a_layout.factor_parts(a), b_layout.factor_parts(b)
+    a_factors = (left,) if a_scale is None else (left, a_scale)
+    b_factors = (right,) if b_scale is None else (right, b_scale)
+    return multiply(a_factors, b_factors, *problem)
+
+
+factored_by_torch = partial(_decode_factored, checked(partial(_factored, torch_mm)))
+factored_by_cublaslt = partial(_decode_factored, checked(partial(_factored, cublaslt_hp), scales_inside=True))
+
+
+def decoded_by_hp(
+    a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Tensor | None,
+    accumulate: Tensor | None, options: GemmLaunchOptions,
+) -> Tensor:  # fmt: skip
+    """Decode both operands to fp32 and multiply the values by `gemm_hp`."""
+    left, right = a_layout.decode_parts(a), b_layout.decode_parts(b)
+    return gemm_hp(left, right, out_dtype=out_dtype, bias=bias, accumulate=accumulate, options=options)
+
+
+@remembered
+def _hp_on(device: str) -> GemmLaunch:
+    return gemm_kernels(HP, HP, device).bind(HP, HP)
+
+
+def gemm_hp(
+    a: Tensor, b: Tensor, *, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None,
+    options: GemmLaunchOptions = DEFAULT_OPTIONS,
+) -> Tensor:  # fmt: skip
+    """Multiply a [rows, C] by b [cols, C], bf16 or fp32 -> [rows, cols] in `out_dtype`, plus bias [cols], added in fp32; or add
+    the product to `accumulate` [rows, cols] and return `accumulate`.
+
+    Raises ValueError for different contractions.
+    """
+    return _hp_on(device_of(a))((a,), (b,), out_dtype, bias, accumulate, options)
 
 
 # FP8, one scale a tensor or a row
 
 
-@_gemm(REFERENCE, ("cpu",), PAIRS["fp8_tensor"], "emulated")
-def _fp8_tensor(a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: Any) -> Tensor:
+def fp8_tensor_reference(
+    a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: Any
+) -> Tensor:
     return finish(reference.gemm_fp8_tensor(a[0], b[0], a[1], b[1]), out_dtype, bias, accumulate)
 
 
-@_gemm("torch._scaled_mm", ("cuda",), PAIRS["fp8_tensor"], "native")
-def _fp8_tensor_by_torch(
+def fp8_tensor_by_torch(
     a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: GemmLaunchOptions
 ) -> Tensor:
     wide = torch.float32 if bias is not None or accumulate is not None else out_dtype
@@ -223,21 +255,20 @@ def _pad_to_16(codes: Tensor) -> Tensor:
     return F.pad(codes.view(torch.uint8), (0, cols, 0, rows)).view(codes.dtype)
 
 
-@_gemm("cublaslt fp8 tn", NATIVE, PAIRS["fp8_tensor"], "native", cublaslt="codes")
-def _fp8_tensor_by_cublaslt(
+def fp8_tensor_by_cublaslt(
     a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: GemmLaunchOptions
 ) -> Tensor:
     scales = Scales(a[1], b[1])
     return gemms.product_fp8(a[0], b[0], out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
 
 
-@_gemm(REFERENCE, ("cpu",), PAIRS["fp8_rowwise"], "emulated")
-def _fp8_rowwise(a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: Any) -> Tensor:
+def fp8_rowwise_reference(
+    a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: Any
+) -> Tensor:
     return finish(reference.gemm_fp8_rowwise(a[0], b[0], a[1], b[1]), out_dtype, bias, accumulate)
 
 
-@_gemm("cublaslt fp8 rowwise", ("sm_90",), PAIRS["fp8_rowwise"], "native", cublaslt="codes")
-def _fp8_rowwise_on_hopper(
+def fp8_rowwise_on_hopper(
     a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: GemmLaunchOptions
 ) -> Tensor:
     """cuBLASLt applies the two vectors of scales itself."""
@@ -255,12 +286,8 @@ def _fp8_rowwise_by_sums(
     return finish(sums.mul_(a[1][:, None]).mul_(b[1]), out_dtype, bias, accumulate)
 
 
-_gemm("torch._scaled_mm + scales", ("cuda",), PAIRS["fp8_rowwise"], "native")(
-    partial(_fp8_rowwise_by_sums, _fp8_tensor_by_torch)
-)
-_gemm("cublaslt fp8 tn + scales", ("sm_100",), PAIRS["fp8_rowwise"], "native", cublaslt="sums")(
-    partial(_fp8_rowwise_by_sums, _fp8_tensor_by_cublaslt)
-)
+fp8_rowwise_by_torch = partial(_fp8_rowwise_by_sums, fp8_tensor_by_torch)
+fp8_rowwise_on_blackwell = partial(_fp8_rowwise_by_sums, fp8_tensor_by_cublaslt)
 
 
 # Integers, one scale a row
@@ -282,34 +309,32 @@ def _int8_sums_on_gpu(a: Tensor, b: Tensor) -> Tensor:
     return reference.int8_sums(left, right)[:rows, :cols]
 
 
-_gemm(REFERENCE, ("cpu",), PAIRS["int8_rowwise"], "emulated")(partial(_int8_rowwise, reference.int8_sums))
-_gemm("torch._int_mm + scales", ("cuda", *NATIVE), PAIRS["int8_rowwise"], "native")(
-    partial(_int8_rowwise, _int8_sums_on_gpu)
-)
+int8_rowwise_reference = partial(_int8_rowwise, reference.int8_sums)
+int8_rowwise_by_torch = partial(_int8_rowwise, _int8_sums_on_gpu)
 
 
 # Blocks: the reference, decoded values, then the units of Hopper and Blackwell
 
 
 def _decoded(
-    decode: Callable[..., Tensor], multiply: Any, a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts,
-    *more: Any,
+    decode: Callable[..., Tensor], multiply: Callable[..., Tensor], a_layout: OperandLayout, b_layout: OperandLayout, a: Parts,
+    b: Parts, *more: Any,
 ) -> Tensor:  # fmt: skip
-    """Operands are decoded to bf16, which is exact but for the amaxes of NVFP4: these multiply the sums."""
+    """Decode operands to bf16, which is exact except for the amaxes of NVFP4, and multiply the sums by these amaxes."""
     values = [decode(q[0], q[1], layout.block, dtype=torch.bfloat16) for q, layout in ((a, a_layout), (b, b_layout))]
     alpha = {"alpha": nvfp4_alpha(a[2], b[2])} if len(a) > 2 else {}
     return multiply(values[:1], values[1:], *more, **alpha)
 
 
-def _are_exact(a: OperandLayout, b: OperandLayout) -> bool:
+fp8_block_decoded_by_torch = partial(_decoded, decode_fp8_block, torch_mm)
+mxfp8_decoded_by_torch = partial(_decoded, decode_mxfp8, torch_mm)
+mxfp8_decoded_by_cublaslt = partial(_decoded, decode_mxfp8, cublaslt_hp)
+nvfp4_decoded_by_torch = partial(_decoded, decode_nvfp4, torch_mm)
+nvfp4_decoded_by_cublaslt = partial(_decoded, decode_nvfp4, cublaslt_hp)
+
+
+def are_exact(a: OperandLayout, b: OperandLayout) -> bool:
     return a.bf16_exact and b.bf16_exact
-
-
-def _enter_decoded(formats: Any, decode: Callable[..., Tensor], devices: tuple[str, ...], **more: Any) -> None:
-    for device in devices:
-        multiply, tuned = (cublaslt_hp, "values") if device in NATIVE else (torch_mm, "")
-        enter = _gemm_of_layouts(f"{DECODES} + bf16 mm", (device,), formats, "emulated", cublaslt=tuned, **more)
-        enter(partial(_decoded, decode, multiply))
 
 
 def _block_scaled(a: Parts, b: Parts, a_layout: OperandLayout, b_layout: OperandLayout, mode: int) -> Scales:
@@ -318,8 +343,7 @@ def _block_scaled(a: Parts, b: Parts, a_layout: OperandLayout, b_layout: Operand
     return Scales(a_tiles, swizzle_128x4(b[1], len(b[0]), b_layout.block[0]), mode, mode)
 
 
-@_gemm_of_layouts(REFERENCE, ("cpu", "cuda", "sm_100"), BLOCKS, "emulated")
-def _fp8_block(
+def fp8_block_reference(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
@@ -340,11 +364,7 @@ def check_reference(a: Tensor, options: GemmLaunchOptions) -> None:
         )
 
 
-_enter_decoded(BLOCKS, decode_fp8_block, ("cuda",), layouts=_are_exact)
-
-
-@_gemm_of_layouts("cublaslt mxfp8 block-scaled", ("sm_100",), BLOCKS, "native", layouts=_are_exact, cublaslt="tiles")
-def _fp8_block_as_mxfp8(
+def fp8_block_as_mxfp8(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
@@ -361,8 +381,7 @@ def _hopper_scales(a: Parts, b: Parts, a_layout: OperandLayout, b_layout: Operan
     return Scales(gemms.block_scales(a[1], tiled[0]), gemms.block_scales(b[1], tiled[1]), *modes)
 
 
-@_gemm_of_layouts("cublaslt fp8 blocks", ("sm_90",), BLOCKS, "native", cublaslt="codes")
-def _fp8_block_on_hopper(
+def fp8_block_on_hopper(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
@@ -372,12 +391,11 @@ def _fp8_block_on_hopper(
     return gemms.product_fp8(a[0], b[0], out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
 
 
-def _is_large(a: Parts, b: Parts, *problem: Any) -> bool:
+def is_large(a: Parts, b: Parts, *problem: Any) -> bool:
     return gemm_sm90.takes(a[0], b[0], *problem)
 
 
-@_gemm_of_layouts("gemm_sm90", ("sm_90",), BY_TILE, "native", takes=_is_large, when="large")
-def _fp8_block_by_tile(
+def fp8_block_by_tile(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
@@ -385,8 +403,7 @@ def _fp8_block_by_tile(
     return gemm_sm90.product(a[0], b[0], out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
 
 
-@_gemm_of_layouts(REFERENCE, ("cpu",), PAIRS["mxfp8"], "emulated")
-def _mxfp8(
+def mxfp8_reference(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: Any,
 ) -> Tensor:  # fmt: skip
@@ -394,11 +411,7 @@ def _mxfp8(
     return finish(result, out_dtype, bias, accumulate)
 
 
-_enter_decoded(PAIRS["mxfp8"], decode_mxfp8, ("cuda", "sm_90"))
-
-
-@_gemm_of_layouts("cublaslt mxfp8 block-scaled", ("sm_100",), PAIRS["mxfp8"], "native", cublaslt="tiles")
-def _mxfp8_on_blackwell(
+def mxfp8_on_blackwell(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
@@ -406,8 +419,7 @@ def _mxfp8_on_blackwell(
     return gemms.product_blocks(a[0], b[0], out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
 
 
-@_gemm_of_layouts(REFERENCE, ("cpu",), PAIRS["nvfp4"], "emulated")
-def _nvfp4(
+def nvfp4_reference(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: Any,
 ) -> Tensor:  # fmt: skip
@@ -415,11 +427,7 @@ def _nvfp4(
     return finish(result, out_dtype, bias, accumulate)
 
 
-_enter_decoded(PAIRS["nvfp4"], decode_nvfp4, ("cuda", "sm_90"))
-
-
-@_gemm_of_layouts("cublaslt nvfp4 block-scaled", ("sm_100",), PAIRS["nvfp4"], "native", cublaslt="tiles")
-def _nvfp4_on_blackwell(
+def nvfp4_on_blackwell(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 from dlp.kernels import gemms
 from dlp.kernels.gemms import ALIGNMENT, Scales
 from dlp.kernels.launches import launch
-from dlp.kernels.table import DEFAULT_OPTIONS, GemmLaunchOptions
+from dlp.kernels.registry import DEFAULT_OPTIONS, GemmLaunchOptions
 
 PAIR = (256, 192)  # rows and columns that a pair of multiprocessors computes at once
 FILLED = 0.9  # share of all tiles of all waves that is result, at the least

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import operator
 import os
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,7 @@ from dlp.kernels import loader, reference
 from dlp.kernels.codes import transposed
 from dlp.kernels.cuda_codes import copied_rows
 from dlp.kernels.launches import run_plan
-from dlp.kernels.table import DEFAULT_OPTIONS, GemmLaunchOptions
+from dlp.kernels.registry import DEFAULT_OPTIONS, GemmLaunchOptions
 
 WORKSPACE = 32 * 2**20  # bytes, what cuBLAS advises for Hopper
 CANDIDATES = 8  # algorithms a choice is made among
@@ -44,7 +45,41 @@ TYPES = {
     FP4: 33,
 }
 NONE, TENSOR, NVFP4_BLOCKS, MX_BLOCKS, ROWWISE, BLOCK_1D, BLOCK_2D = -1, 0, 1, 2, 3, 4, 5  # scale modes
-Words = tuple[int, ...]
+
+
+class GemmProblem(NamedTuple):
+    """Key of a plan of cuBLASLt (struct GemmProblem of csrc/cublaslt.h)."""
+
+    a_type: int
+    b_type: int
+    d_type: int
+    bias_type: int
+    rows: int
+    cols: int
+    contraction: int
+    a_stride: int
+    b_stride: int
+    d_stride: int
+    a_col_major: int
+    b_col_major: int
+    a_scale: int
+    b_scale: int
+    accumulate: int
+    device_alpha: int
+    fast_accumulation: int
+    tf32: int
+    sms: int
+    alignment: int
+
+    def __str__(self) -> str:
+        names = {number: str(dtype).removeprefix("torch.") for dtype, number in TYPES.items()}
+        scales = f", scale modes {self.a_scale} and {self.b_scale}" if self.a_scale != NONE else ""
+        return (
+            f"[{self.rows}, {self.contraction}] {names[self.a_type]} x [{self.cols}, {self.contraction}] {names[self.b_type]} "
+            f"-> {names[self.d_type]}{scales}, strides {(self.a_stride, self.b_stride, self.d_stride)}"
+            f"{', with bias' if self.bias_type != NONE else ''}{', accumulating' if self.accumulate else ''}, "
+            f"{self.alignment} bytes aligned"
+        )
 
 
 class Scales(NamedTuple):
@@ -65,11 +100,16 @@ class Scales(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A GEMM that is ready to run: the problem's words (csrc/cublaslt.h), addresses (csrc/bindings.cpp) and its result.
-    `reads`: operands and scales, copies among them, whose memory must not be reused before it runs."""
+    """GEMM that is ready to run.
 
-    words: Words
-    addresses: Words
+    problem     key of the plan
+    addresses   arguments of a launch (struct GemmPointers of csrc/cublaslt.h)
+    out         result
+    reads       operands and scales, whose memory must not be reused before the launch
+    """
+
+    problem: GemmProblem
+    addresses: tuple[int, ...]
     out: Tensor
     reads: tuple[Tensor | None, ...]
 
@@ -138,24 +178,25 @@ def prepare(
     _check_devices(a, b, bias, accumulate, alpha, *(scales[:2] if scales else ()))
     (rows, contraction), cols = a.shape, b.shape[0]
     out = room_for(a, (rows, cols), out_dtype, options) if accumulate is None else accumulate
-    a, a_stride, a_flipped = _lines(a)
-    b, b_stride, b_flipped = _lines(b)
+    a, a_stride, a_col_major = _lines(a)
+    b, b_stride, b_col_major = _lines(b)
     a_scale, b_scale = (None, None) if scales is None else (_aligned(scales.a), _aligned(scales.b))
-    at = (
-        a.data_ptr(), b.data_ptr(), out.data_ptr(), _address(a_scale), _address(b_scale), _address(bias), _address(alpha),
+    pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
+    addresses = (
+        *pointers, _address(a_scale), _address(b_scale), _address(bias), _address(alpha),
         0 if alpha is None else _address((_zero if accumulate is None else one)(a.device)),
     )  # fmt: skip
-    anywhere = at[0] | at[1] | at[2] | 256
+    aligned = functools.reduce(operator.or_, pointers, 256)  # the lowest set bit is the alignment of all pointers
     if a.dtype is FP4:
         contraction, a_stride, b_stride = 2 * contraction, 2 * a_stride, 2 * b_stride
-    words = (
+    problem = GemmProblem(
         TYPES[a.dtype], TYPES[b.dtype], TYPES[out.dtype], NONE if bias is None else TYPES[bias.dtype], rows, cols,
-        contraction, a_stride, b_stride, out.stride(0), a_flipped, b_flipped,
+        contraction, a_stride, b_stride, out.stride(0), a_col_major, b_col_major,
         scales.a_mode if scales else NONE, scales.b_mode if scales else NONE,
         int(accumulate is not None), int(alpha is not None), int(options.fast_accumulation and scales is not None),
-        int(a.dtype == torch.float32 and tf32()), options.sms, anywhere & -anywhere,
+        int(a.dtype == torch.float32 and tf32()), options.sms, aligned & -aligned,
     )  # fmt: skip
-    return Job(words, at, out, (a, b, a_scale, b_scale))
+    return Job(problem, addresses, out, (a, b, a_scale, b_scale))
 
 
 @functools.cache
@@ -187,44 +228,33 @@ def constants(device: torch.device) -> tuple[Tensor, ...]:
 
 # Plans
 
-_PLANS: dict[tuple[Words, int, bool], Any] = {}
+_PLANS: dict[tuple[GemmProblem, int, bool], Any] = {}
 _WORKSPACES: dict[tuple[int, int], tuple[Tensor, int]] = {}
 
 
-def plan_of(words: Words, device: int, tuned: bool) -> Any:
+def plan_of(problem: GemmProblem, device: int, tuned: bool) -> Any:
     """The plan of a problem, cached. ValueError where cuBLASLt has none."""
-    plan = _PLANS.get((words, device, tuned))
+    plan = _PLANS.get((problem, device, tuned))
     if plan is None:
-        choice = choices(device).get(key_of(words), 0) if tuned else 0
-        plan = new_plan(words, device, choice + 1)
+        choice = choices(device).get(key_of(problem), 0) if tuned else 0
+        plan = new_plan(problem, device, choice + 1)
         if plan.candidates <= choice:
             raise ValueError(
-                f"cuBLASLt {_module().cublaslt_version()} has no algorithm {choice} for the GEMM {describe(words)}"
+                f"cuBLASLt {_module().cublaslt_version()} has no algorithm {choice} for the GEMM {problem}"
                 + (f"; remove {choice_file(device)}" if choice else "")
             )
         plan.choose(choice)
-        _PLANS[words, device, tuned] = plan
+        _PLANS[problem, device, tuned] = plan
     return plan
 
 
-def plans() -> dict[tuple[Words, int, bool], Any]:
+def plans() -> dict[tuple[GemmProblem, int, bool], Any]:
     """The cache of plans, for `dlp.kernels.tune`."""
     return _PLANS
 
 
-def new_plan(words: Words, device: int, candidates: int) -> Any:
-    return _module().GemmPlan(words, device, WORKSPACE, candidates)
-
-
-def describe(words: Words) -> str:
-    """A problem in words."""
-    names = {number: str(dtype).removeprefix("torch.") for dtype, number in TYPES.items()}
-    a, b, d, bias, rows, cols, contraction = words[:7]
-    scales = f", scale modes {words[12]} and {words[13]}" if words[12] != NONE else ""
-    return (
-        f"[{rows}, {contraction}] {names[a]} x [{cols}, {contraction}] {names[b]} -> {names[d]}{scales}, strides {words[7:10]}"
-        f"{', with bias' if bias != NONE else ''}{', accumulating' if words[14] else ''}, {words[19]} bytes aligned"
-    )
+def new_plan(problem: GemmProblem, device: int, candidates: int) -> Any:
+    return _module().GemmPlan(problem, device, WORKSPACE, candidates)
 
 
 def launch(job: Job, device: int, tuned: bool = True) -> Tensor:
@@ -235,7 +265,7 @@ def launch(job: Job, device: int, tuned: bool = True) -> Tensor:
             f"inside torch.cuda.device({device})"
         )
     stream = torch._C._cuda_getCurrentRawStream(device)
-    plan = _PLANS.get((job.words, device, tuned)) or plan_of(job.words, device, tuned)
+    plan = _PLANS.get((job.problem, device, tuned)) or plan_of(job.problem, device, tuned)
     run_plan(plan, (*job.addresses, workspace(device, stream)), stream)
     return job.out
 
@@ -252,8 +282,9 @@ def workspace(device: int, stream: int) -> int:
 # Measured choices
 
 
-def key_of(words: Words) -> str:
-    return " ".join(map(str, words))
+def key_of(problem: GemmProblem) -> str:
+    """Return the key of a problem in the file of measured choices."""
+    return " ".join(map(str, problem))
 
 
 def choice_file(device: int) -> Path:

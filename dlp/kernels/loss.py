@@ -13,15 +13,15 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from dlp.kernels import cuda_loss, reference
-from dlp.kernels.cuda import INPUTS, readable
-from dlp.kernels.table import kernel, operation
+from dlp.kernels.cuda import readable
+from dlp.kernels.registry import operation
 
 
 def _traced(logits: Tensor) -> bool:
     return torch.compiler.is_compiling() or isinstance(logits, FakeTensor)
 
 
-def _readable(logits: Tensor, *_: Any) -> bool:
+def is_readable(logits: Tensor, *_: Any) -> bool:
     return readable(logits)
 
 
@@ -38,15 +38,13 @@ def softmax_gradient(logits: Tensor, target: Tensor, log_sum: Tensor, weight: Te
 _log_sum_exp, _softmax_gradient = operation(reference.log_sum_exp), operation(reference.softmax_gradient)
 
 
-@kernel("log_sum_exp", reads=INPUTS, takes=_readable)
-def _log_sum_exp_kernel(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def log_sum_exp_kernel(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     log_sum, picked = (torch.empty(len(logits), device=logits.device) for _ in range(2))
     cuda_loss.log_sum_exp(logits, target.contiguous(), log_sum, picked)
     return log_sum, picked
 
 
-@kernel("softmax_gradient", reads=INPUTS, takes=_readable)
-def _softmax_gradient_kernel(logits: Tensor, target: Tensor, log_sum: Tensor, weight: Tensor) -> Tensor:
+def softmax_gradient_kernel(logits: Tensor, target: Tensor, log_sum: Tensor, weight: Tensor) -> Tensor:
     gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     cuda_loss.softmax_gradient(logits, target.contiguous(), log_sum, weight, gradient)
     return gradient

@@ -8,10 +8,6 @@ and here is the one of plain values, `gemm_hp`.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from dlp.kernels import table
 from dlp.kernels.activations import (
     activation,
     activation_backward,
@@ -57,7 +53,7 @@ from dlp.kernels.codes import (
 )
 from dlp.kernels.dispatch import Flags, Launches, Outs, Parts, Wanted
 from dlp.kernels.gate_grads import amax_gate_grads, cast_gate_grads_fp8_block, cast_gate_grads_fp8_tensor
-from dlp.kernels.gemm_entries import HP
+from dlp.kernels.gemm_entries import gemm_hp
 from dlp.kernels.lazy_activations import Activated, ActivationGrad, GatedBy, GatedGrad, GatedGrads, LayerNormed
 from dlp.kernels.lazy_matrix import (
     ACTIVATION_CODES,
@@ -104,7 +100,7 @@ from dlp.kernels.reference import (
     unswizzle_128x4,
     watched,
 )
-from dlp.kernels.table import DEFAULT_OPTIONS, GemmLaunch, GemmLaunchOptions
+from dlp.kernels.table import DEFAULT_OPTIONS, GemmLaunchOptions
 
 __all__ = [
     "ACTIVATION_CODES", "AMAX_ALGORITHMS", "Activated", "ActivationGrad", "AddedNormed", "DEFAULT_OPTIONS", "DelayedSlots",
@@ -128,20 +124,3 @@ __all__ = [
     "stored", "sum_in_order", "swiglu", "swiglu_backward", "swizzle_128x4", "transpose_codes", "transpose_e2m1",
     "unpack_e2m1", "unswizzle_128x4", "watched",
 ]  # fmt: skip
-
-
-@table.remembered
-def _hp_on(device: str) -> GemmLaunch:
-    return table.gemm_kernels(HP, HP, device).bind(HP, HP)
-
-
-def gemm_hp(
-    a: Tensor, b: Tensor, *, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None,
-    options: GemmLaunchOptions = DEFAULT_OPTIONS,
-) -> Tensor:  # fmt: skip
-    """High-precision GEMM: a [rows, C], b [cols, C] bf16 or fp32 -> [rows, cols] in `out_dtype`, plus bias [cols], which is
-    added in fp32; or added to `accumulate` [rows, cols], which is returned.
-
-    Raises ValueError when the contractions differ.
-    """
-    return _hp_on(table.device_of(a))((a,), (b,), out_dtype, bias, accumulate, options)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import cuda, cuda_producers, dispatch, reference
-from dlp.kernels.cuda import INPUTS
-from dlp.kernels.table import kernel, operation
+from dlp.kernels.registry import operation
 
 
 def has_kernel(*matrices: Tensor) -> bool:
@@ -19,11 +18,11 @@ def has_kernel(*matrices: Tensor) -> bool:
     return all(dispatch.has_kernel(x) and cuda.readable(x) for x in matrices)
 
 
-def _readable(x: Tensor, *_: Any) -> bool:
+def is_readable(x: Tensor, *_: Any) -> bool:
     return cuda.readable(x)
 
 
-def _both_readable(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None) -> bool:
+def takes_rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None) -> bool:
     return has_kernel(dy, x) and (add is None or has_kernel(add))
 
 
@@ -33,8 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return reference.rms_norm(x, weight, eps)
 
 
-@kernel("rms_norm", reads=INPUTS, takes=_readable)
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm_kernel(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y, rstd = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(len(x), device=x.device)
     cuda_producers.rms_norm(x, weight, eps, rstd, y=y)
     return y, rstd
@@ -49,8 +47,7 @@ def rms_norm_backward(
     return reference.rms_norm_backward(dy, x, weight, rstd, add)
 
 
-@kernel("rms_norm_backward", reads=INPUTS, takes=_both_readable)
-def _rms_norm_backward(
+def rms_norm_backward_kernel(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     dx, dweight = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(x.shape[1], device=x.device)
@@ -64,8 +61,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return reference.swiglu(gate, up)
 
 
-@kernel("swiglu", reads=INPUTS, takes=has_kernel)
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu_kernel(gate: Tensor, up: Tensor) -> Tensor:
     h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     cuda_producers.swiglu(gate, up, h=h)
     return h
@@ -77,8 +73,7 @@ def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     return reference.swiglu_backward(dh, gate, up)
 
 
-@kernel("swiglu_backward", reads=INPUTS, takes=has_kernel)
-def _swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward_kernel(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     cuda_producers.swiglu_backward(dh, gate, up, dgate, dup)
     return dgate, dup
@@ -90,8 +85,7 @@ def column_sums(x: Tensor) -> Tensor:
     return reference.column_sums(x)
 
 
-@kernel("column_sums", reads=INPUTS, takes=_readable)
-def _column_sums(x: Tensor) -> Tensor:
+def column_sums_kernel(x: Tensor) -> Tensor:
     out = torch.empty(x.shape[1], device=x.device)
     cuda_producers.column_sums(x, out)
     return out

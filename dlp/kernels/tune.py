@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import gemm_entries, gemms, loader
-from dlp.kernels.table import GemmLaunchOptions
+from dlp.kernels.registry import GemmLaunchOptions
 from dlp.kernels.timing import device_ms, sustained_ms
 
 BURST, BATCH, ROUNDS = 3, 8, 5  # calls, calls, times of which the median counts
@@ -36,7 +36,7 @@ BETTER = 0.98  # of the first candidate's time, below which another one is taken
 class Fastest(NamedTuple):
     """The measured times of the candidates for one problem: the first one's, and the least."""
 
-    words: gemms.Words
+    problem: gemms.GemmProblem
     times_ms: list[float]
 
     @property
@@ -75,18 +75,18 @@ def fastest(call: Callable[[], Tensor], timed: Callable[[Callable[[], Tensor]], 
     how; a candidate that wins in bursts may lose by over 10 % where clocks have settled."""
     with _other_plans() as plans:
         call()
-        ((words, device, tuned),) = plans
-        plans[words, device, tuned] = plan = gemms.new_plan(words, device, gemms.CANDIDATES)
+        ((problem, device, tuned),) = plans
+        plans[problem, device, tuned] = plan = gemms.new_plan(problem, device, gemms.CANDIDATES)
         timed(call)  # the device gets as warm for the first as it will be for the others
         times = []
         for candidate in range(plan.candidates):
             plan.choose(candidate)
             times.append(timed(call))
-    return Fastest(words, times)
+    return Fastest(problem, times)
 
 
 @contextmanager
-def _other_plans() -> Iterator[dict[tuple[gemms.Words, int, bool], Any]]:
+def _other_plans() -> Iterator[dict[tuple[gemms.GemmProblem, int, bool], Any]]:
     """A context without plans, after which those that there were return."""
     plans = gemms.plans()
     kept = dict(plans)
@@ -99,17 +99,17 @@ def _other_plans() -> Iterator[dict[tuple[gemms.Words, int, bool], Any]]:
 
 
 @contextmanager
-def by_candidates(chosen: Mapping[gemms.Words, int]) -> Iterator[None]:
+def by_candidates(chosen: Mapping[gemms.GemmProblem, int]) -> Iterator[None]:
     """A context in which GEMMs of these problems run by these candidates on the current device; RuntimeError at its end if
     another GEMM has run."""
     device = torch.cuda.current_device()
     with _other_plans() as plans:
-        for words, candidate in chosen.items():
-            plans[words, device, True] = plan = gemms.new_plan(words, device, gemms.CANDIDATES)
+        for problem, candidate in chosen.items():
+            plans[problem, device, True] = plan = gemms.new_plan(problem, device, gemms.CANDIDATES)
             plan.choose(candidate)
         yield
-        if others := [gemms.describe(words) for words, *_ in plans if words not in chosen]:
-            raise RuntimeError(f"nothing was chosen for {', '.join(others)}, which ran too")
+        if others := [str(problem) for problem, *_ in plans if problem not in chosen]:
+            raise RuntimeError(f"no candidate was chosen for {', '.join(others)}, which ran inside the context")
 
 
 # Problems of a config
@@ -243,9 +243,9 @@ def measure(problems: Sequence[Mapping[str, Any]], device: int) -> None:
     print(f"{torch.cuda.get_device_name()}: microseconds of the first candidate, of the fastest, which that is")
     for problem in problems:
         found = fastest(problem_call(problem), sustained)
-        gemms.save_choices(device, {gemms.key_of(found.words): found.choice})
+        gemms.save_choices(device, {gemms.key_of(found.problem): found.choice})
         print(f"{found.times_ms[0] * 1e3:9.1f} {found.times_ms[found.choice] * 1e3:9.1f} {found.choice:3}  "
-              f"{problem['gemm']} {gemms.describe(found.words)}", flush=True)  # fmt: skip
+              f"{problem['gemm']} {found.problem}", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

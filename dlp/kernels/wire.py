@@ -12,14 +12,14 @@ from dlp.kernels import cuda
 from dlp.kernels.launches import launch
 from dlp.kernels.reference import wire as reference
 from dlp.kernels.reference.wire import BLOCK, E4M3, LEAST_AMAX, Own
-from dlp.kernels.table import kernel, operation
+from dlp.kernels.registry import operation
 
 
-def _packs(x: Tensor) -> bool:
+def takes_pack_fp8(x: Tensor) -> bool:
     return x.dtype in cuda.INPUTS
 
 
-def _sums(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, own: Own | None = None) -> bool:
+def takes_sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, own: Own | None = None) -> bool:
     return dtype in cuda.INPUTS
 
 
@@ -33,8 +33,7 @@ def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return reference.pack_fp8(x)
 
 
-@kernel("pack_fp8", takes=_packs)
-def _pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+def pack_fp8_kernel(x: Tensor) -> tuple[Tensor, Tensor]:
     x, (*lead, features) = x.contiguous(), x.shape
     codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
     scale_inv = torch.empty((*lead, _blocks(features)), device=x.device)
@@ -50,8 +49,7 @@ def sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, own: Own | Non
     return reference.sum_fp8(codes, scale_inv, dtype, own)
 
 
-@kernel("sum_fp8", takes=_sums)
-def _sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, own: Own | None = None) -> Tensor:
+def sum_fp8_kernel(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, own: Own | None = None) -> Tensor:
     index, own_codes, own_scale = own or (0, codes[0], scale_inv[0])
     assert codes[0].is_contiguous() and scale_inv[0].is_contiguous()
     assert own_codes.is_contiguous() and own_scale.is_contiguous()

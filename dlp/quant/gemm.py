@@ -13,7 +13,7 @@ device "cuda" is a GPU on which this package's kernels cannot be built, so that 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlp.kernels import ops, table
-from dlp.kernels.gemm_entries import DECODES, FACTORED
+from dlp.kernels import table
+from dlp.kernels.gemm_entries import DECODES, are_factored
 from dlp.kernels.gemms import finish as gemm_finish
 from dlp.kernels.table import (
     DEVICE_AT,
@@ -125,60 +125,14 @@ def _own(own: Callable[..., Tensor], takes_options: bool, gemm: Gemm, a: Quantiz
     return gemm_finish(own(gemm.which, a, gemm.b, **alone) * gemm.alpha, gemm.out_dtype, gemm.bias, gemm.accumulate)
 
 
-def factor(*formats: Any) -> bool:
-    """Whether operands of these formats decode to values that are exact in bf16, times a scale that the sums may be multiplied
-    by afterwards. Operands in high precision are multiplied as they are."""
-    return all(fmt.gemm_kind == "hp" or fmt.factors is not None for fmt in formats)
-
-
 def decoded_dtype(*operands: tuple[Format, torch.dtype]) -> torch.dtype:
-    """The dtype in which operands are multiplied after decoding; each is a format and the dtype of its payload: bf16 if all
-    `factor` and none is wider, else fp32."""
+    """Return the dtype in which decoded operands are multiplied: bf16 if the formats `are_factored` and no operand is wider,
+    else fp32.
+
+    operands   format of each operand, and dtype of the payload
+    """
     narrow = all(not fmt.keeps_source or payload == torch.bfloat16 for fmt, payload in operands)
-    return torch.bfloat16 if narrow and factor(*[fmt for fmt, _ in operands]) else torch.float32
-
-
-def _decode(a: Format, b: Format) -> GemmLaunch:
-    """A launch that decodes both operands to fp32 and multiplies those."""
-
-    def launch(
-        a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], out_dtype: torch.dtype, bias: Tensor | None,
-        accumulate: Tensor | None, options: GemmLaunchOptions,
-    ) -> Tensor:  # fmt: skip
-        left, right = (fmt.wrap(parts).dequantize(torch.float32) for fmt, parts in ((a, a_parts), (b, b_parts)))
-        return ops.gemm_hp(left, right, out_dtype=out_dtype, bias=bias, accumulate=accumulate, options=options)
-
-    return launch
-
-
-def _decode_factored(multiply: GemmLaunch, a: Format, b: Format) -> GemmLaunch:
-    """A launch that decodes two operands whose formats `factor` to bf16, and multiplies by `multiply`."""
-
-    def launch(a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], *problem: Any) -> Tensor:
-        (left, a_scale), (right, b_scale) = a.factored(a.wrap(a_parts)), b.factored(b.wrap(b_parts))
-        a_factors, b_factors = (
-            (values,) if scale is None else (values, scale) for values, scale in ((left, a_scale), (right, b_scale))
-        )
-        return multiply(a_factors, b_factors, *problem)
-
-    return launch
-
-
-def _keeps_one(a: Any, b: Any) -> bool:
-    return factor(a, b) and "hp" in (a.gemm_kind, b.gemm_kind)
-
-
-def _enter_decoding() -> None:
-    enter = partial(GemmEntry, status="emulated", captured=True)
-    table.register(enter(name=f"{DECODES} + fp32 mm", prepare=_decode))
-    for device, multiply in FACTORED.items():
-        prepare, tuned = partial(_decode_factored, multiply), "values" if device in table.NATIVE else ""
-        exact = partial(enter, devices=(device,), prepare=prepare, cublaslt=tuned)
-        table.register(exact(name=f"{DECODES} + bf16 mm", layouts=factor))
-        table.register(exact(name=f"{DECODES} one + mm", layouts=_keeps_one))
-
-
-_enter_decoding()
+    return torch.bfloat16 if narrow and are_factored(*[fmt for fmt, _ in operands]) else torch.float32
 
 
 def own_gemm(a: Format, b: Format) -> Callable[..., Tensor] | None:

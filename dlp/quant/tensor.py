@@ -11,6 +11,7 @@ best; what a GEMM wants beyond that is made right before it, and what travels is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -188,6 +189,14 @@ class Format:
         """Values [rows, contraction] that are exact in bf16, and the fp32 scale to multiply them by, as `factors` says; for
         GEMMs that decode. Only where `factors` is not None."""
         return self.dequantize(q, torch.bfloat16), None
+
+    def decode_parts(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the fp32 values [rows, contraction] of an operand that is given as parts."""
+        return self.dequantize(self.wrap(parts), torch.float32)
+
+    def factor_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return `factored` of an operand that is given as parts."""
+        return self.factored(self.wrap(parts))
 
     def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
         raise ValueError(f"format {self.name} cannot be transposed: quantize the transposed tensor instead")

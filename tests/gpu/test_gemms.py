@@ -124,7 +124,7 @@ def test_strided_operands_and_results_are_taken_as_they_lie(device):
     into = whole[:, :96].normal_()
     exact = a.double() @ b.double().t() + into.double()
     bound = EXACT * 264 * (a.double().abs() @ b.double().abs().t()) + exact.abs() * 2.0**-22
-    assert gemms.prepare(a, b, torch.float32, accumulate=into).words[7:12] == (512, 512, 256, 0, 0)
+    assert gemms.prepare(a, b, torch.float32, accumulate=into).problem[7:12] == (512, 512, 256, 0, 0)
     assert gemms.product(a, b, torch.float32, accumulate=into) is into
     assert excess(into, exact, bound) <= 0
     assert bool((whole[:, 96:] == 1e30).all()), "beside the result"
@@ -135,7 +135,7 @@ def test_transposed_operands_are_taken_as_they_lie(device):
     a, b = (torch.randn(256, 128, device=device).bfloat16()[:, :lines].t() for lines in (64, 96))
     exact, sums = a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()
     for left, right, flipped in [(a, b, (1, 1)), (a, b.contiguous(), (1, 0)), (a.contiguous(), b, (0, 1))]:
-        assert gemms.prepare(left, right, torch.float32).words[10:12] == flipped
+        assert gemms.prepare(left, right, torch.float32).problem[10:12] == flipped
         assert excess(gemms.product(left, right, torch.float32), exact, EXACT * 264 * sums) <= 0, flipped
 
 
@@ -189,7 +189,7 @@ def test_cublaslt_knows_block_scaled_problems_and_says_that_hopper_has_no_units_
     if device_kind("cuda") == "sm_100":
         pytest.skip("needs a GPU without units for MXFP8 and NVFP4; this one has them")
     job = gemms.prepare(codes, codes, torch.bfloat16, gemms.Scales(tiles, tiles, mode, mode), alpha=alpha)
-    assert gemms.new_plan(job.words, 0, 1).candidates == 0
+    assert gemms.new_plan(job.problem, 0, 1).candidates == 0
     with pytest.raises(ValueError, match="has no algorithm 0 for the GEMM"):
         gemms.launch(job, 0)
 
@@ -202,7 +202,7 @@ def test_candidates_agree(device):
     exact, bound = left @ right.t(), unit(recipe, "dgrad", 1024) * (left.abs() @ right.abs().t())
     options = GemmLaunchOptions(recipe.dgrad.fast_accumulation)
     job = gemms.prepare(a.payload, b.payload, torch.float32, gemms.Scales(a.parts[1], b.parts[1]), options=options)
-    plan = gemms.new_plan(job.words, 0, gemms.CANDIDATES)
+    plan = gemms.new_plan(job.problem, 0, gemms.CANDIDATES)
     assert plan.candidates >= 1
     for candidate in range(plan.candidates):
         job.out.fill_(torch.nan)

@@ -345,7 +345,7 @@ def test_the_ops_pass_opcheck(ranks, recipe, features, style, sequence_parallel)
 
 def kept_and_promised(recipe: str) -> tuple[list[Any], list[Any]]:
     """Of a layer that sends x, where new scales lie as on a Hopper: what forward keeps is like, and what the plan says."""
-    with patch("dlp.kernels.table.kind_of", lambda device: "sm_90"):
+    with patch("dlp.kernels.registry.kind_of", lambda device: "sm_90"):
         layer = ColumnParallelLinear(160, 64, **options_of(recipe, True))
         x = torch.randn(128, 160).bfloat16()
         _, kept = linear_forward(layer.core.bound, x, [layer.weight.detach().to_local()], [None], (), True, True)
