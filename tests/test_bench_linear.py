@@ -165,7 +165,7 @@ def test_shares_are_those_of_nn_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[dict[Any, int]] = []
     found = tune.Fastest((7,), [2.0, 1.0])
     monkeypatch.setattr(bench_linear_shape, "gemms_of", lambda recipe, shape: [recipe])
-    monkeypatch.setattr(bench_linear_shape, "fastest", lambda call, timed: found._replace(words=(call,)))
+    monkeypatch.setattr(bench_linear_shape, "fastest", lambda call, timed: found._replace(problem=(call,)))
     monkeypatch.setattr(bench_linear_shape, "by_candidates", lambda given: chosen.append(given) or nullcontext())
     tuned = bench_linear_shape.measure("fp8_delayed:tuned", shape, base)
     assert chosen == [{("fp8_current",): 1}], "the GEMMs of both recipes are the same"

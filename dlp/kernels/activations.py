@@ -1,5 +1,5 @@
-"""Activations, alone and as gates, LayerNorm, and their gradients: by the CUDA kernels where the device has them, else by the
-reference. Matrices whose columns are not adjacent run the reference, too.
+"""Activations, gated activations and LayerNorm, forward and backward: CUDA kernels, or the plain-torch reference on other
+devices and for matrices whose columns are not adjacent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _like(x: Tensor) -> Tensor:
 
 @operation
 def activation(x: Tensor, name: str) -> Tensor:
-    """x [rows, C] -> act(x) in its dtype; `name`: silu, gelu, relu, srelu, sigmoid or qgelu."""
+    """Return act(x) of x [rows, C], in the dtype of x; `name`: silu, gelu, relu, srelu, sigmoid or qgelu."""
     return reference.activation(x, name)
 
 
@@ -36,7 +36,7 @@ def activation_kernel(x: Tensor, name: str) -> Tensor:
 
 @operation
 def activation_backward(dy: Tensor, x: Tensor, name: str) -> Tensor:
-    """dy, x [rows, C] -> dx [rows, C] in their dtype."""
+    """Return dx = dy * act'(x) [rows, C] of dy and x [rows, C], in the dtype of the inputs."""
     return reference.activation_backward(dy, x, name)
 
 
@@ -48,7 +48,7 @@ def activation_backward_kernel(dy: Tensor, x: Tensor, name: str) -> Tensor:
 
 @operation
 def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
-    """gate, up [rows, C] -> act(gate) * up in their dtype."""
+    """Return act(gate) * up of gate and up [rows, C], in the dtype of the inputs."""
     return reference.gated(gate, up, name)
 
 
@@ -60,7 +60,7 @@ def gated_kernel(gate: Tensor, up: Tensor, name: str) -> Tensor:
 
 @operation
 def gated_backward(dh: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """dh, gate, up [rows, C] -> dgate, dup [rows, C] in their dtype."""
+    """Return dgate and dup [rows, C] of dh, gate and up [rows, C], in the dtype of the inputs."""
     return reference.gated_backward(dh, gate, up, name)
 
 
@@ -72,7 +72,7 @@ def gated_backward_kernel(dh: Tensor, gate: Tensor, up: Tensor, name: str) -> tu
 
 @operation
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, C], weight, bias [C] -> y [rows, C] in the dtype of x, mean and rstd fp32 [rows]; see the reference."""
+    """Return y [rows, C] in the dtype of x, mean and rstd fp32 [rows], of x [rows, C], weight and bias [C]."""
     return reference.layer_norm(x, weight, bias, eps)
 
 
@@ -90,7 +90,8 @@ def layer_norm_kernel(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tu
 def layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dy, x [rows, C], weight [C], mean, rstd [rows] -> dx [rows, C] in the dtype of x, dweight, dbias fp32 [C]."""
+    """Return dx [rows, C] in the dtype of x, dweight and dbias fp32 [C], of dy and x [rows, C], weight [C], mean and rstd
+    [rows]."""
     return reference.layer_norm_backward(dy, x, weight, mean, rstd)
 
 

@@ -1,10 +1,10 @@
-"""Compiles the CUDA kernels ahead of their first use.
+"""Compile the CUDA kernels before the first use.
 
     python -m dlp.kernels.build                                  for this machine's GPU
-    python -m dlp.kernels.build --compile-only sm_90a sm_100a    only to see that it compiles
+    python -m dlp.kernels.build --compile-only sm_90a sm_100a    check that the sources compile
 
-Exits 2, naming it, where something that this needs is missing, and 1 where the kernels do not compile. The result lies in
-~/.cache/dlp, or in the folder that the environment variable DLP_CACHE names.
+The exit status is 2 if a program or package is missing, which the message names, and 1 if the sources do not compile. The
+module is stored in ~/.cache/dlp, or in the folder that the environment variable DLP_CACHE names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dlp.kernels import loader
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dlp.kernels.build", description="Compile the CUDA kernels.")
     parser.add_argument("--compile-only", nargs="+", metavar="ARCH", choices=list(loader.ARCHITECTURES.values()),
-                        help="compile for these, GPU or not, and load nothing")  # fmt: skip
+                        help="compile for these architectures, with or without a GPU, and load nothing")  # fmt: skip
     options = parser.parse_args(arguments)
     try:
         if options.compile_only is None:

@@ -1,18 +1,16 @@
-"""Amaxes, and the casts to FP8 with one scale a tensor or a row: by the CUDA kernels where the device has them, else by the
-reference, same bits.
+"""Amaxes, and casts to FP8 with one scale per tensor or per row: CUDA kernels, or the plain-torch reference with the same bits.
 
-Other input dtypes than bf16 and fp32 have no kernel and run the reference, which is the body of an operation here.
+    amax, amax_lines        max |x| of the matrix, or of every row and column
+    cast_fp8_tensor         one scale per tensor, computed from an amax or given
+    cast_fp8_rowwise        one scale per row, computed from the row's amax
 
-    amax, amax_lines        max |x|, of the matrix or of every row and column
-    cast_fp8_tensor         one scale a tensor, made from an amax or given
-    cast_fp8_rowwise        one scale a row, made from its amax
+The body of an operation is the reference, which also runs for input dtypes other than bf16 and fp32. A matrix may be a
+`LazyMatrix`, whose elements the kernel computes while reading the inputs (lazy_matrix.py).
 
-For a matrix they also take a `LazyMatrix`, whose elements a kernel computes as it reads (see lazy_matrix.py).
-
-A cast returns the parts of its operand, written into `out` if that is given. It sets `flag`, fp32 [], to NaN where a value that
-it quantizes is not finite, so that this can be read later, without a wait. `..._both` makes the operands of x and of x.t() in
-one read, with the bits of two casts. `..._batch` prepares one launch of that, or of one of the two, for many matrices, into
-existing outputs; it exists on CUDA only. Casts with a scale a block are in casts_blocks.py, NVFP4 in casts_fp4.py.
+A cast returns the parts of the operand, written into `out` if given. A cast sets `flag`, fp32 [], to NaN if a value of x is not
+finite; the flag can be read later without a wait. `..._both` returns the operands of x and of x.t() from one read, bitwise
+equal to two casts. `..._batch` prepares one such launch for many matrices, into existing outputs, on CUDA only. Casts with a
+scale per block are in casts_blocks.py, NVFP4 casts in casts_fp4.py.
 """
 
 from __future__ import annotations
@@ -32,17 +30,17 @@ from dlp.kernels.lazy_matrix import LazyMatrix, opened, stored
 from dlp.kernels.reference import Fp8Scale, watched
 from dlp.kernels.registry import operation, preparing
 
-RowwisePart = tuple[Parts, Tensor]  # of one orientation, with its amaxes
+RowwisePart = tuple[Parts, Tensor]  # parts of one orientation, and the amaxes
 
 
 def has_batches(x: Tensor) -> bool:
-    """Whether batched casts can read matrices like x as they are: kernels run on their device, and read their strides."""
+    """Return whether batched casts can read matrices with the device and strides of x without a copy."""
     return dispatch.has_kernel(x) and cuda.readable(x)
 
 
 @operation
 def amax(x: Tensor | LazyMatrix, dim: int | None = None) -> Tensor:
-    """max |x| as fp32, over the whole tensor (shape []) or along `dim`; NaN is ignored, an empty tensor gives 0."""
+    """Return max |x| in fp32, of the whole tensor (shape []) or along `dim`; NaN is ignored, and an empty tensor gives 0."""
     return reference.amax(stored(x), dim)
 
 
@@ -61,7 +59,7 @@ def amax_kernel(x: Tensor | LazyMatrix, dim: int | None = None) -> Tensor:
 
 @operation
 def amax_lines(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
-    """max |x| of every row [rows] and of every column [C], fp32, in one read."""
+    """Return max |x| of every row [rows] and of every column [C], fp32, from one read."""
     x = stored(x)
     return reference.amax(x, 1), reference.amax(x, 0)
 
@@ -74,8 +72,10 @@ def amax_lines_kernel(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
 
 
 def _amaxes_of_lines(matrix: Tensor, rows: bool, cols: bool, words: Words = MATRIX) -> tuple[Any, Any]:
-    """The amaxes of the rows and of the columns, where they are wanted, of a matrix that kernels can read. `words`: the program
-    of `cuda_producers` that computes its elements, here and below."""
+    """Return the amaxes of the rows and of the columns, as requested, of a matrix that kernels can read.
+
+    words   producer of the elements (`cuda_producers`), here and below
+    """
     sizes = [size if wanted else 0 for size, wanted in zip(matrix.shape, (rows, cols), strict=True)]
     whole = torch.empty(sum(sizes), device=matrix.device)
     cuda.set_zero(whole)
@@ -85,7 +85,7 @@ def _amaxes_of_lines(matrix: Tensor, rows: bool, cols: bool, words: Words = MATR
     return made
 
 
-# One scale a tensor
+# One scale per tensor
 
 
 def _tensor_job(x: Tensor, row: Parts | None, col: Parts | None, source: Fp8Scale, flag: Tensor | None) -> TensorJob:
@@ -108,7 +108,7 @@ def _empty_tensor(x: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Parts:
 
 
 def _empty_tensor_both(x: Tensor, dtype: torch.dtype) -> tuple[Parts, Parts]:
-    """Storage for the casts of x and of x.t(), with one scale."""
+    """Allocate the operands of x and of x.t(), with one common scale."""
     codes, scale_inv = row = _empty_tensor(x, dtype, x.shape)
     return row, (torch.empty(codes.shape[::-1], dtype=dtype, device=x.device), scale_inv)
 
@@ -135,7 +135,7 @@ def cast_fp8_tensor(
     out: Parts | None = None,
     flag: Tensor | None = None,
 ) -> Parts:
-    """x [rows, C] -> codes [rows, C] of `dtype` and fp32 scale_inv []; `source` says where the scale comes from."""
+    """Return codes [rows, C] of `dtype` and fp32 scale_inv [] of x [rows, C]; `source`: amax or scale."""
     return into(out, reference.cast_fp8_tensor(watched(stored(x), flag), dtype, source))
 
 
@@ -155,7 +155,7 @@ def cast_fp8_tensor_kernel(
 def cast_fp8_tensor_both(
     x: Tensor | LazyMatrix, dtype: torch.dtype, source: Fp8Scale, *, outs: Outs = None, flag: Tensor | None = None
 ) -> tuple[Parts, Parts]:
-    """`cast_fp8_tensor` of x and of x.t(); their scale_inv share memory, except in given outputs."""
+    """Return `cast_fp8_tensor` of x and of x.t(); both scale_inv share memory, except in given outputs."""
     codes, scale_inv = reference.cast_fp8_tensor(watched(stored(x), flag), dtype, source)
     row, col = outs if outs is not None else (None, None)
     return into(row, (codes, scale_inv)), into(col, (codes.t().contiguous(), scale_inv))
@@ -172,12 +172,14 @@ def cast_fp8_tensor_both_kernel(
 def cast_fp8_tensor_batch(
     xs: Sequence[Tensor], outs: Sequence[Wanted], sources: Sequence[Fp8Scale], flags: Flags
 ) -> Launches:
-    """Prepares launches of `cast_fp8_tensor_both` for many matrices that `has_batches`; the scale_inv of both orientations
-    share memory. A source without amax or scale takes the amax of its matrix."""
+    """Prepare launches of `cast_fp8_tensor_both` for many matrices that fulfil `has_batches`.
+
+    Both orientations share the memory of scale_inv. For a source without amax and scale, the launches compute the amax.
+    """
     return preparing("cast_fp8_tensor", xs[0])(xs, outs, sources, flags)
 
 
-# One scale a row
+# One scale per row
 
 
 def _empty_rowwise(x: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Parts:
@@ -219,7 +221,7 @@ def cast_fp8_rowwise(
     x: Tensor | LazyMatrix, amax: Tensor, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
     out: Parts | None = None, flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
-    """x [rows, C], the amaxes of its rows -> codes [rows, C] of `dtype` and fp32 scale_inv [rows]."""
+    """Return codes [rows, C] of `dtype` and fp32 scale_inv [rows] of x [rows, C], by the amaxes of the rows."""
     return into(out, _rowwise_by_reference(watched(stored(x), flag), amax, dtype, power_of_two, epsilon))
 
 
@@ -240,7 +242,7 @@ def cast_fp8_rowwise_both(
     x: Tensor | LazyMatrix, amaxes: tuple[Tensor, Tensor], dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
     outs: Outs = None, flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
-    """`cast_fp8_rowwise` of x and of x.t(), by the amaxes of the rows and of the columns of x."""
+    """Return `cast_fp8_rowwise` of x and of x.t(), by the amaxes of the rows and of the columns of x."""
     x = watched(stored(x), flag)
     row, col = outs if outs is not None else (None, None)
     make = partial(_rowwise_by_reference, dtype=dtype, power_of_two=power_of_two, epsilon=epsilon)
@@ -263,6 +265,6 @@ def cast_fp8_rowwise_both_kernel(
 def cast_fp8_rowwise_batch(
     xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, *, power_of_two: bool, epsilon: float = 0.0
 ) -> Launches:
-    """Prepares launches of `cast_fp8_rowwise_both` for many matrices."""
+    """Prepare launches of `cast_fp8_rowwise_both` for many matrices."""
     prepare = preparing("cast_fp8_rowwise", xs[0])
     return prepare(xs, outs, flags, power_of_two=power_of_two, epsilon=epsilon)

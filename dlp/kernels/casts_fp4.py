@@ -1,12 +1,11 @@
-"""NVFP4 of a matrix, by the CUDA kernels where its device has them, else by the reference, same bits; see casts.py.
+"""Casts to NVFP4: CUDA kernels, or the plain-torch reference with the same bits; see casts.py.
 
-    amax_nvfp4, amax_nvfp4_both     max |x|, of x as it is or after its Hadamard transform
+    amax_nvfp4, amax_nvfp4_both     max |x| of x, or of the Hadamard transform of x
     cast_nvfp4                      packed codes, E4M3 scales and the amax
 
-The kernel transforms along the columns of the matrix that it reads, as a columnwise operand is, with the signs of RHT_SIGNS.
-Tiles have kernels where they are rounded to nearest and not transformed, as weights are.
-
-Lazy activations are stored first: bound by instructions, these kernels were slower with a producer inside.
+The kernel transforms the columns of the matrix (a columnwise operand), with the signs RHT_SIGNS. Kernels cast tiles, the blocks
+of weights, only without transform and with rounding to nearest. Lazy activations are stored first: these kernels are bound by
+instructions, and a fused producer would slow the casts down.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from dlp.kernels.reference.scales import Block
 from dlp.kernels.registry import operation, preparing
 
 TILE = (16, 16)
-Draws = tuple[PhiloxState | None, PhiloxState | None]  # of x, of x.t()
-Part = tuple[Parts, Tensor]  # of one orientation, with its amax
+Draws = tuple[PhiloxState | None, PhiloxState | None]  # for x and for x.t()
+Part = tuple[Parts, Tensor]  # parts of one orientation, and the amax
 
 
 def _turns(rht: bool, signs: int) -> bool:
-    """Whether the kernels do, or need not do, this transform: their signs are constants."""
+    """Return whether the kernels support this transform: the signs of the kernels are constants."""
     return not rht or signs == RHT_SIGNS
 
 
 @operation
 def amax_nvfp4(x: Tensor | LazyMatrix, *, rht: bool, signs: int = RHT_SIGNS) -> Tensor:
-    """max |x| of x [rows, C] as fp32 []; `rht`: of rht16(x, signs)."""
+    """Return max |x| of x [rows, C] as fp32 [], or with `rht` the maximum of |rht16(x, signs)|."""
     x = stored(x)
     return reference.amax(reference.rht16(x, signs) if rht else x)
 
@@ -58,7 +57,7 @@ def amax_nvfp4_kernel(x: Tensor | LazyMatrix, *, rht: bool, signs: int = RHT_SIG
 
 @operation
 def amax_nvfp4_both(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
-    """max |x| and max |rht16(x.t())|, in one read."""
+    """Return max |x| and max |rht16(x.t())|, from one read."""
     x = stored(x)
     return reference.amax(x), reference.amax(reference.rht16(x.t()))
 
@@ -76,7 +75,7 @@ def _amax_rht(matrix: Tensor) -> Tensor:
 
 
 def _columns_of(x: Tensor) -> Tensor:
-    """A matrix that kernels can read whose columns are the rows of x."""
+    """Return x.t() as a matrix that kernels can read."""
     return x.t() if cuda.readable(x.t()) else x.t().contiguous()
 
 
@@ -116,7 +115,7 @@ def _run(job: Nvfp4Job, block: Block, rht: bool, draws: Draws, words: Words, fou
 def _by_reference(
     x: Tensor, amax: Tensor, block: Block, signs: int | None, draw: PhiloxState | None, flag: Tensor | None, four_over_six: bool
 ) -> Parts:  # fmt: skip
-    """`signs`: of the transform; None: there is none."""
+    """Cast by the reference; `signs`: signs of the transform, None: no transform."""
     random = None if draw is None else draw.bytes(x.shape[0], x.shape[1])
     values = watched(x if signs is None else reference.rht16(x, signs), flag)
     made = reference.cast_nvfp4(values, amax, block, random=random, four_over_six=four_over_six)
@@ -141,9 +140,13 @@ def cast_nvfp4(
     x: Tensor | LazyMatrix, amax: Tensor, block: Block, *, rht: bool = False, signs: int = RHT_SIGNS,
     draw: PhiloxState | None = None, out: Parts | None = None, flag: Tensor | None = None, four_over_six: bool = False,
 ) -> Parts:  # fmt: skip
-    """x [rows, C] and the agreed tensor amax (fp32 []) -> packed codes [rows, C/2], E4M3 scales [row blocks, C/16] and the
-    amax that decodes them. `rht`: of rht16(x, signs); `draw`: the random bits of stochastic rounding, None rounds to nearest;
-    `four_over_six`: two candidate scales for each block (`reference.nvfp4`), only to nearest."""
+    """Return packed codes [rows, C/2], E4M3 scales [row blocks, C/16] and the amax for decoding, of x [rows, C].
+
+    amax            agreed amax of the tensor, fp32 []
+    rht             cast rht16(x, signs)
+    draw            random bits of stochastic rounding; None: round to nearest
+    four_over_six   choose between two scales for each block (`reference.nvfp4`); only with rounding to nearest
+    """
     return into(out, _by_reference(stored(x), amax, block, signs if rht else None, draw, flag, four_over_six))
 
 
@@ -164,7 +167,7 @@ def cast_nvfp4_both(
     x: Tensor | LazyMatrix, amaxes: tuple[Tensor, Tensor], block: Block, *, rht: bool = False, draws: Draws = (None, None),
     outs: Outs = None, flag: Tensor | None = None, four_over_six: bool = False,
 ) -> tuple[Parts, Parts]:  # fmt: skip
-    """`cast_nvfp4` of x, never transformed, and of x.t(), transformed where `rht` says so."""
+    """Return `cast_nvfp4` of x, without transform, and of x.t(), with the transform if `rht`."""
     x = stored(x)
     row, col = outs if outs is not None else (None, None)
     made = _by_reference(x, amaxes[0], block, None, draws[0], flag, four_over_six)
@@ -189,5 +192,5 @@ def cast_nvfp4_both_kernel(
 def cast_nvfp4_batch(
     xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: Block, *, four_over_six: bool = False
 ) -> Launches:
-    """Prepares launches of `cast_nvfp4_both` for many matrices, to nearest and not transformed."""
+    """Prepare launches of `cast_nvfp4_both` for many matrices, with rounding to nearest and without transform."""
     return preparing("cast_nvfp4", xs[0], None, block)(xs, outs, flags, block, four_over_six=four_over_six)

@@ -1,11 +1,11 @@
-"""Codes after their cast, and what ends a step: by the CUDA kernels where the device has them, else by the reference.
+"""Operations on codes, scales and results of GEMMs: CUDA kernels, or the plain-torch reference.
 
-decode_fp8_block, decode_mxfp8, decode_nvfp4    to fp32, or to bf16, which is what has kernels
-transpose_codes, transpose_e2m1                 of operands that may be transposed
-nvfp4_alpha, rounded                            factors and results of GEMMs
-swizzle_128x4                                   scales to the tiles that block-scaled GEMMs read
-delayed_updates                                 of all delayed scales of a model
-sum_in_order                                    the contributions of the ranks of a reduction
+    decode_fp8_block, decode_mxfp8, decode_nvfp4    decode to fp32, or to bf16 (kernels)
+    transpose_codes, transpose_e2m1                 transpose the codes of an operand
+    nvfp4_alpha, rounded                            factor of a GEMM, rounded result of a GEMM
+    swizzle_128x4                                   rearrange scales into the tiles that block-scaled GEMMs read
+    delayed_updates                                 update all delayed scales of a model
+    sum_in_order                                    sum the contributions of the ranks of a reduction
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dlp.kernels.cuda_codes import DelayedJob
 from dlp.kernels.reference.scales import AmaxAlgorithm, Block
 from dlp.kernels.registry import REFERENCE, KernelEntry, choose, operation, register
 
-ON_DEVICE = ("max", "most_recent")  # algorithms of delayed scaling that the kernel knows
+ON_DEVICE = ("max", "most_recent")  # algorithms of delayed scaling in the kernel
 
 
 def is_contiguous(x: Tensor, *_: Any) -> bool:
-    """Scales are read by their strides and need not be asked about."""
+    """Return whether a matrix of codes is contiguous; kernels read scales by their strides."""
     return x.is_contiguous()
 
 
@@ -49,13 +49,13 @@ def decode_to_bf16_kernel(codes: Tensor, scale: Tensor, block: Block, *_: Any, *
 
 @operation
 def decode_fp8_block(codes: Tensor, scale_inv: Tensor, block: Block, dtype: torch.dtype = torch.float32) -> Tensor:
-    """codes [rows, C], fp32 scale_inv [row blocks, C blocks] -> [rows, C], rounded once to `dtype`."""
+    """Decode codes [rows, C] with fp32 scale_inv [row blocks, C blocks] -> values [rows, C], rounded once to `dtype`."""
     return reference.decode_fp8_block(codes, scale_inv, block).to(dtype)
 
 
 @operation
 def decode_mxfp8(codes: Tensor, scale: Tensor, block: Block, dtype: torch.dtype = torch.float32) -> Tensor:
-    """codes [rows, C], E8M0 bytes [row blocks, C blocks] -> [rows, C], rounded once to `dtype`; see the reference."""
+    """Decode codes [rows, C] with E8M0 bytes [row blocks, C blocks] -> values [rows, C], rounded once to `dtype`."""
     return reference.decode_mxfp8(codes, scale, block).to(dtype)
 
 
@@ -63,14 +63,16 @@ def decode_mxfp8(codes: Tensor, scale: Tensor, block: Block, dtype: torch.dtype 
 def decode_nvfp4(
     packed: Tensor, scale: Tensor, block: Block, amax: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Packed codes [rows, C/2], E4M3 scales [row blocks, C/16] -> [rows, C], rounded once to `dtype`: with the tensor amax
-    the values, without it e2m1 * scale, what a GEMM multiplies, exact in bf16."""
+    """Decode packed codes [rows, C/2] with E4M3 scales [row blocks, C/16] -> values [rows, C], rounded once to `dtype`.
+
+    Without `amax` the result is e2m1 * scale, the factor that a GEMM multiplies, which is exact in bf16.
+    """
     return reference.decode_nvfp4(packed, scale, block, amax).to(dtype)
 
 
 @operation
 def transpose_codes(codes: Tensor) -> Tensor:
-    """FP8 codes [rows, C] -> contiguous [C, rows]."""
+    """Return the contiguous transpose [C, rows] of FP8 codes [rows, C]."""
     return codes.t().contiguous()
 
 
@@ -82,7 +84,7 @@ def transpose_codes_kernel(codes: Tensor) -> Tensor:
 
 @operation
 def transpose_e2m1(packed: Tensor) -> Tensor:
-    """Packed codes [rows, C/2] of a matrix [rows, C], rows even -> [C, rows/2], of its transpose."""
+    """Return the packed codes [C, rows/2] of the transpose of a matrix [rows, C], of packed codes [rows, C/2]; rows even."""
     return reference.transpose_e2m1(packed)
 
 
@@ -94,7 +96,7 @@ def transpose_e2m1_kernel(packed: Tensor) -> Tensor:
 
 @operation
 def transposed(matrix: Tensor) -> Tensor:
-    """fp32 [rows, C] -> contiguous [C, rows]; a scale of each block, say."""
+    """Return the contiguous transpose [C, rows] of a matrix fp32 [rows, C], such as the scales of blocks."""
     return matrix.t().contiguous()
 
 
@@ -110,7 +112,7 @@ def transposed_kernel(matrix: Tensor) -> Tensor:
 
 @operation
 def nvfp4_alpha(a_amax: Tensor, b_amax: Tensor) -> Tensor:
-    """fp32 []: what the sums of a GEMM of operands with these amaxes are multiplied by."""
+    """Return the factor, fp32 [], of the sums of a GEMM whose operands have these amaxes."""
     return reference.nvfp4_alpha(a_amax, b_amax)
 
 
@@ -122,7 +124,7 @@ def nvfp4_alpha_kernel(a_amax: Tensor, b_amax: Tensor) -> Tensor:
 
 @operation
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to `dtype`; x itself where it has that."""
+    """Return x rounded to `dtype`, or x itself if x has that dtype."""
     return x.to(dtype)
 
 
@@ -138,8 +140,11 @@ def rounded_kernel(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @operation
 def swizzle_128x4(scales: Tensor, lines: int | None = None, lines_each: int = 1) -> Tensor:
-    """Scale bytes [row blocks, C blocks] of `lines` lines, `lines_each` of which share one -> uint8 tiles of 128x4, flat;
-    see the reference."""
+    """Rearrange scale bytes [row blocks, C blocks] into flat uint8 tiles of 128x4 (`reference.swizzle_128x4`).
+
+    lines        number of lines of the codes
+    lines_each   number of lines that share a scale
+    """
     lines = len(scales) * lines_each if lines is None else lines
     return reference.swizzle_128x4(scales.view(torch.uint8), lines, lines_each)
 
@@ -153,7 +158,7 @@ def swizzle_128x4_kernel(scales: Tensor, lines: int | None = None, lines_each: i
 
 
 class DelayedSlots(NamedTuple):
-    """Slots of one history length and algorithm: fp32 history [L, n], the others [n]; see `reference.delayed_update`."""
+    """Slots with one history length and algorithm: history fp32 [L, n], other tensors [n] (`reference.delayed_update`)."""
 
     history: Tensor
     scale: Tensor
@@ -164,8 +169,8 @@ class DelayedSlots(NamedTuple):
 
 
 def delayed_updates(slots: Sequence[DelayedSlots]) -> Callable[[], None]:
-    """Prepares `reference.delayed_update` of all slots, in place, after which staging starts again at 0: one launch for
-    those whose algorithm the kernel knows."""
+    """Prepare `reference.delayed_update` of all slots in place, which sets staging to 0: one launch for all algorithms of the
+    kernel."""
     by_entry: dict[KernelEntry, list[DelayedSlots]] = {}
     for each in slots:
         by_entry.setdefault(choose("delayed_update", each.history, each.algorithm), []).append(each)
@@ -181,8 +186,8 @@ def delayed_updates(slots: Sequence[DelayedSlots]) -> Callable[[], None]:
 def _update_by_reference(slots: Sequence[DelayedSlots]) -> None:
     for each in slots:
         made = reference.delayed_update(each.history, each.scale, each.reduced, each.target, each.algorithm)
-        for kept, new in zip(each[:2], made, strict=True):
-            kept.copy_(new)
+        for old, new in zip((each.history, each.scale), made, strict=True):
+            old.copy_(new)
         each.staging.zero_()
 
 
@@ -210,8 +215,11 @@ def sum_in_order(
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the fp32 sum of contributions [R, ...], added from the first to the last, divided by `divisor` and rounded once to
-    `dtype`, by default the dtype of the contributions. `own`: the number of a contribution that lies elsewhere, and that
-    contribution; `out`: contiguous memory for the result."""
+    `dtype`, by default the dtype of the contributions.
+
+    own   index of a contribution that is stored elsewhere, and that contribution
+    out   contiguous memory for the result
+    """
     total = reference.sum_in_order(contributions, dtype, own, divisor)
     return total if out is None else out.copy_(total)
 

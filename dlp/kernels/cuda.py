@@ -1,21 +1,19 @@
-"""The CUDA kernels as typed functions on plain tensors: outputs are given, sizes are checked, pointers handed over.
+"""CUDA kernels as typed functions on plain tensors: the functions check sizes of given outputs and pass pointers.
 
-What is made of one matrix is a job: a named tuple of the matrix and its outputs, None for those not wanted. A function
-runs one job; its twin `..._batch` prepares many, of one input and one code dtype, for a single launch: the jobs become
-a table in device memory that is written once, so preparing belongs outside of a step and calling the result inside.
+A job is a named tuple of one matrix and the outputs; an output that is not requested is None. A function runs one job. The
+variant `..._batch` prepares one launch for many jobs with the same input dtype and code dtype: preparing writes a table of jobs
+to device memory, which belongs outside of a step; calling the result inside a step launches the kernel.
 
-    amax          max |x|                                          AmaxJob
-    cast_tensor   FP8, one scale a tensor, current or delayed      TensorJob
-    cast_block    FP8, one scale 128 elements or 128x128 tile      BlockJob
-    cast_mxfp8    FP8, one power of two 32 elements or 32x32 tile  BlockJob
+    amax          max |x|                                              AmaxJob
+    cast_tensor   FP8, one scale per tensor, current or delayed        TensorJob
+    cast_block    FP8, one scale per 128 elements or 128x128 tile      BlockJob
+    cast_mxfp8    FP8, one power of two per 32 elements or 32x32 tile  BlockJob
 
-Rowwise FP8 lies in cuda_rowwise.py, NVFP4 in cuda_fp4.py, what is no cast in cuda_codes.py.
+Other files: cuda_rowwise.py (rowwise FP8), cuda_fp4.py (NVFP4), cuda_codes.py (kernels that are no casts).
 
-The `flag` of a cast, fp32 [], becomes NaN where a value that it quantizes is not finite, and stays as it is elsewhere.
-
-A matrix is bf16 or fp32 [rows, cols]; its rows may be strided, its columns are adjacent. `codes` [rows, cols] are
-scaled along the rows of x, `codes_t` [cols, rows] along its columns. Everything runs on torch's current stream and
-reads nothing back to the host. The results equal `dlp.kernels.reference` bit for bit.
+A matrix is bf16 or fp32 [rows, cols] with adjacent columns; rows may be strided. Scales of `codes` [rows, cols] span rows of x,
+scales of `codes_t` [cols, rows] span columns. A cast sets `flag`, fp32 [], to NaN if a value of x is not finite. All kernels
+run on torch's current stream without a copy to the host. Results are bitwise equal to `dlp.kernels.reference`.
 """
 
 from __future__ import annotations
@@ -34,20 +32,21 @@ from dlp.kernels.reference import FLT_MAX, FP8_MAX
 
 INPUTS = (torch.bfloat16, torch.float32)
 Words = tuple[int, ...]
-MATRIX: Words = (0,) * 9  # what a cast makes its elements of (`cuda_producers`): its matrix, as it is
+FIRST_PIECE = 4  # position of the number of previous pieces in a job (csrc/kernels.h)
+MATRIX: Words = (0,) * 9  # arguments of a producer (`cuda_producers`): the elements are the matrix itself
 
 
 class AmaxJob(NamedTuple):
-    """max |x| of x [rows, cols] -> out, fp32 []."""
+    """Job: write max |x| of x [rows, cols] to out, fp32 []."""
 
     x: Tensor
     out: Tensor
 
 
 class TensorJob(NamedTuple):
-    """x [rows, cols] -> codes [rows, cols] and / or codes_t [cols, rows], scale_inv fp32 [].
+    """Job: quantize x [rows, cols] to codes [rows, cols], codes_t [cols, rows] or both, and write scale_inv fp32 [].
 
-    The scale comes from `amax` or is `scale`, fp32 [] both. `staging` fp32 []: raised to the amax of x in the same read.
+    The scale is computed from `amax`, fp32 [], or is `scale`, fp32 []. The same read raises `staging`, fp32 [], to max |x|.
     """
 
     x: Tensor
@@ -61,7 +60,7 @@ class TensorJob(NamedTuple):
 
 
 class BlockJob(NamedTuple):
-    """x [rows, cols] -> codes [rows, cols] with their scales, and / or codes_t [cols, rows] with theirs."""
+    """Job: quantize x [rows, cols] to codes [rows, cols] with scales, codes_t [cols, rows] with scales, or both."""
 
     x: Tensor
     codes: Tensor | None = None
@@ -73,7 +72,7 @@ class BlockJob(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Prepared jobs. Calling it launches one kernel; it keeps the tensors of its jobs alive."""
+    """Prepared jobs. A call launches one kernel; the object keeps the tensors of the jobs alive."""
 
     launch: Callable[[int], None]
     holds: tuple[Any, ...]
@@ -83,15 +82,15 @@ class Batch:
 
 
 def readable(x: Tensor) -> bool:
-    """Columns are adjacent and rows do not overlap, as they would in an expanded tensor; or there is nothing to read."""
+    """Return whether columns are adjacent and rows do not overlap (unlike in an expanded tensor), or x is empty."""
     (rows, cols), (stride, step) = x.shape, x.stride()
     return ((cols <= 1 or step == 1) and (rows <= 1 or stride >= cols)) or not rows
 
 
 def _matrix(x: Tensor) -> Words:
-    """Pointer, rows, columns and row stride, in elements."""
+    """Return pointer, rows, columns and row stride in elements."""
     if x.dim() != 2 or x.dtype not in INPUTS:
-        raise ValueError(f"kernels take a matrix in bf16 or fp32; got {x.dtype} {list(x.shape)}: flatten or convert it")
+        raise ValueError(f"kernels take a matrix in bf16 or fp32; got {x.dtype} {list(x.shape)}: flatten or convert the tensor")
     (rows, cols), (stride, step) = x.shape, x.stride()
     if not readable(x):
         raise ValueError(
@@ -102,13 +101,13 @@ def _matrix(x: Tensor) -> Words:
 
 
 def _flat(x: Tensor) -> Words:
-    """`_matrix`, as one long row where the rows lie one after the other."""
+    """Return `_matrix` of x as one long row if x is contiguous, else `_matrix` of x."""
     pointer, rows, cols, stride = _matrix(x)
     return (pointer, 1, rows * cols, rows * cols) if stride == cols or rows == 1 else (pointer, rows, cols, stride)
 
 
 def _output(tensor: Tensor | None, shape: Sequence[int], dtypes: Sequence[torch.dtype], name: str) -> int:
-    """The pointer of an output, 0 for None."""
+    """Return the pointer of an output, or 0 for None."""
     if tensor is None:
         return 0
     if list(tensor.shape) != list(shape) or tensor.dtype not in dtypes or not tensor.is_contiguous():
@@ -136,26 +135,27 @@ def _code_dtype(job: TensorJob | BlockJob) -> torch.dtype:
 
 
 def _same(values: Sequence[Any], what: str) -> Any:
-    """The one value of all jobs."""
+    """Return the common value of all jobs."""
     if len(set(values)) != 1:
         raise ValueError(
-            f"jobs of one launch must share {what}; got {set(values) or 'no jobs'}: give each its own launch"
+            f"jobs of one launch must share {what}; got {set(values) or 'no jobs'}: use separate launches"
         )
     return values[0]
 
 
 def _table(words: Sequence[Words], pieces: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
-    """Job rows for the device and the number of pieces of work in all; word 4 of a job counts those before it."""
+    """Return the table of jobs on the device and the total number of pieces of work. Each row stores the number of pieces of
+    previous rows (`Matrix::first` in csrc/kernels.h)."""
     rows, first = [], 0
     for row, count in zip(words, pieces, strict=True):
-        rows.append([*row[:4], first, *row[5:]])
+        rows.append([*row[:FIRST_PIECE], first, *row[FIRST_PIECE + 1 :]])
         first += count
     return torch.tensor(rows, dtype=torch.int64, device=device), first
 
 
 def _batch(kernel: Callable[..., None], width: int, words: Sequence[Words], pieces: Sequence[int], jobs: Sequence[Any],
            *options: Any) -> Batch:  # fmt: skip
-    """One launch of `kernel` over all jobs."""
+    """Prepare one launch of `kernel` for all jobs."""
     table, items = _table(words, pieces, jobs[0].x.device)
     empty = (0,) * width
     return Batch(partial(_launch, kernel, (empty, table.data_ptr(), len(jobs), items, *options)), (table, *jobs))
@@ -179,7 +179,7 @@ def _amax_pieces(words: Words, chunk: int) -> int:
 
 
 def amax(x: Tensor, out: Tensor) -> None:
-    """max |x| of x [rows, cols] -> out, fp32 []; NaN is ignored, an empty matrix gives 0."""
+    """Write max |x| of x [rows, cols] to out, fp32 []; NaN is ignored, and an empty matrix gives 0."""
     module = loader.load()
     words = _amax_words(AmaxJob(x, out))
     pieces = _amax_pieces(words, module.AMAX_CHUNK)
@@ -187,7 +187,7 @@ def amax(x: Tensor, out: Tensor) -> None:
 
 
 def amax_batch(xs: Sequence[Tensor], out: Tensor) -> Batch:
-    """max |x| of each matrix -> out, fp32 [number of matrices]."""
+    """Prepare a launch that writes max |x| of each matrix to out, fp32 [number of matrices]."""
     module = loader.load()
     pointer = _output(out, [len(xs)], [torch.float32], "out")
     jobs = [AmaxJob(x, out[i]) for i, x in enumerate(xs)]
@@ -198,24 +198,24 @@ def amax_batch(xs: Sequence[Tensor], out: Tensor) -> Batch:
 
 
 def set_zero(x: Tensor) -> None:
-    """0 into all of a contiguous tensor."""
+    """Fill a contiguous tensor with 0."""
     launch("set_zero", x, x.data_ptr(), x.nbytes)
 
 
-# FP8, one scale a tensor
+# FP8, one scale per tensor
 
 
 def scale_rule(
     dtype: torch.dtype, power_of_two: bool, epsilon: float, inf_scale: float = FLT_MAX
 ) -> tuple[float, float, float, bool]:
-    """The options of `reference.scale_from_amax`, as kernels take them."""
+    """Return the options of `reference.scale_from_amax` as kernels take them."""
     return FP8_MAX[dtype], epsilon, inf_scale, power_of_two
 
 
 def _tensor_words(job: TensorJob, matrix: Words) -> Words:
     rows, cols = job.x.shape
     if (job.amax is None) == (job.scale is None):
-        raise ValueError("a per-tensor cast takes its scale from amax or from scale: pass one of them")
+        raise ValueError("a per-tensor cast takes the scale from amax or from scale: pass exactly one of the two")
     dtype = [_code_dtype(job)]
     return (
         *matrix, 0,
@@ -226,7 +226,7 @@ def _tensor_words(job: TensorJob, matrix: Words) -> Words:
 
 
 def cast_tensor(job: TensorJob, *, power_of_two: bool = False, epsilon: float = 0.0, source: Words = MATRIX) -> None:
-    """Per-tensor FP8: q = enc(fl(x * scale)), in one read whatever is wanted. `source`: of cuda_producers."""
+    """Cast to per-tensor FP8 from one read of x: q = enc(fl(x * scale)). `source`: producer (`cuda_producers`)."""
     module = loader.load()
     dtype = _code_dtype(job)
     rule = scale_rule(dtype, power_of_two, epsilon)
@@ -241,11 +241,11 @@ def cast_tensor(job: TensorJob, *, power_of_two: bool = False, epsilon: float = 
 
 
 def cast_tensor_batch(jobs: Sequence[TensorJob], *, power_of_two: bool = False, epsilon: float = 0.0) -> Batch:
-    """The same for many matrices, whose scales are all current or all delayed."""
+    """Prepare a launch of `cast_tensor` for many matrices; all scales are current, or all are delayed."""
     module = loader.load()
-    dtype = _same([_code_dtype(job) for job in jobs], "the dtype of their codes")
+    dtype = _same([_code_dtype(job) for job in jobs], "the dtype of codes")
     wide = _same([job.x.dtype for job in jobs], "the input dtype") == torch.float32
-    observe = _same([job.staging is not None for job in jobs], "having staging")
+    observe = _same([job.staging is not None for job in jobs], "the presence of staging")
     words = [_tensor_words(job, _matrix(job.x)) for job in jobs]
     tiles = [_tiles(job.x, module.TILE) for job in jobs]
     rule = scale_rule(dtype, power_of_two, epsilon)
@@ -253,14 +253,14 @@ def cast_tensor_batch(jobs: Sequence[TensorJob], *, power_of_two: bool = False, 
     return _batch(module.cast_transpose, len(words[0]), words, tiles, jobs, wide, e5m2, rule, observe, MATRIX)
 
 
-# FP8, one scale 128 elements or tile
+# FP8, one scale per 128 elements or tile
 
 
 def block_scale_shape(lines: int, contraction: int, *, tile: bool, gemm_layout: bool) -> tuple[int, int]:
-    """The shape of the scales of codes [lines, contraction]: compact, or as cuBLASLt reads them.
+    """Return the shape of the scales of codes [lines, contraction]: compact, or as cuBLASLt reads scales.
 
-    Compact is [lines or line tiles, contraction blocks]; VEC128_32F (not tile) reads [blocks, pad4(lines)] and
-    BLK128x128_32F (tile) [line tiles, pad4(blocks)]; what fills up is 0.
+    Compact scales have the shape [lines or line tiles, contraction blocks]. VEC128_32F (not tile) reads [blocks, pad4(lines)]
+    and BLK128x128_32F (tile) reads [line tiles, pad4(blocks)]; padding is 0.
     """
     blocks, down = -(-contraction // 128), -(-lines // 128) if tile else lines
     if not gemm_layout:
@@ -270,7 +270,7 @@ def block_scale_shape(lines: int, contraction: int, *, tile: bool, gemm_layout: 
 
 def _check_together(job: BlockJob) -> None:
     if (job.codes is None) != (job.scale is None) or (job.codes_t is None) != (job.scale_t is None):
-        raise ValueError("a block cast stores codes and their scales together: pass both of an orientation, or neither")
+        raise ValueError("a block cast stores codes and scales of an orientation together: pass both tensors, or neither")
 
 
 def _block_words(job: BlockJob, tile: bool, gemm_layout: bool) -> Words:
@@ -292,9 +292,10 @@ def cast_block(
     job: BlockJob, *, tile: bool, power_of_two: bool = True, epsilon: float = 0.0, gemm_layout: bool = False,
     source: Words = MATRIX,
 ) -> None:  # fmt: skip
-    """Block FP8, a scale every 128 elements of the contraction or every 128x128 tile, both orientations in one read.
+    """Cast to FP8 from one read of x: one scale per 128 elements of the contraction or per 128x128 tile.
 
-    Scales are fp32 scale_inv of `block_scale_shape`. `source`: of cuda_producers, not for tiles.
+    gemm_layout   layout of scale_inv, fp32 (`block_scale_shape`)
+    source        producer (`cuda_producers`), not for tiles
     """
     dtype = _code_dtype(job)
     kernel, more = _block_kernel("cast_block", tile, source)
@@ -305,8 +306,8 @@ def cast_block(
 
 
 def _block_kernel(name: str, tile: bool, source: Words) -> tuple[str, tuple[Words, ...]]:
-    """The kernel for blocks along the contraction or for tiles, and what it takes beside: tiles are of weights, which
-    nothing produces."""
+    """Return the name of the kernel, for blocks along the contraction or for tiles, and further arguments. Kernels for tiles,
+    which are blocks of weights, have no producer."""
     assert not tile or source == MATRIX
     return (f"{name}_2d", ()) if tile else (f"{name}_1d", (source,))
 
@@ -314,9 +315,9 @@ def _block_kernel(name: str, tile: bool, source: Words) -> tuple[str, tuple[Word
 def cast_block_batch(
     jobs: Sequence[BlockJob], *, tile: bool, power_of_two: bool = True, epsilon: float = 0.0, gemm_layout: bool = False
 ) -> Batch:
-    """The same for many matrices."""
+    """Prepare a launch of `cast_block` for many matrices."""
     module = loader.load()
-    dtype = _same([_code_dtype(job) for job in jobs], "the dtype of their codes")
+    dtype = _same([_code_dtype(job) for job in jobs], "the dtype of codes")
     x_dtype = _same([job.x.dtype for job in jobs], "the input dtype")
     kernel, more = _block_kernel("cast_block", tile, MATRIX)
     rule = scale_rule(dtype, power_of_two, epsilon, torch.finfo(x_dtype).max)
@@ -330,8 +331,8 @@ def cast_block_batch(
 
 
 def mx_scale_shape(lines: int, contraction: int, *, tile: bool, blocks_first: bool = False) -> tuple[int, int]:
-    """The shape of the E8M0 bytes of codes [lines, contraction]: [lines or line tiles, contraction blocks], or blocks first,
-    [blocks, pad4(lines)], which only 1x32 blocks know."""
+    """Return the shape of the E8M0 bytes of codes [lines, contraction]: [lines or line tiles, contraction blocks], or with
+    `blocks_first` [blocks, pad4(lines)], only for 1x32 blocks."""
     blocks = -(-contraction // 32)
     return (blocks, -(-lines // 4) * 4) if blocks_first else ((-(-lines // 32) if tile else lines), blocks)
 
@@ -353,7 +354,7 @@ def _mx_words(job: BlockJob, tile: bool, blocks_first: bool) -> Words:
 
 
 def _mx_kernel(tile: bool, blocks_first: bool, source: Words) -> tuple[str, tuple[Any, ...]]:
-    """`_block_kernel`; tiles have few scales, which are compact."""
+    """Return name and further arguments of the MXFP8 kernel, as `_block_kernel`; scales of tiles are always compact."""
     assert not tile or not blocks_first
     kernel, more = _block_kernel("cast_mxfp8", tile, source)
     return kernel, more if tile else (blocks_first, *more)
@@ -362,10 +363,11 @@ def _mx_kernel(tile: bool, blocks_first: bool, source: Words) -> tuple[str, tupl
 def cast_mxfp8(
     job: BlockJob, *, tile: bool, rule: str = "ceil", blocks_first: bool = False, source: Words = MATRIX
 ) -> None:
-    """MXFP8, an E8M0 byte every 32 elements of the contraction or every 32x32 tile, both orientations in one read.
+    """Cast to MXFP8 from one read of x: one E8M0 byte per 32 elements of the contraction or per 32x32 tile.
 
-    rule: "ceil" or "floor", see `reference.mx_scale`; the bytes are those of `mx_scale_shape`. `source`: of
-    cuda_producers, not for tiles.
+    rule           "ceil" or "floor" (`reference.mx_scale`)
+    blocks_first   layout of the bytes (`mx_scale_shape`)
+    source         producer (`cuda_producers`), not for tiles
     """
     kernel, more = _mx_kernel(tile, blocks_first, source)
     words, tiles = _mx_words(job, tile, blocks_first), _tiles(job.x, loader.load().TILE)
@@ -374,9 +376,9 @@ def cast_mxfp8(
 
 
 def cast_mxfp8_batch(jobs: Sequence[BlockJob], *, tile: bool, rule: str = "ceil", blocks_first: bool = False) -> Batch:
-    """The same for many matrices."""
+    """Prepare a launch of `cast_mxfp8` for many matrices."""
     module = loader.load()
-    e5m2 = _same([_code_dtype(job) for job in jobs], "the dtype of their codes") == torch.float8_e5m2
+    e5m2 = _same([_code_dtype(job) for job in jobs], "the dtype of codes") == torch.float8_e5m2
     wide = _same([job.x.dtype for job in jobs], "the input dtype") == torch.float32
     kernel, more = _mx_kernel(tile, blocks_first, MATRIX)
     words = [_mx_words(job, tile, blocks_first) for job in jobs]

@@ -1,4 +1,4 @@
-"""The CUDA kernels that are no casts, see cuda.py: codes back to values, codes transposed, and what ends a step."""
+"""CUDA kernels that decode and transpose codes, update delayed scales, and copy or sum rows; see cuda.py."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ENCODINGS = {
 
 
 def decode(codes: Tensor, scale: Tensor, block: tuple[int, int], out: Tensor) -> None:
-    """codes [rows, C], or packed [rows, C/2], and a scale a block [row blocks, C blocks], which may be strided -> out bf16
+    """Decode codes [rows, C], or packed codes [rows, C/2], with scales [row blocks, C blocks], which may be strided -> out bf16
     [rows, C]."""
     encoding = ENCODINGS.get((codes.dtype, scale.dtype))
     if encoding is None:
-        raise ValueError(f"no kernel decodes codes of {codes.dtype} with scales of {scale.dtype}; ask the reference")
+        raise ValueError(f"no kernel decodes codes of {codes.dtype} with scales of {scale.dtype}; use dlp.kernels.reference")
     rows, cols = codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
     blocks = [-(-size // length) for size, length in zip((rows, cols), block, strict=True)]
     words = (
@@ -37,14 +37,15 @@ def decode(codes: Tensor, scale: Tensor, block: tuple[int, int], out: Tensor) ->
 
 
 def _scales(scale: Tensor, shape: Sequence[int]) -> int:
-    """The address of scales that kernels read by their strides. ValueError for scales of another shape."""
+    """Return the address of scales, which kernels read by strides. Raises ValueError for another shape."""
     if list(scale.shape) != list(shape):
-        raise ValueError(f"scales must have shape {list(shape)}, one a block; got {list(scale.shape)}")
+        raise ValueError(f"scales must have shape {list(shape)}, one scale per block; got {list(scale.shape)}")
     return scale.data_ptr()
 
 
 def transpose(codes: Tensor, out: Tensor) -> None:
-    """codes of a byte [rows, C] -> out [C, rows], of the same dtype; or packed E2M1 (uint8) [rows, C/2] -> [C, rows/2]."""
+    """Transpose codes [rows, C] of one byte -> out [C, rows] of the same dtype; or packed E2M1 codes, uint8 [rows, C/2] ->
+    [C, rows/2]."""
     module, packed = loader.load(), codes.dtype == torch.uint8
     rows, cols = codes.shape[0], codes.shape[1] * (2 if packed else 1)
     if packed and rows % 2:
@@ -58,13 +59,13 @@ def transpose(codes: Tensor, out: Tensor) -> None:
 
 
 def nvfp4_alpha(a_amax: Tensor, b_amax: Tensor, out: Tensor) -> None:
-    """fp32 [] all: `reference.nvfp4_alpha`."""
+    """Write `reference.nvfp4_alpha` of two amaxes, fp32 [], to out, fp32 []."""
     words = (_scalar(a_amax, "a_amax"), _scalar(b_amax, "b_amax"), _scalar(out, "out"))
     launch("nvfp4_alpha", out, words)
 
 
 def round_to_bf16(x: Tensor, out: Tensor) -> None:
-    """x fp32 -> out bf16 of the same shape, both contiguous and at multiples of 16 bytes."""
+    """Round x, fp32, to out, bf16 of the same shape; both are contiguous and aligned to 16 bytes."""
     words = (
         _output(x, x.shape, [torch.float32], "x"),
         _output(out, x.shape, [torch.bfloat16], "out"),
@@ -74,13 +75,13 @@ def round_to_bf16(x: Tensor, out: Tensor) -> None:
 
 
 def swizzled_bytes(lines: int, blocks: int) -> int:
-    """The size of the tiles of 128 lines by 4 blocks that hold the scales of this many lines and blocks."""
+    """Return the number of bytes of the tiles of 128 lines x 4 blocks for this number of lines and blocks."""
     return -(-lines // 128) * -(-blocks // 4) * 512
 
 
 def swizzle(scale: Tensor, lines: int, lines_each: int, out: Tensor) -> None:
-    """Scale bytes [ceil(lines / lines_each), blocks], which may be strided -> out, the flat uint8 of as many tiles of
-    128 lines by 4 blocks as hold a scale for every line."""
+    """Rearrange scale bytes [ceil(lines / lines_each), blocks], which may be strided, into flat uint8 tiles of 128 lines x 4
+    blocks, with one scale for every line."""
     blocks, byte = scale.shape[1], [torch.uint8]
     words = (
         _scales(scale, [-(-lines // lines_each), blocks]),
@@ -90,7 +91,8 @@ def swizzle(scale: Tensor, lines: int, lines_each: int, out: Tensor) -> None:
 
 
 class DelayedJob(NamedTuple):
-    """Slots with one history length and algorithm: history fp32 [L, n]; scale, reduced, target, staging fp32 [n]."""
+    """Job: update slots with one history length and algorithm. x: history fp32 [L, n]; scale, reduced, target, staging: fp32
+    [n]."""
 
     x: Tensor
     scale: Tensor
@@ -109,19 +111,20 @@ def _delayed_words(job: DelayedJob) -> Words:
 
 
 def delayed_update_batch(jobs: Sequence[DelayedJob]) -> Batch:
-    """`reference.delayed_update` of all slots, in place, by one launch; staging becomes 0."""
+    """Prepare one launch of `reference.delayed_update` for all slots, in place; staging becomes 0."""
     words = [_delayed_words(job) for job in jobs]
-    return _batch(loader.load().delayed_update, len(words[0]), words, [-(-row[2] // 32) for row in words], jobs)
+    pieces = [-(-job.x.shape[1] // 32) for job in jobs]
+    return _batch(loader.load().delayed_update, len(words[0]), words, pieces, jobs)
 
 
 def transpose_words(matrix: Tensor, out: Tensor) -> None:
-    """fp32 [rows, C] -> out [C, rows]."""
+    """Transpose a matrix fp32 [rows, C] -> out [C, rows]."""
     pointer = _output(matrix, matrix.shape, [torch.float32], "matrix")
     launch("transpose_words", out, pointer, _output(out, matrix.shape[::-1], [torch.float32], "out"), *matrix.shape)
 
 
 def copied_rows(x: Tensor) -> Tensor:
-    """[rows, n], adjacent elements in each row, the rows at any distance -> the same, contiguous."""
+    """Return a contiguous copy of x [rows, n], whose rows are contiguous and may have any stride."""
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     nbytes = width * x.itemsize
@@ -130,14 +133,14 @@ def copied_rows(x: Tensor) -> Tensor:
 
 
 def place_rows(x: Tensor, out: Tensor) -> None:
-    """x [rows, ...], contiguous -> `out`, of its size, whose rows begin at any distance."""
+    """Copy x [rows, ...], contiguous, to `out` of the same size, whose rows may have any stride."""
     width = x.nbytes // len(x)
     distance = out.stride(0) * out.itemsize
     launch("copy_rows", x, x.data_ptr(), width, out.data_ptr(), distance, width, len(x))
 
 
 def side_by_side(whole: Tensor, dim: int) -> Tensor:
-    """[R, *shape] -> the R pieces concatenated along `dim`."""
+    """Return the R pieces of a tensor [R, *shape], concatenated along `dim`."""
     ranks, *shape = whole.shape
     out = torch.empty((*shape[:dim], ranks * shape[dim], *shape[dim + 1 :]), dtype=whole.dtype, device=whole.device)
     height, width = prod(shape[:dim]), prod(shape[dim:])
@@ -148,7 +151,7 @@ def side_by_side(whole: Tensor, dim: int) -> Tensor:
 
 
 def end_to_end(xs: Sequence[Tensor]) -> Tensor:
-    """Contiguous tensors of one dtype -> their elements, one tensor after the other."""
+    """Return the elements of contiguous tensors of one dtype in one flat tensor."""
     out = torch.empty(sum(x.numel() for x in xs), dtype=xs[0].dtype, device=xs[0].device)
     for x, place in zip(xs, out.split([x.numel() for x in xs]), strict=True):
         place_rows(x.view(1, -1), place.view(1, -1))
@@ -159,7 +162,7 @@ def sum_in_order(
     contributions: Tensor, out: Tensor, own: tuple[int, Tensor] | None = None, divisor: int = 1
 ) -> None:  # fmt: skip
     """Add contributions [R, ...], bf16 or fp32, in fp32 from the first to the last, divide by `divisor` and round once into
-    `out` [...], bf16 or fp32. `own`: the number of a contribution that lies elsewhere, and that contribution."""
+    `out` [...], bf16 or fp32. `own`: index of a contribution that is stored elsewhere, and that contribution."""
     pointer = _output(contributions, contributions.shape, INPUTS, "contributions")
     target = _output(out, contributions.shape[1:], INPUTS, "out")
     index, apart = own or (0, contributions[0])

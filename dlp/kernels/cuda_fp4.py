@@ -1,4 +1,4 @@
-"""The CUDA kernels of NVFP4, see cuda.py: the two amaxes in one read, then codes and scales of both orientations."""
+"""CUDA kernels of NVFP4: both amaxes from one read, then codes and scales of both orientations; see cuda.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ WORD = 0xFFFFFFFF
 
 
 class Nvfp4Job(NamedTuple):
-    """x [rows, cols] -> codes [rows, cols/2], scale [rows or rows/16, cols/16] by amax [], and / or those of x.t().
+    """Job: quantize x [rows, cols] to codes [rows, cols/2] and scale [rows or rows/16, cols/16] by amax [], x.t() to the
+    tensors `..._t`, or both.
 
-    `amax_out`: receives the amax that decodes the codes: `amax`, or 1.75 times `amax` with four over six.
+    `amax_out` receives the amax for decoding: `amax`, or 1.75 times `amax` with four over six.
     """
 
     x: Tensor
@@ -35,33 +36,37 @@ class Nvfp4Job(NamedTuple):
 
 
 def amax_rht(x: Tensor, out: Tensor) -> None:
-    """x [rows, cols] -> out fp32 [2]: max |x|, and max |x.t()| after its Hadamard transform along rows of x.
+    """Write to out, fp32 [2], max |x| of x [rows, cols] and the maximum of |x.t()| after the Hadamard transform along rows of
+    x.
 
-    Raises ValueError where rows is no multiple of 16.
+    Raises ValueError if `rows` is no multiple of 16.
     """
     module = loader.load()
     if x.shape[0] % 16:
-        raise ValueError(f"the Hadamard transform takes 16 rows at a time; got {x.shape[0]}: append zeros")
+        raise ValueError(f"the Hadamard transform needs a multiple of 16 rows; got {x.shape[0]}: append zeros")
     pointer = _output(out, [2], [torch.float32], "out")
     words = (*_matrix(x), 0, pointer, pointer + 4)
     launch("amax_rht", x, words, _tiles(x, module.TILE), x.dtype == torch.float32)
 
 
 def scale_shape(lines: int, contraction: int, *, tile: bool) -> tuple[int, int]:
-    """The shape of the E4M3 scales of packed codes [lines, contraction / 2]."""
+    """Return the shape of the E4M3 scales of packed codes [lines, contraction / 2]."""
     return (-(-lines // 16) if tile else lines), contraction // 16
 
 
 def _words(job: Nvfp4Job, tile: bool) -> Words:
     words: list[int] = [*_matrix(job.x), 0]
-    for (lines, along), parts in zip((job.x.shape, job.x.shape[::-1]), (job[1:5], job[5:9]), strict=True):
-        codes, scale, amax, amax_out = parts
-        if len({part is None for part in parts[:3]}) == 2:
-            raise ValueError("an nvfp4 cast takes codes, scale and amax of an orientation together, or none of them")
+    row = job.codes, job.scale, job.amax, job.amax_out
+    col = job.codes_t, job.scale_t, job.amax_t, job.amax_t_out
+    for (lines, along), (codes, scale, amax, amax_out) in zip((job.x.shape, job.x.shape[::-1]), (row, col), strict=True):
+        if len({part is None for part in (codes, scale, amax)}) == 2:
+            raise ValueError("an nvfp4 cast takes codes, scale and amax of an orientation together: pass all three, or none")
         if codes is not None and (along % 16 or (tile and lines % 16)):
             raise ValueError(
                 f"nvfp4 takes blocks of {'16x16' if tile else '1x16'}; got [{lines}, {along}]: append zeros"
             )
+        if tile and amax is None:
+            amax = job.amax_t  # the kernel of tiles reads the first amax
         words += [
             _output(codes, (lines, along // 2), [torch.uint8], "codes"),
             _output(scale, scale_shape(lines, along, tile=tile), [torch.float8_e4m3fn], "scale"),
@@ -76,7 +81,7 @@ def _draw_words(draw: PhiloxState | None, x: Tensor) -> Words:
     counter = draw.counter
     if counter.dtype != torch.int64 or counter.dim() or counter.device != x.device or draw.column % 16:
         raise ValueError(
-            f"random bits are drawn by an int64 [] counter on {x.device}, from a multiple of 16 columns on; got "
+            f"stochastic rounding needs an int64 [] counter on {x.device} and a first column that is a multiple of 16; got "
             f"{counter.dtype} {list(counter.shape)} on {counter.device}, column {draw.column}"
         )
     seed, tensor = draw.key
@@ -92,9 +97,13 @@ def cast_nvfp4(
     source: Words = MATRIX,
     four_over_six: bool = False,
 ) -> None:
-    """NVFP4 in blocks of 16, both orientations in one read. `rht`: the columns are transformed first; `draws`: where the
-    random bits of each orientation come from, None rounds to nearest; `source`: of cuda_producers; `four_over_six`: two
-    candidate scales for each block, only to nearest."""
+    """Cast to NVFP4 in blocks of 16, both orientations from one read.
+
+    rht             transform the columns first
+    draws           random bits of each orientation; None: round to nearest
+    source          producer (`cuda_producers`)
+    four_over_six   choose between two scales for each block; only with rounding to nearest
+    """
     if four_over_six and draws != (None, None):
         raise ValueError("four over six is defined for rounding to nearest; pass no draws, or four_over_six=False")
     module = loader.load()
@@ -105,25 +114,20 @@ def cast_nvfp4(
 
 
 def cast_nvfp4_tile(job: Nvfp4Job, *, four_over_six: bool = False) -> None:
-    """NVFP4 in tiles of 16x16, both orientations in one read, by one amax for both."""
+    """Cast to NVFP4 in tiles of 16x16, both orientations from one read, by one amax."""
     module = loader.load()
-    wide, words = job.x.dtype == torch.float32, _one_amax(_words(job, True))
+    wide, words = job.x.dtype == torch.float32, _words(job, True)
     launch("cast_nvfp4_2d", job.x, words, 0, 1, _tiles(job.x, module.TILE), wide, four_over_six)
 
 
-def _one_amax(words: Words) -> Words:
-    """The kernel of tiles reads the first amax."""
-    return (*words[:7], words[7] or words[11], *words[8:])
-
-
 def cast_nvfp4_batch(jobs: Sequence[Nvfp4Job], *, tile: bool, four_over_six: bool = False) -> Batch:
-    """The same for many matrices, to nearest and not transformed."""
+    """Prepare a launch of NVFP4 casts for many matrices, with rounding to nearest and without transform."""
     module = loader.load()
     wide = _same([job.x.dtype for job in jobs], "the input dtype") == torch.float32
-    words, tiles = [_words(job, tile) for job in jobs], [_tiles(job.x, module.TILE) for job in jobs]
+    tiles = [_tiles(job.x, module.TILE) for job in jobs]
+    words = [_words(job, tile) for job in jobs]
     if tile:
-        rows = [_one_amax(row) for row in words]
-        return _batch(module.cast_nvfp4_2d, len(words[0]), rows, tiles, jobs, wide, four_over_six)
+        return _batch(module.cast_nvfp4_2d, len(words[0]), words, tiles, jobs, wide, four_over_six)
     nothing = _draw_words(None, jobs[0].x)
     options = (wide, False, four_over_six, nothing, nothing, MATRIX)
     return _batch(module.cast_nvfp4_1d, len(words[0]), words, tiles, jobs, *options)

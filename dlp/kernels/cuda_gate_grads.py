@@ -1,7 +1,7 @@
-"""The CUDA kernels that cast both gradients of a SwiGLU from one read of dh, gate and up, see cuda.py.
+"""CUDA kernels that cast both gradients of a SwiGLU from one read of dh, gate and up; see cuda.py.
 
-dh, gate, up bf16 [rows, cols]. Of a pair of jobs the first is dgate's, the second dup's; their x is any matrix like these, for
-its sizes.
+dh, gate and up are bf16 [rows, cols]. The first job of a pair casts dgate, the second job casts dup; x of a job only gives the
+sizes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dlp.kernels.launches import launch
 
 
 def amaxes(dh: Tensor, gate: Tensor, up: Tensor, out: Tensor) -> None:
-    """max |dgate|, max |dup| -> out, fp32 [2]; neither gradient is stored."""
+    """Write max |dgate| and max |dup| to out, fp32 [2]; the gradients are not stored."""
     launch("swiglu_backward", gate, (*_read(dh, gate, up), 0, 0, _output(out, [2], [torch.float32], "out")), False)
 
 
@@ -43,10 +43,10 @@ def cast_tensor(
     power_of_two: bool = False,
     epsilon: float = 0.0,
 ) -> None:
-    """Per-tensor FP8, as `cuda.cast_tensor` of each gradient."""
+    """Cast both gradients to per-tensor FP8, as `cuda.cast_tensor`."""
     words = [_tensor_words(job, _matrix(job.x)) for job in jobs]
-    dtype = _same([_code_dtype(job) for job in jobs], "the dtype of their codes")
-    observe = _same([job.staging is not None for job in jobs], "having staging")
+    dtype = _same([_code_dtype(job) for job in jobs], "the dtype of codes")
+    observe = _same([job.staging is not None for job in jobs], "the presence of staging")
     rule = scale_rule(dtype, power_of_two, epsilon)
     given = (*_read(dh, gate, up), 0, 0, 0)
     launch("cast_gate_grads_tensor", gate, given, *words, dtype == torch.float8_e5m2, rule, observe)
@@ -56,9 +56,9 @@ def cast_block(
     dh: Tensor, gate: Tensor, up: Tensor, jobs: tuple[BlockJob, BlockJob], *, power_of_two: bool = True, epsilon: float = 0.0,
     gemm_layout: bool = False,
 ) -> None:  # fmt: skip
-    """FP8 with a scale every 128 elements of the contraction, as `cuda.cast_block` of each gradient."""
+    """Cast both gradients to FP8 with one scale per 128 elements of the contraction, as `cuda.cast_block`."""
     words = [_block_words(job, False, gemm_layout) for job in jobs]
-    dtype = _same([_code_dtype(job) for job in jobs], "the dtype of their codes")
+    dtype = _same([_code_dtype(job) for job in jobs], "the dtype of codes")
     rule = scale_rule(dtype, power_of_two, epsilon, torch.finfo(gate.dtype).max)
     given = (*_read(dh, gate, up), 0, 0, 0)
     launch("cast_gate_grads_block", gate, given, *words, dtype == torch.float8_e5m2, rule, gemm_layout)

@@ -1,4 +1,4 @@
-"""The CUDA kernels of the cross entropy, see cuda.py; within a bound of float64, and the same bits in every run."""
+"""CUDA kernels of the cross entropy, with an error bound against float64 and the same bits in every run; see cuda.py."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from dlp.kernels.launches import launch
 
 
 def _vector(tensor: Tensor, x: Tensor, name: str, dtype: torch.dtype = torch.float32) -> int:
-    """The pointer of a vector with an element for each row of x."""
+    """Return the pointer of a vector with one element for each row of x."""
     return _output(tensor, [len(x)], [dtype], name)
 
 
 def log_sum_exp(logits: Tensor, target: Tensor, log_sum: Tensor, picked: Tensor) -> None:
-    """logits [M, C], target int64 [M] -> log_sum, picked fp32 [M]; see the reference."""
+    """Write log(sum(exp(logits))) to log_sum and the logits at target to picked: logits [M, C], target int64 [M], outputs fp32
+    [M]."""
     words = (
         *_matrix(logits), 0, _vector(target, logits, "target", torch.int64), _vector(log_sum, logits, "log_sum"),
         _vector(picked, logits, "picked"),
@@ -24,7 +25,7 @@ def log_sum_exp(logits: Tensor, target: Tensor, log_sum: Tensor, picked: Tensor)
 
 
 def softmax_gradient(logits: Tensor, target: Tensor, log_sum: Tensor, weight: Tensor, gradient: Tensor) -> None:
-    """logits [M, C], target int64 [M], log_sum, weight fp32 [M] -> gradient [M, C]; see the reference."""
+    """Write `reference.softmax_gradient` to gradient [M, C]: logits [M, C], target int64 [M], log_sum and weight fp32 [M]."""
     words = (
         *_matrix(logits), 0, _vector(target, logits, "target", torch.int64), _vector(log_sum, logits, "log_sum"),
         _vector(weight, logits, "weight"), _output(gradient, logits.shape, [logits.dtype], "gradient"),

@@ -1,6 +1,7 @@
-"""The CUDA kernels of what makes a linear's x, see cuda.py: RMSNorm, SwiGLU, their gradients, sums of columns.
+"""CUDA kernels of norms, activations and column sums, forward and backward; see cuda.py.
 
-`..._source` are words that casts take, so that they make such a matrix themselves, in place of the one they are given.
+The functions `..._source` return the arguments of a producer: a cast with a producer computes the elements of the matrix while
+reading the inputs.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from dlp.kernels import loader
 from dlp.kernels.cuda import INPUTS, Words, _matrix, _output, _scalar, _tiles
 from dlp.kernels.launches import launch
 
-RMS_NORM, SWIGLU, COLUMN_SUMS, ACTIVATION, BESIDE = 1, 2, 3, 4, 5  # of kernels.h
-ACTS = {"silu": 0, "gelu": 1, "relu": 2, "srelu": 3, "sigmoid": 4, "qgelu": 5}  # of kernels.h
-MAX_NORM_COLS = 57344  # whose sums in backward fit into shared memory
+RMS_NORM, SWIGLU, COLUMN_SUMS, ACTIVATION, BESIDE = 1, 2, 3, 4, 5  # producers in kernels.h
+ACTS = {"silu": 0, "gelu": 1, "relu": 2, "srelu": 3, "sigmoid": 4, "qgelu": 5}  # activations in kernels.h
+MAX_NORM_COLS = 57344  # largest number of columns whose sums fit into shared memory in backward
 
 
 def _vector(weight: Tensor, x: Tensor) -> Words:
-    """Pointer of weight [cols], and whether it is fp32."""
+    """Return the pointer of weight [cols], and whether weight is fp32."""
     return _output(weight, [x.shape[1]], INPUTS, "weight"), int(weight.dtype == torch.float32)
 
 
 def _beside(tensor: Tensor, x: Tensor, name: str) -> Words:
-    """Pointer and row stride of a matrix like x."""
+    """Return pointer and row stride of a matrix with the shape and dtype of x."""
     if tensor.shape != x.shape or tensor.dtype != x.dtype:
         raise ValueError(
-            f"{name} must be {x.dtype} {list(x.shape)} as its partner; got {tensor.dtype} {list(tensor.shape)}"
+            f"{name} must be {x.dtype} {list(x.shape)}, like the first input; got {tensor.dtype} {list(tensor.shape)}"
         )
     pointer, _, _, stride = _matrix(tensor)
     return pointer, stride
@@ -36,8 +37,8 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float, rstd: Tensor, *, y: Tensor | None = None, amax: Tensor | None = None,
     more: Tensor | None = None, total: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """x [rows, cols], weight [cols] bf16 or fp32 -> rstd fp32 [rows] and y [rows, cols], or max |y| -> amax fp32 []. With
-    `more` [rows, cols]: of x + more, rounded to their dtype, which is written to `total`."""
+    """RMSNorm of x [rows, cols] with weight [cols], bf16 or fp32: write rstd fp32 [rows], and y [rows, cols] or max |y| (amax,
+    fp32 []). With `more` [rows, cols] the input is x + more, rounded to the dtype of x and written to `total`."""
     words = (
         *_matrix(x), 0, *_vector(weight, x), _output(rstd, [len(x)], [torch.float32], "rstd"),
         _output(y, x.shape, [x.dtype], "y"), _scalar(amax, "amax"), *((0, 0) if more is None else _beside(more, x, "more")),
@@ -49,13 +50,14 @@ def rms_norm(
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dx: Tensor, dweight: Tensor, add: Tensor | None = None
 ) -> None:
-    """dy, x [rows, cols], weight [cols], rstd [rows] -> dx [rows, cols], to which `add` is added, dweight fp32 [cols].
+    """Gradient of RMSNorm of dy and x [rows, cols], weight [cols] and rstd [rows]: write dx [rows, cols] plus `add`, and
+    dweight fp32 [cols].
 
-    Raises ValueError where cols is over MAX_NORM_COLS.
+    Raises ValueError for more than MAX_NORM_COLS columns.
     """
     rows, cols = x.shape
     if cols > MAX_NORM_COLS:
-        raise ValueError(f"the gradient of RMSNorm is computed for up to {MAX_NORM_COLS} features; got {cols}")
+        raise ValueError(f"the gradient of RMSNorm supports at most {MAX_NORM_COLS} features; got {cols}")
     module = loader.load()
     parts = torch.empty(min(rows, module.NORM_PARTS), cols, device=x.device)
     words = (
@@ -67,7 +69,8 @@ def rms_norm_backward(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, mean: Tensor, rstd: Tensor, y: Tensor) -> None:
-    """x [rows, cols], weight and bias [cols] of one dtype, bf16 or fp32 -> mean, rstd fp32 [rows] and y [rows, cols]."""
+    """LayerNorm of x [rows, cols] with weight and bias [cols] of one dtype, bf16 or fp32: write mean and rstd fp32 [rows], and
+    y [rows, cols]."""
     pointer, wide = _vector(weight, x)
     vectors = [_output(each, [len(x)], [torch.float32], name) for each, name in ((mean, "mean"), (rstd, "rstd"))]
     words = (
@@ -80,13 +83,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, mean: Tensor
 def layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, dx: Tensor, dweight: Tensor, dbias: Tensor
 ) -> None:
-    """dy, x [rows, cols], weight [cols], mean, rstd [rows] -> dx [rows, cols], dweight, dbias fp32 [cols].
+    """Gradient of LayerNorm of dy and x [rows, cols], weight [cols], mean and rstd [rows]: write dx [rows, cols], dweight and
+    dbias fp32 [cols].
 
-    Raises ValueError where cols is over MAX_NORM_COLS / 2.
+    Raises ValueError for more than MAX_NORM_COLS / 2 columns.
     """
     rows, cols = x.shape
     if cols > MAX_NORM_COLS // 2:
-        raise ValueError(f"the gradient of LayerNorm is computed for up to {MAX_NORM_COLS // 2} features; got {cols}")
+        raise ValueError(f"the gradient of LayerNorm supports at most {MAX_NORM_COLS // 2} features; got {cols}")
     parts = torch.empty(2, min(rows, loader.load().NORM_PARTS), cols, device=x.device)
     vectors = [_output(each, [rows], [torch.float32], name) for each, name in ((mean, "mean"), (rstd, "rstd"))]
     words = (
@@ -99,7 +103,7 @@ def layer_norm_backward(
 
 
 def swiglu(gate: Tensor, up: Tensor, *, h: Tensor | None = None, amax: Tensor | None = None) -> None:
-    """gate, up [rows, cols] -> h [rows, cols], or max |h| -> amax fp32 []."""
+    """Write h = silu(gate) * up [rows, cols] of gate and up [rows, cols], or max |h| to amax, fp32 []."""
     words = (
         *_matrix(gate), 0, *_beside(up, gate, "up"), _output(h, gate.shape, [gate.dtype], "h"), _scalar(amax, "amax"),
     )  # fmt: skip
@@ -107,7 +111,7 @@ def swiglu(gate: Tensor, up: Tensor, *, h: Tensor | None = None, amax: Tensor | 
 
 
 def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """dh, gate, up [rows, cols] -> dgate, dup [rows, cols]."""
+    """Write dgate and dup [rows, cols] of dh, gate and up [rows, cols], for SwiGLU."""
     words = (
         *_matrix(gate), 0, *_beside(up, gate, "up"), *_beside(dh, gate, "dh"),
         _output(dgate, gate.shape, [gate.dtype], "dgate"), _output(dup, gate.shape, [gate.dtype], "dup"), 0,
@@ -118,18 +122,19 @@ def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Te
 def activation(
     x: Tensor, act: str, out: Tensor | None = None, dy: Tensor | None = None, *, amax: Tensor | None = None
 ) -> None:
-    """x [rows, cols] -> out [rows, cols]: act(x), or with dy: dy * act'(x); or max |out| -> amax fp32 [].
+    """Write act(x) of x [rows, cols], or with dy the product dy * act'(x), to out [rows, cols]; or max |out| to amax, fp32 [].
 
-    The reference's on the same device, bit for bit, but for silu, sigmoid and qgelu, which divide approximately and take a
-    subnormal s(x) as 0: act(x) and act'(x) lie within (2^-20 s(x) + 2^-126) (1 + |x|) of the reference before they are rounded
-    to the dtype of x (qgelu: with 1.702 |x|)."""
+    Results are bitwise equal to the reference on the same device, except for silu, sigmoid and qgelu. These divide
+    approximately and treat a subnormal s(x) as 0: before rounding to the dtype of x, act(x) and act'(x) lie within (2^-20 s(x)
+    + 2^-126) (1 + |x|) of the reference (qgelu: with 1.702 |x|)."""
     more = (0, 0) if dy is None else _beside(dy, x, "dy")
     words = *_matrix(x), 0, *more, _output(out, x.shape, [x.dtype], "out"), _scalar(amax, "amax")
     launch("activation", x, words, ACTS[act], x.dtype == torch.float32)
 
 
 def gate(gate: Tensor, up: Tensor, act: str, h: Tensor | None = None, *, amax: Tensor | None = None) -> None:
-    """gate, up [rows, cols] -> h [rows, cols], or max |h| -> amax fp32 [], of act(gate) as `activation` has it."""
+    """Write h = act(gate) * up [rows, cols] of gate and up [rows, cols], or max |h| to amax, fp32 []; accuracy as
+    `activation`."""
     words = (
         *_matrix(gate), 0, *_beside(up, gate, "up"), _output(h, gate.shape, [gate.dtype], "h"), _scalar(amax, "amax"),
     )  # fmt: skip
@@ -137,7 +142,7 @@ def gate(gate: Tensor, up: Tensor, act: str, h: Tensor | None = None, *, amax: T
 
 
 def gate_backward(dh: Tensor, gate: Tensor, up: Tensor, act: str, dgate: Tensor, dup: Tensor) -> None:
-    """dh, gate, up [rows, cols] -> dgate, dup [rows, cols], of act(gate) and act'(gate) as `activation` has them."""
+    """Write dgate and dup [rows, cols] of dh, gate and up [rows, cols], for act(gate) * up; accuracy as `activation`."""
     words = (
         *_matrix(gate), 0, *_beside(up, gate, "up"), *_beside(dh, gate, "dh"),
         _output(dgate, gate.shape, [gate.dtype], "dgate"), _output(dup, gate.shape, [gate.dtype], "dup"), 0,
@@ -146,7 +151,7 @@ def gate_backward(dh: Tensor, gate: Tensor, up: Tensor, act: str, dgate: Tensor,
 
 
 def column_sums(x: Tensor, out: Tensor) -> None:
-    """x [rows, cols] -> out fp32 [cols]."""
+    """Write the column sums of x [rows, cols] to out, fp32 [cols]."""
     module, parts = loader.load(), empty_parts(x)
     tiles = _tiles(x, module.TILE)
     launch("tile_sums", x, (*_matrix(x), 0), tiles, parts.data_ptr(), x.dtype == torch.float32)
@@ -154,7 +159,7 @@ def column_sums(x: Tensor, out: Tensor) -> None:
 
 
 def empty_parts(x: Tensor) -> Tensor:
-    """Room for the sums of the columns of each tile of x."""
+    """Allocate the column sums of each row of tiles of x."""
     return torch.empty(_tiles_down(x), x.shape[1], device=x.device)
 
 
@@ -163,36 +168,36 @@ def _tiles_down(x: Tensor) -> int:
 
 
 def sum_parts(parts: Tensor, out: Tensor) -> None:
-    """parts fp32 [count, cols] -> out [cols], see `reference.sum_parts`."""
+    """Write `reference.sum_parts` of parts fp32 [count, cols] to out [cols]."""
     count, cols = parts.shape
     target = _output(out, [cols], [torch.float32], "out")
     launch("sum_parts", parts, parts.data_ptr(), count, cols, target)
 
 
 def rms_norm_source(x: Tensor, weight: Tensor, rstd: Tensor) -> Words:
-    """The cast's x is x [rows, cols] * rstd [rows] * weight [cols]."""
+    """Return the producer of x [rows, cols] * rstd [rows] * weight [cols]."""
     vector = _output(rstd, [len(x)], [torch.float32], "rstd")
     return RMS_NORM, vector, *_vector(weight, x), 0, 0, 0, 0, 0
 
 
 def swiglu_source(gate: Tensor, up: Tensor) -> Words:
-    """The cast's x is silu(gate) * up."""
+    """Return the producer of silu(gate) * up."""
     return SWIGLU, 0, 0, 0, *_beside(up, gate, "up"), 0, 0, 0
 
 
 def activation_source(act: str) -> Words:
-    """The cast's x is act(x)."""
+    """Return the producer of act(x)."""
     return ACTIVATION, 0, 0, 0, 0, 0, 0, ACTS[act], 0
 
 
 def beside_source(x: Tensor, up: Tensor, act: str, *, slope: bool = False, parts: Tensor | None = None) -> Words:
-    """The cast's x is act(x) * up, or with `slope` act'(x) * up; the sums of the columns of its tiles -> `parts`."""
+    """Return the producer of act(x) * up, or with `slope` of act'(x) * up, that also writes column sums of tiles to `parts`."""
     shape = [_tiles_down(x), x.shape[1]]
     sums = _output(parts, shape, [torch.float32], "parts")
     return BESIDE, 0, 0, 0, *_beside(up, x, "up"), sums, ACTS[act], int(slope)
 
 
 def column_sums_source(x: Tensor, parts: Tensor) -> Words:
-    """The cast's x is x; the sums of the columns of its tiles -> `parts`, see `empty_parts`."""
+    """Return the producer of x that also writes column sums of tiles to `parts` (`empty_parts`)."""
     shape = [_tiles_down(x), x.shape[1]]
     return COLUMN_SUMS, 0, 0, 0, 0, 0, _output(parts, shape, [torch.float32], "parts"), 0, 0

@@ -1,4 +1,4 @@
-"""The CUDA kernels of rowwise FP8, see cuda.py: amaxes of rows and columns in one read, casts by them in one more."""
+"""CUDA kernels of rowwise FP8: amaxes of rows and columns from one read, casts from a second read; see cuda.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dlp.kernels.launches import launch
 
 
 class LinesJob(NamedTuple):
-    """max |x| of x [rows, cols] -> raises amax [rows] and amax_t [cols], fp32; None where it is not wanted."""
+    """Job: raise amax [rows] and amax_t [cols], fp32, to max |x| of rows and columns of x [rows, cols]; None: not requested."""
 
     x: Tensor
     amax: Tensor | None
@@ -22,7 +22,8 @@ class LinesJob(NamedTuple):
 
 
 class RowwiseJob(NamedTuple):
-    """x [rows, cols] -> codes [rows, cols], scale_inv [rows] from amax [rows], and / or those of its columns."""
+    """Job: quantize x [rows, cols] to codes [rows, cols] and scale_inv [rows] by amax [rows], x.t() to the tensors `..._t`, or
+    both."""
 
     x: Tensor
     codes: Tensor | None = None
@@ -35,11 +36,13 @@ class RowwiseJob(NamedTuple):
 
     @property
     def code_dtype(self) -> torch.dtype:
-        """Raises ValueError where an orientation is incomplete or none is wanted."""
-        ways = [self[1:4], self[4:7]]
-        if any(len({part is None for part in way}) == 2 for way in ways) or self.codes is self.codes_t:
+        """Dtype of the codes. Raises ValueError for an incomplete orientation, and if no orientation is requested."""
+        orientations = (self.codes, self.amax, self.scale_inv), (self.codes_t, self.amax_t, self.scale_inv_t)
+        incomplete = any(len({part is None for part in parts}) == 2 for parts in orientations)
+        if incomplete or self.codes is self.codes_t:
             raise ValueError(
-                "a rowwise cast takes codes, amax and scale_inv of an orientation together, of one or of both"
+                "a rowwise cast takes codes, amax and scale_inv of an orientation together: pass all three, of at least one "
+                "orientation"
             )
         codes = self.codes if self.codes is not None else self.codes_t
         assert codes is not None
@@ -53,15 +56,15 @@ def _lines_words(job: LinesJob) -> Words:
 
 
 def amax_lines(x: Tensor, amax: Tensor | None, amax_t: Tensor | None, source: Words = MATRIX) -> None:
-    """Raises amax [rows] and amax_t [cols] to max |x| of every row and column; NaN is ignored. `source`: of
-    cuda_producers."""
+    """Raise amax [rows] and amax_t [cols] to max |x| of every row and column; NaN is ignored. `source`: producer
+    (`cuda_producers`)."""
     module = loader.load()
     words, tiles = _lines_words(LinesJob(x, amax, amax_t)), _tiles(x, module.TILE)
     launch("amax_lines", x, words, 0, 1, tiles, x.dtype == torch.float32, source)
 
 
 def amax_lines_batch(xs: Sequence[Tensor], amaxes: Sequence[tuple[Tensor | None, Tensor | None]]) -> Batch:
-    """The same for many matrices."""
+    """Prepare a launch of `amax_lines` for many matrices."""
     module = loader.load()
     jobs = [LinesJob(x, *amax) for x, amax in zip(xs, amaxes, strict=True)]
     wide = _same([x.dtype for x in xs], "the input dtype") == torch.float32
@@ -83,8 +86,8 @@ def _rowwise_words(job: RowwiseJob) -> Words:
 
 
 def cast_rowwise(job: RowwiseJob, *, power_of_two: bool = True, epsilon: float = 0.0, source: Words = MATRIX) -> None:
-    """Rowwise FP8, a scale a row from its amax, and a scale a column in the transposed copy, in one read. `source`: of
-    cuda_producers."""
+    """Cast to rowwise FP8 from one read of x: one scale per row, and one scale per column in the transposed copy. `source`:
+    producer (`cuda_producers`)."""
     module = loader.load()
     rule = scale_rule(job.code_dtype, power_of_two, epsilon)
     wide, e5m2 = job.x.dtype == torch.float32, job.code_dtype == torch.float8_e5m2
@@ -93,9 +96,9 @@ def cast_rowwise(job: RowwiseJob, *, power_of_two: bool = True, epsilon: float =
 
 
 def cast_rowwise_batch(jobs: Sequence[RowwiseJob], *, power_of_two: bool = True, epsilon: float = 0.0) -> Batch:
-    """The same for many matrices."""
+    """Prepare a launch of `cast_rowwise` for many matrices."""
     module = loader.load()
-    dtype = _same([job.code_dtype for job in jobs], "the dtype of their codes")
+    dtype = _same([job.code_dtype for job in jobs], "the dtype of codes")
     wide = _same([job.x.dtype for job in jobs], "the input dtype") == torch.float32
     words, tiles = [_rowwise_words(job) for job in jobs], [_tiles(job.x, module.TILE) for job in jobs]
     rule = scale_rule(dtype, power_of_two, epsilon)

@@ -1,8 +1,8 @@
-"""From a cast to its kernel: which matrix the kernel reads, and where it writes the parts of both orientations.
+"""Input matrix and outputs of the kernel of a cast.
 
-Kernels read rows of adjacent elements, in bf16 or fp32. For the transposed view of such a matrix the kernel reads the matrix
-itself and writes the other orientation, without a copy. A matrix that is neither is copied first, in its own dtype. Parts are
-written to `out`, the tensors of one orientation (such as this rank's segment of a gather buffer), or into new storage.
+Kernels read rows of adjacent elements, in bf16 or fp32. For the transposed view of such a matrix, the kernel reads the matrix
+and writes the other orientation, without a copy. Any other matrix is copied first, in the same dtype. The kernel writes parts
+to `out` (for example this rank's segment of a gather buffer), or to new storage.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from dlp.kernels import cuda
 from dlp.kernels.registry import DEVICE_AT, NATIVE
 
 Parts = Sequence[Tensor]
-Outs = tuple[Parts, Parts] | None  # of x, of x.t()
-Wanted = tuple[Parts | None, Parts | None]  # the same, None for what is not wanted
-Flags = Sequence[Tensor | None]  # of many casts, see casts.py
+Outs = tuple[Parts, Parts] | None  # parts of x and of x.t()
+Wanted = tuple[Parts | None, Parts | None]  # parts of x and of x.t(); None: not requested
+Flags = Sequence[Tensor | None]  # flags of many casts (casts.py)
 Launch = Callable[[], None]
 
 
 class Launches(NamedTuple):
-    """The casts of many matrices, prepared: `observe` writes `amaxes`, of each matrix and of its transpose (None: there is
-    nothing to know, or it is not wanted), and `cast` reads them. In between they may be raised in place."""
+    """Prepared casts of many matrices.
+
+    observe   launches that write `amaxes`
+    amaxes    for each matrix the amaxes of the matrix and of the transpose; None: not needed, or not requested
+    cast      launches that read `amaxes`; between `observe` and `cast` the amaxes may be raised in place
+    """
 
     observe: Sequence[Launch]
     amaxes: Sequence[tuple[Tensor | None, Tensor | None]]
@@ -33,12 +37,12 @@ class Launches(NamedTuple):
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Whether kernels can read x, a matrix on a device that they run on."""
+    """Return whether kernels can read x: a bf16 or fp32 matrix on a device with kernels."""
     return DEVICE_AT[x.get_device()] in NATIVE and x.dim() == 2 and x.dtype in cuda.INPUTS
 
 
 def adjacent(x: Tensor) -> tuple[Tensor, bool]:
-    """A matrix that kernels can read, and whether it is the transpose of x."""
+    """Return a matrix that kernels can read, and whether the matrix is the transpose of x."""
     if cuda.readable(x):
         return x, False
     return (x.t(), True) if cuda.readable(x.t()) else (x.contiguous(), False)
@@ -48,8 +52,11 @@ def rowwise(
     x: Tensor, out: Parts | None, empty: Callable[[Sequence[int]], Parts],
     launch: Callable[[Tensor, Parts | None, Parts | None], None],
 ) -> Parts:  # fmt: skip
-    """The parts of x [rows, C]. `empty`: storage for an operand of a shape; `launch`: the kernel, for a matrix, into the
-    parts of its rows and those of its columns, None where they are not wanted."""
+    """Return the parts of the rowwise operand of x [rows, C].
+
+    empty    function that allocates the parts of an operand of a shape
+    launch   function that casts a matrix into rowwise parts and columnwise parts; None: not requested
+    """
     matrix, flipped = adjacent(x)
     made = out if out is not None else empty(x.shape)
     launch(matrix, *((None, made) if flipped else (made, None)))
@@ -60,7 +67,7 @@ def both(
     x: Tensor, outs: Outs, empty: Callable[[Sequence[int]], Parts],
     launch: Callable[[Tensor, Parts, Parts], None],
 ) -> tuple[Parts, Parts]:  # fmt: skip
-    """The parts of x and of x.t(), by one launch."""
+    """Return the parts of the operands of x and of x.t(), from one launch."""
     matrix, flipped = adjacent(x)
     row, col = outs if outs is not None else (empty(x.shape), empty(x.shape[::-1]))
     launch(matrix, *((col, row) if flipped else (row, col)))
@@ -68,7 +75,7 @@ def both(
 
 
 def into(out: Parts | None, parts: Parts) -> Parts:
-    """Parts that a reference made, copied to where they are wanted."""
+    """Copy the parts that a reference returned to `out`, if given, and return the result."""
     if out is None:
         return parts
     torch._foreach_copy_(list(out), list(parts))
@@ -76,6 +83,6 @@ def into(out: Parts | None, parts: Parts) -> Parts:
 
 
 def both_into(outs: Outs, cast: Callable[[Tensor], Parts], x: Tensor) -> tuple[Parts, Parts]:
-    """Two casts by a reference, of x and of x.t()."""
+    """Cast x and x.t() by a reference."""
     row, col = outs if outs is not None else (None, None)
     return into(row, cast(x)), into(col, cast(x.t()))

@@ -1,11 +1,11 @@
-"""Both gradients of a gate, observed and cast together: by kernels that read dh, gate and up once and store neither gradient,
-else one after the other; same bits.
+"""Amaxes and casts of both gradients of a gate: kernels that read dh, gate and up once and do not store the gradients, or two
+separate casts with the same bits.
 
-    amax_gate_grads               max |dgate|, max |dup|
-    cast_gate_grads_fp8_tensor    `cast_fp8_tensor_both` of each
-    cast_gate_grads_fp8_block     `cast_fp8_block_both` of each
+    amax_gate_grads               max |dgate| and max |dup|
+    cast_gate_grads_fp8_tensor    `cast_fp8_tensor_both` of both gradients
+    cast_gate_grads_fp8_block     `cast_fp8_block_both` of both gradients
 
-Kernels take SwiGLU's in bf16, in whole tiles of 128 x 128.
+Kernels exist for SwiGLU in bf16, in complete tiles of 128 x 128.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dlp.kernels.reference.scales import Block
 from dlp.kernels.registry import operation
 
 TILE = 128
-Pair = tuple[Any, Any]  # of dgate, of dup
+Pair = tuple[Any, Any]  # results for dgate and for dup
 
 
 def _each(grads: GatedGrads) -> tuple[GatedGrad, GatedGrad]:
@@ -46,7 +46,7 @@ def _reads(grads: GatedGrads) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def takes_gate_grads(grads: GatedGrads, dtype: torch.dtype = GRADIENT_CODES[0]) -> bool:
-    """Whether the kernels take these gradients: whole tiles, in aligned rows."""
+    """Return whether the kernels support these gradients: complete tiles and aligned rows."""
     rows, cols = grads.gate.shape
     whole = rows > 0 and cols > 0 and rows % TILE == 0 and cols % TILE == 0
     given = _reads(grads)
@@ -55,8 +55,7 @@ def takes_gate_grads(grads: GatedGrads, dtype: torch.dtype = GRADIENT_CODES[0]) 
 
 
 def takes_cast_tensor(grads: GatedGrads, dtype: torch.dtype, *_: Any) -> bool:
-    """Whether the kernel takes these gradients. Not if a kernel from outside is registered for the cast of one gradient: then
-    that runs."""
+    """Return whether the kernel supports these gradients. A user's kernel for the cast of one gradient has priority."""
     ours = registry.choose("cast_fp8_tensor_both", grads.gate, dtype).run is cast_fp8_tensor_both_kernel
     return ours and takes_gate_grads(grads, dtype)
 
@@ -68,7 +67,7 @@ def takes_cast_block(grads: GatedGrads, block: Block, dtype: torch.dtype, *_: An
 
 @operation
 def amax_gate_grads(grads: GatedGrads) -> Pair:
-    """max |dgate|, max |dup| as fp32 []."""
+    """Return max |dgate| and max |dup|, fp32 []."""
     of_gate, of_up = _each(grads)
     return amax(of_gate), amax(of_up)
 
@@ -83,7 +82,7 @@ def amax_gate_grads_kernel(grads: GatedGrads) -> Pair:
 def cast_gate_grads_fp8_tensor(
     grads: GatedGrads, dtype: torch.dtype, sources: Sequence[Fp8Scale], flags: Flags
 ) -> Pair:  # fmt: skip
-    """The parts of dgate and of dgate.t(), and of dup and of dup.t(); `sources` and `flags`: of each gradient."""
+    """Return the parts of dgate and dgate.t(), and of dup and dup.t(); `sources` and `flags` have one entry per gradient."""
     first, second = (
         cast_fp8_tensor_both(grad, dtype, source, flag=flag)
         for grad, source, flag in zip(_each(grads), sources, flags, strict=True)
@@ -110,7 +109,7 @@ def cast_gate_grads_fp8_tensor_kernel(
 def cast_gate_grads_fp8_block(
     grads: GatedGrads, block: Block, dtype: torch.dtype, flags: Flags, *, power_of_two: bool, epsilon: float = 0.0
 ) -> Pair:
-    """The same with a scale a block."""
+    """Return the parts of dgate and dgate.t(), and of dup and dup.t(), with one scale per block."""
     first, second = (
         cast_fp8_block_both(grad, block, dtype, power_of_two=power_of_two, epsilon=epsilon, flag=flag)
         for grad, flag in zip(_each(grads), flags, strict=True)
@@ -128,6 +127,6 @@ def cast_gate_grads_fp8_block_kernel(
         made.append((row, col))
         jobs.append(job)
         layouts.append(gemm_layout)
-    assert layouts[0] == layouts[1], "both are as new"
+    assert layouts[0] == layouts[1], "both gradients have newly allocated scales"
     cuda_gate_grads.cast_block(*_reads(grads), (jobs[0], jobs[1]), gemm_layout=layouts[0], **options)
     return made[0], made[1]

@@ -1,7 +1,8 @@
-"""Our own GEMM on Hopper (csrc/gemm_sm90.cu): FP8 codes, A scaled in blocks of 1x128, B in tiles of 128x128.
+"""GEMM kernel for Hopper (csrc/gemm_sm90.cu): FP8 codes, A scaled in blocks of 1x128, B in tiles of 128x128.
 
-It runs where it was measured to be faster than cuBLASLt's, in large GEMMs (bench/results/gemm.md); `takes` is that rule, and
-what the kernel asks of its operands. Small ones leave multiprocessors idle: its tiles come in pairs, 256 x 192 together.
+The kernel runs for large GEMMs, where measurements show an advantage over cuBLASLt (bench/results/gemm.md). `takes` is this
+rule together with the requirements of the kernel. Small GEMMs leave SMs idle, because a pair of SMs computes 256 x 192
+elements.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from dlp.kernels.gemms import ALIGNMENT, Scales
 from dlp.kernels.launches import launch
 from dlp.kernels.registry import DEFAULT_OPTIONS, GemmLaunchOptions
 
-PAIR = (256, 192)  # rows and columns that a pair of multiprocessors computes at once
-FILLED = 0.9  # share of all tiles of all waves that is result, at the least
-CONTRACTION = 4096  # at the least
-WORK = 65536  # of a pair of multiprocessors, at the least: elements of the contraction in all of its tiles
+PAIR = (256, 192)  # rows and columns that a pair of SMs computes at a time
+FILLED = 0.9  # smallest share of the tiles of all waves that belongs to the result
+CONTRACTION = 4096  # smallest contraction
+WORK = 65536  # smallest work of a pair of SMs: elements of the contraction, summed over tiles
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def is_large(rows: int, cols: int, contraction: int, sms: int) -> bool:
-    """Whether a GEMM of this size is faster here, on a device of so many multiprocessors."""
+    """Return whether a GEMM of this size is faster by this kernel, on a device with this number of SMs."""
     at_once = sms // 2
     pairs = -(-rows // PAIR[0]) * -(-cols // PAIR[1])
     filled = rows * cols / (-(-pairs // at_once) * at_once * PAIR[0] * PAIR[1])
@@ -33,21 +34,19 @@ def is_large(rows: int, cols: int, contraction: int, sms: int) -> bool:
 
 def takes(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None,
           options: GemmLaunchOptions = DEFAULT_OPTIONS) -> bool:  # fmt: skip
-    """Whether codes a [rows, C], b [cols, C] are multiplied here on Hopper. Asked for fewer multiprocessors (`options.sms`), or
-    to scale its sums, it is cuBLASLt that does."""
+    """Return whether this kernel multiplies codes a [rows, C] and b [cols, C] on Hopper. cuBLASLt runs GEMMs on fewer SMs
+    (`options.sms`) and GEMMs with `alpha`."""
     rows, contraction = a.shape
-    if (
-        options.sms or options.alpha != 1.0 or contraction < CONTRACTION
-    ):  # most are refused here, without asking the device
-        return False
+    if options.sms or options.alpha != 1.0 or contraction < CONTRACTION:
+        return False  # most GEMMs return here, before the device properties are read
     large = is_large(rows, b.shape[0], contraction, _multiprocessors(a.get_device()))
     return large and can_take(a, b, out_dtype, bias=bias, accumulate=accumulate)
 
 
 def can_take(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, bias: Tensor | None = None,
              accumulate: Tensor | None = None) -> bool:  # fmt: skip
-    """Whether the kernel computes this GEMM: codes E4M3, A's also E5M2, lines aligned to 16 bytes and columns a multiple of 8;
-    a result in bf16 or fp32, a bias in its dtype, an accumulator in fp32."""
+    """Return whether the kernel supports this GEMM: E4M3 codes (A also E5M2), rows aligned to 16 bytes, a number of columns
+    that is a multiple of 8, a result in bf16 or fp32, a bias in the dtype of the result, an accumulator in fp32."""
     if a.dtype not in CODES or b.dtype != CODES[0] or b.shape[0] % 8 or not all(map(_is_aligned, (a, b))):
         return False
     if out_dtype not in (torch.bfloat16, torch.float32):
@@ -62,9 +61,12 @@ def can_take(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, bias: Tensor | Non
 
 def product(a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bias: Tensor | None = None,
             accumulate: Tensor | None = None, options: GemmLaunchOptions = DEFAULT_OPTIONS) -> Tensor:  # fmt: skip
-    """A [rows, C] @ B [cols, C].T, each 128 of C summed in the tensor core, scaled by fl(sa * sb) and added up in fp32, plus
-    bias [cols] -> [rows, cols], rounded once to `out_dtype`; or added to `accumulate`, which is returned. For what
-    `can_take` allows, of any size but none."""
+    """Multiply A [rows, C] by B [cols, C] -> [rows, cols]: sums of 128 products in the tensor core are scaled by fl(sa * sb)
+    and added in fp32, plus bias [cols], and rounded once to `out_dtype`; or add the product to `accumulate` and return
+    `accumulate`.
+
+    `can_take` must hold, and no size may be 0.
+    """
     out = gemms.room_for(a, (len(a), len(b)), out_dtype, options) if accumulate is None else accumulate
     a_scale, b_scale = _aligned(scales[0]), _aligned(scales[1])
     job = _job(a, b, out, a_scale, b_scale, bias, accumulate is not None)
@@ -73,7 +75,7 @@ def product(a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bia
 
 
 def _aligned(scale: Tensor) -> Tensor:
-    """The scales at an address that the kernel can read; a copy if need be."""
+    """Return the scales at an aligned address, as a copy if necessary."""
     return scale if scale.data_ptr() % ALIGNMENT == 0 else scale.clone()
 
 
@@ -89,7 +91,7 @@ def _job(a: Tensor, b: Tensor, out: Tensor, a_scale: Tensor, b_scale: Tensor, bi
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether rows are adjacent elements, and begin at multiples of 16 bytes."""
+    """Return whether rows are contiguous and aligned to 16 bytes."""
     stride, step = x.stride()
     return step == 1 and stride >= x.shape[1] and (stride * x.itemsize | x.data_ptr()) % ALIGNMENT == 0
 
