@@ -168,8 +168,8 @@ def test_a_cache_that_cannot_be_written(
     monkeypatch.setattr(loader, "find_toolchain", lambda: TOOLS)
     assert build.main(["--compile-only", *ARCH]) == 1
     assert re.fullmatch(
-        r"native kernels are compiled in a folder that can be written and locked, and \S+/file/kernels/\w+ cannot: "
-        r"Not a directory; let the environment variable DLP_CACHE name another folder for the cache\n",
+        r"native kernels need a cache folder that can be written and locked, and \S+/file/kernels/\w+ cannot: "
+        r"Not a directory; set the environment variable DLP_CACHE to another folder\n",
         capsys.readouterr().err,
     )
     assert not ninja
@@ -278,11 +278,11 @@ def test_a_broken_nvcc(
     nvcc = program(tmp_path / "bin", text)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert build.main(["--compile-only", *ARCH]) == 1
-    sentence, _, words = capsys.readouterr().err.partition("; it said:\n")
+    sentence, _, words = capsys.readouterr().err.partition(f"; output of {nvcc}:\n")
     assert said in words
     assert sentence == (
-        f"native kernels need an nvcc that works, and {nvcc} does not say its release of CUDA; "
-        "set CUDA_HOME to a toolkit that is whole, or put its nvcc first on PATH"
+        f"native kernels need an nvcc that works, and {nvcc} --version prints no release of CUDA; "
+        "set CUDA_HOME to a complete toolkit, or put its nvcc first on PATH"
     )
 
 
@@ -309,7 +309,7 @@ def test_what_is_missing_and_what_runs_instead_is_one_sentence(
     assert build.main([]) == 2
     assert capsys.readouterr().err == (
         "native kernels need nvcc, which is not on PATH: pip install 'dlp[gpu]'; "
-        "without native kernels casts run the plain-torch reference, and GEMMs torch's own\n"
+        "without native kernels casts run the plain-torch reference, and GEMMs run torch\n"
     )
 
 
@@ -324,7 +324,7 @@ def test_what_was_compiled_is_said(
 
 def test_a_machine_that_cannot_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(MissingError, match="need a CUDA device, and torch .* sees none$"):
+    with pytest.raises(MissingError, match="need a CUDA device, and torch .* finds no CUDA device$"):
         loader.architecture()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
@@ -360,7 +360,7 @@ def test_two_releases_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingError) as error:
         loader.check_cuda(TOOLS)
     assert str(error.value) == (
-        "native kernels need one release of CUDA, and torch has 12.8 where nvcc has 13.0; "
+        "native kernels need the same release of CUDA in torch and nvcc: torch has 12.8, nvcc has 13.0; "
         "set CUDA_HOME to a toolkit of CUDA 12, or put its nvcc first on PATH"
     )
     monkeypatch.setattr(torch.version, "cuda", "13.1")

@@ -178,14 +178,14 @@ def test_what_was_measured_before_a_failure_is_kept(
     file.write_text(json.dumps([{**PROBLEMS[0], "kernel": "decode + fp32 mm"}]))
     capsys.readouterr()
     assert tune.main([str(file)]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == [f"0 choices kept in {cache}"]
+    assert capsys.readouterr().out.splitlines()[1:] == [f"0 choices stored in {cache}"]
 
 
 @pytest.mark.parametrize("text", ['{"130101": {"1 2', "[]", '{"130101": 3}'])
 def test_a_file_of_choices_that_cannot_be_read(cache: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     cache.write_text(text)
     for use in (lambda: gemms.choices(0), lambda: gemms.save_choices(0, {})):
-        with pytest.raises(ValueError, match="GPU.json cannot be read as measured choices of GEMMs; remove it"):
+        with pytest.raises(ValueError, match="GPU.json cannot be read as measured choices of GEMMs; remove the file"):
             use()
     assert tune.main(["tiny"]) == 2 and cache.read_text() == text
     said = capsys.readouterr()
@@ -224,14 +224,14 @@ def test_help_is_its_own_without_a_gpu(arguments: list[str], capsys: pytest.Capt
         tune.main(arguments)
     said = capsys.readouterr()
     assert left.value.code == 0 and said.err == ""
-    assert said.out.startswith("usage: python -m dlp.kernels.tune") and "which of cuBLASLt's algorithms" in said.out
+    assert said.out.startswith("usage: python -m dlp.kernels.tune") and "the fastest algorithm of cuBLASLt" in said.out
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (None, "cannot be read as JSON ("), ("[{", "cannot be read as JSON ("), ("{}", "holds no list of GEMMs, each with"),
-        ('[{"gemm": "fprop"}]', "holds no list of GEMMs, each with gemm, kernel, rows,"),
+        (None, "cannot be read as JSON ("), ("[{", "cannot be read as JSON ("), ("{}", "is no list of GEMMs with the keys"),
+        ('[{"gemm": "fprop"}]', "is no list of GEMMs with the keys gemm, kernel, rows,"),
     ],
 )  # fmt: skip
 def test_a_file_that_holds_no_problems(

@@ -1,11 +1,11 @@
 """Operations on codes, scales and results of GEMMs: CUDA kernels, or the plain-torch reference.
 
-    decode_fp8_block, decode_mxfp8, decode_nvfp4    decode to fp32, or to bf16 (kernels)
-    transpose_codes, transpose_e2m1                 transpose the codes of an operand
-    nvfp4_alpha, rounded                            factor of a GEMM, rounded result of a GEMM
-    swizzle_128x4                                   rearrange scales into the tiles that block-scaled GEMMs read
-    delayed_updates                                 update all delayed scales of a model
-    sum_in_order                                    sum the contributions of the ranks of a reduction
+decode_fp8_block, decode_mxfp8, decode_nvfp4    decode to fp32, or to bf16 (kernels)
+transpose_codes, transpose_e2m1                 transpose the codes of an operand
+nvfp4_alpha, rounded                            factor of a GEMM, rounded result of a GEMM
+swizzle_128x4                                   rearrange scales into the tiles that block-scaled GEMMs read
+delayed_updates                                 update all delayed scales of a model
+sum_in_order                                    sum the contributions of the ranks of a reduction
 """
 
 from __future__ import annotations

@@ -90,7 +90,9 @@ def readable(x: Tensor) -> bool:
 def _matrix(x: Tensor) -> Words:
     """Return pointer, rows, columns and row stride in elements."""
     if x.dim() != 2 or x.dtype not in INPUTS:
-        raise ValueError(f"kernels take a matrix in bf16 or fp32; got {x.dtype} {list(x.shape)}: flatten or convert the tensor")
+        raise ValueError(
+            f"kernels take a matrix in bf16 or fp32; got {x.dtype} {list(x.shape)}: flatten or convert the tensor"
+        )
     (rows, cols), (stride, step) = x.shape, x.stride()
     if not readable(x):
         raise ValueError(
@@ -137,9 +139,7 @@ def _code_dtype(job: TensorJob | BlockJob) -> torch.dtype:
 def _same(values: Sequence[Any], what: str) -> Any:
     """Return the common value of all jobs."""
     if len(set(values)) != 1:
-        raise ValueError(
-            f"jobs of one launch must share {what}; got {set(values) or 'no jobs'}: use separate launches"
-        )
+        raise ValueError(f"jobs of one launch must share {what}; got {set(values) or 'no jobs'}: use separate launches")
     return values[0]
 
 
@@ -270,7 +270,9 @@ def block_scale_shape(lines: int, contraction: int, *, tile: bool, gemm_layout: 
 
 def _check_together(job: BlockJob) -> None:
     if (job.codes is None) != (job.scale is None) or (job.codes_t is None) != (job.scale_t is None):
-        raise ValueError("a block cast stores codes and scales of an orientation together: pass both tensors, or neither")
+        raise ValueError(
+            "a block cast stores codes and scales of an orientation together: pass both tensors, or neither"
+        )
 
 
 def _block_words(job: BlockJob, tile: bool, gemm_layout: bool) -> Words:

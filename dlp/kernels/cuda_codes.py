@@ -26,7 +26,9 @@ def decode(codes: Tensor, scale: Tensor, block: tuple[int, int], out: Tensor) ->
     [rows, C]."""
     encoding = ENCODINGS.get((codes.dtype, scale.dtype))
     if encoding is None:
-        raise ValueError(f"no kernel decodes codes of {codes.dtype} with scales of {scale.dtype}; use dlp.kernels.reference")
+        raise ValueError(
+            f"no kernel decodes codes of {codes.dtype} with scales of {scale.dtype}; use dlp.kernels.reference"
+        )
     rows, cols = codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
     blocks = [-(-size // length) for size, length in zip((rows, cols), block, strict=True)]
     words = (

@@ -58,9 +58,13 @@ def _words(job: Nvfp4Job, tile: bool) -> Words:
     words: list[int] = [*_matrix(job.x), 0]
     row = job.codes, job.scale, job.amax, job.amax_out
     col = job.codes_t, job.scale_t, job.amax_t, job.amax_t_out
-    for (lines, along), (codes, scale, amax, amax_out) in zip((job.x.shape, job.x.shape[::-1]), (row, col), strict=True):
+    for (lines, along), (codes, scale, amax, amax_out) in zip(
+        (job.x.shape, job.x.shape[::-1]), (row, col), strict=True
+    ):
         if len({part is None for part in (codes, scale, amax)}) == 2:
-            raise ValueError("an nvfp4 cast takes codes, scale and amax of an orientation together: pass all three, or none")
+            raise ValueError(
+                "an nvfp4 cast takes codes, scale and amax of an orientation together: pass all three, or none"
+            )
         if codes is not None and (along % 16 or (tile and lines % 16)):
             raise ValueError(
                 f"nvfp4 takes blocks of {'16x16' if tile else '1x16'}; got [{lines}, {along}]: append zeros"

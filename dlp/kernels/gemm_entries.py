@@ -47,8 +47,8 @@ from dlp.kernels.registry import (
     remembered,
 )
 
-FP8_CORES = (8, 9)  # the least compute capability that has them
-DECODES = "decode"  # how the names begin of kernels that decode their operands first
+FP8_CORES = (8, 9)  # lowest compute capability with FP8 tensor cores
+DECODES = "decode"  # prefix of the printed names of kernels that decode operands first
 Parts = Sequence[Tensor]
 Finish = tuple[torch.dtype, Tensor | None, Tensor | None, GemmLaunchOptions]  # out_dtype, bias, accumulate, options
 
@@ -114,7 +114,7 @@ def torch_mm(
     a: Parts, b: Parts, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None,
     options: GemmLaunchOptions, alpha: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`alpha` fp32 [] multiplies the sums."""
+    """Multiply in high precision by torch; `alpha`, fp32 [], multiplies the sums."""
     wide = out_dtype if bias is None and accumulate is None and alpha is None else torch.float32
     product = reference.gemm_hp(a[0], b[0], wide)
     return finish(product if alpha is None else product * alpha, out_dtype, bias, accumulate)
@@ -124,8 +124,8 @@ def cublaslt_hp(
     a: Parts, b: Parts, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None,
     options: GemmLaunchOptions, alpha: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """cuBLASLt on operands in high precision: those of two dtypes are multiplied in the wider one; a result in another dtype
-    than theirs or fp32 is rounded by a kernel of its own."""
+    """Multiply in high precision by cuBLASLt. Operands with different dtypes are multiplied in the wider dtype; a separate
+    kernel rounds a result whose dtype is neither the dtype of the operands nor fp32."""
     left, right = a[0], b[0]
     if left.dtype != right.dtype:
         dtype = torch.promote_types(left.dtype, right.dtype)
@@ -136,15 +136,15 @@ def cublaslt_hp(
     return finish(gemms.product(left, right, torch.float32, alpha=alpha, options=options), out_dtype, bias, accumulate)
 
 
-# Decoded operands that are exact in bf16 but for a scale
+# Decoded operands: values that are exact in bf16, and a scale
 
 
 def _factored(
     multiply: Any, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None,
     options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
-    """Each operand is values [rows, C] that are exact in bf16, and maybe their scale, fp32 [] or [rows]: bf16 products are
-    summed, then multiplied by the scales."""
+    """Multiply operands that are given as values [rows, C], exact in bf16, and an optional scale, fp32 [] or [rows]: sum bf16
+    products, then multiply by the scales."""
     (left, *a_scale), (right, *b_scale) = a, b
     whole = [scale for scale in (*a_scale, *b_scale) if not scale.dim()]
     alpha = {"alpha": whole[0] if len(whole) == 1 else whole[0] * whole[1]} if whole else {}
@@ -213,7 +213,7 @@ def gemm_hp(
     return _hp_on(device_of(a))((a,), (b,), out_dtype, bias, accumulate, options)
 
 
-# FP8, one scale a tensor or a row
+# FP8, one scale per tensor or per row
 
 
 def fp8_tensor_reference(
@@ -233,12 +233,12 @@ def fp8_tensor_by_torch(
 def _scaled_mm(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, fast_accumulation: bool
 ) -> Tensor:
-    """FP8 codes a [rows, C], b [cols, C], scalar scales -> [rows, cols] by the GPU's FP8 tensor cores, through torch; sizes are
-    padded to multiples of 16 with zeros. ValueError for a GPU without such units."""
+    """Multiply FP8 codes a [rows, C] and b [cols, C] with scalar scales -> [rows, cols] by `torch._scaled_mm`, zero-padded to
+    multiples of 16. Raises ValueError for a GPU without FP8 tensor cores."""
     if torch.cuda.get_device_capability(a.device) < FP8_CORES:
         raise ValueError(
-            f"{torch.cuda.get_device_name(a.device)} has no FP8 tensor cores, which come with compute capability 8.9: use a "
-            f"recipe that multiplies decoded values there, mxfp8 or nvfp4, or bf16"
+            f"{torch.cuda.get_device_name(a.device)} has no FP8 tensor cores, which need compute capability 8.9: use a "
+            f"recipe that multiplies decoded values on this GPU (mxfp8, nvfp4), or bf16"
         )
     result = torch._scaled_mm(
         _pad_to_16(a), _pad_to_16(b).t(), scale_a=a_scale_inv, scale_b=b_scale_inv, out_dtype=out_dtype,
@@ -248,7 +248,7 @@ def _scaled_mm(
 
 
 def _pad_to_16(codes: Tensor) -> Tensor:
-    """Zero codes appended to both dimensions of [rows, C] up to multiples of 16; a zero code is the value 0."""
+    """Return codes [rows, C] zero-padded to multiples of 16 in both dimensions; a zero code is the value 0."""
     rows, cols = (-size % 16 for size in codes.shape)
     if rows == cols == 0:
         return codes.contiguous()
@@ -271,7 +271,7 @@ def fp8_rowwise_reference(
 def fp8_rowwise_on_hopper(
     a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: GemmLaunchOptions
 ) -> Tensor:
-    """cuBLASLt applies the two vectors of scales itself."""
+    """Multiply rowwise FP8 by cuBLASLt, which applies both vectors of scales."""
     scales = Scales(a[1], b[1], ROWWISE, ROWWISE)
     return gemms.product_fp8(a[0], b[0], out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
 
@@ -280,7 +280,7 @@ def _fp8_rowwise_by_sums(
     multiply: GemmLaunch, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any,
     options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
-    """Tensor cores multiply the codes; the vectors of scales are applied to the fp32 result."""
+    """Multiply codes by tensor cores, and apply the vectors of scales to the fp32 result."""
     one = gemms.one(a[0].device)
     sums = multiply((a[0], one), (b[0], one), torch.float32, None, None, options)
     return finish(sums.mul_(a[1][:, None]).mul_(b[1]), out_dtype, bias, accumulate)
@@ -290,7 +290,7 @@ fp8_rowwise_by_torch = partial(_fp8_rowwise_by_sums, fp8_tensor_by_torch)
 fp8_rowwise_on_blackwell = partial(_fp8_rowwise_by_sums, fp8_tensor_by_cublaslt)
 
 
-# Integers, one scale a row
+# Integers, one scale per row
 
 
 def _int8_rowwise(
@@ -301,7 +301,7 @@ def _int8_rowwise(
 
 
 def _int8_sums_on_gpu(a: Tensor, b: Tensor) -> Tensor:
-    """int32 sums by torch, which needs more than 16 rows, and columns and C in multiples of 8: padded with zero codes."""
+    """Return int32 sums by torch, zero-padded: torch needs more than 16 rows, and multiples of 8 for columns and C."""
     (rows, contraction), cols = a.shape, b.shape[0]
     along = -contraction % 8
     left = F.pad(a, (0, along, 0, max(17 - rows, 0))) if along or rows < 17 else a
@@ -313,7 +313,7 @@ int8_rowwise_reference = partial(_int8_rowwise, reference.int8_sums)
 int8_rowwise_by_torch = partial(_int8_rowwise, _int8_sums_on_gpu)
 
 
-# Blocks: the reference, decoded values, then the units of Hopper and Blackwell
+# Blocks: decoded values, the reference, then tensor cores of Hopper and Blackwell
 
 
 def _decoded(
@@ -338,7 +338,7 @@ def are_exact(a: OperandLayout, b: OperandLayout) -> bool:
 
 
 def _block_scaled(a: Parts, b: Parts, a_layout: OperandLayout, b_layout: OperandLayout, mode: int) -> Scales:
-    """Compact scale bytes in the layout that the units of a block-scaled GEMM read."""
+    """Return compact scale bytes in the layout of block-scaled tensor cores."""
     a_tiles = swizzle_128x4(a[1], len(a[0]), a_layout.block[0])
     return Scales(a_tiles, swizzle_128x4(b[1], len(b[0]), b_layout.block[0]), mode, mode)
 
@@ -356,11 +356,11 @@ def fp8_block_reference(
 
 
 def check_reference(a: Tensor, options: GemmLaunchOptions) -> None:
-    """ValueError where the reference would multiply on a GPU and `allow_reference` is not set."""
+    """Raise ValueError if the reference would multiply on a GPU without `allow_reference`."""
     if a.is_cuda and not options.allow_reference:
         raise ValueError(
             f"{torch.cuda.get_device_name(a.device)} has no kernel for this GEMM, and the plain-torch reference is slow: "
-            f"give the recipe another option, or allow_reference = true"
+            f"choose another option of the recipe, or set allow_reference = true"
         )
 
 
@@ -368,14 +368,14 @@ def fp8_block_as_mxfp8(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
-    """Scales of blocks of 128, if they are powers of two, are MXFP8 scales of four blocks each."""
+    """Multiply FP8 blocks with power-of-two scales as MXFP8: one block of 128 has the scale of four MXFP8 blocks."""
     left, right = ((q[0], reference.mx_from_block_scales(q[1], a[0].shape[1])) for q in (a, b))
     scales = _block_scaled(left, right, a_layout, b_layout, MX_BLOCKS)
     return gemms.product_blocks(a[0], b[0], out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
 
 
 def _hopper_scales(a: Parts, b: Parts, a_layout: OperandLayout, b_layout: OperandLayout) -> Scales:
-    """Scales of blocks in the layout that Hopper's GEMMs read; most are in it already."""
+    """Return scales of blocks in the layout of Hopper's GEMMs; most scales have this layout already."""
     tiled = a_layout.block[0] > 1, b_layout.block[0] > 1
     modes = [BLOCK_2D if tile else BLOCK_1D for tile in tiled]
     return Scales(gemms.block_scales(a[1], tiled[0]), gemms.block_scales(b[1], tiled[1]), *modes)
@@ -385,8 +385,8 @@ def fp8_block_on_hopper(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
-    """Hopper's tensor cores sum 128 products to about 14 bits; every 128 of the contraction are promoted to fp32 with their
-    scales."""
+    """Multiply FP8 blocks by cuBLASLt: Hopper's tensor cores sum 128 products to about 14 bits, and each of these sums is
+    scaled and added in fp32."""
     scales = _hopper_scales(a, b, a_layout, b_layout)
     return gemms.product_fp8(a[0], b[0], out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
 
@@ -431,7 +431,7 @@ def nvfp4_on_blackwell(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
-    """Block-scaled FP4 units; the amaxes are applied to the fp32 accumulator."""
+    """Multiply NVFP4 by block-scaled tensor cores, and apply the amaxes to the fp32 accumulator."""
     scales, alpha = _block_scaled(a, b, a_layout, b_layout, NVFP4_BLOCKS), nvfp4_alpha(a[2], b[2])
     return gemms.product_blocks(
         a[0].view(FP4), b[0].view(FP4), out_dtype, scales, bias=bias, accumulate=accumulate, alpha=alpha,
@@ -440,8 +440,7 @@ def nvfp4_on_blackwell(
 
 
 def entry_named(printed: str) -> GemmEntry | None:
-    """The entry that takes whatever others do not, by its printed name (`GemmKernels.kernel`) on a GPU with kernels; None for
-    an unknown name."""
+    """Return the last entry of a printed name (`GemmKernels.kernel`) on a GPU with kernels, or None for an unknown name."""
     name = printed.split(", ")[0]
     on_gpu = (each for device in NATIVE for each in entries(GEMM, device) if isinstance(each, GemmEntry))
     return next((each for each in on_gpu if each.name == name), None)

@@ -1,13 +1,13 @@
 """GEMMs by cuBLASLt on plain CUDA tensors: D = A @ B.T, contraction last in both operands.
 
-    product          any pair of dtypes and scales that cuBLASLt takes as it lies     its pieces: prepare, plan_of, launch
-    product_fp8      FP8 codes with fp32 scales, of any size: what is not aligned is padded
-    product_blocks   FP8 or FP4 codes with scales of 32 or 16 elements, which only Blackwell multiplies
+    product          any dtypes and scales that cuBLASLt supports, without padding (steps: prepare, plan_of, launch)
+    product_fp8      FP8 codes of any size with fp32 scales; unaligned operands are padded
+    product_blocks   FP8 or FP4 codes with scales per 32 or 16 elements; only on Blackwell
 
-A plan is cuBLASLt's descriptors and its algorithm for one problem: types, sizes, strides, scale modes, epilogue, flags.
-Plans are made once, by asking the heuristics, and kept; which of their candidates runs is the first, or the one that
-`python -m dlp.kernels.tune` measured to be the fastest on a device of this name. A measured choice may sum in another
-order, so it can be declined (`GemmLaunchOptions.tuned`). Every stream has a workspace of its own.
+A plan holds the descriptors and the algorithm of cuBLASLt for one problem: types, sizes, strides, scale modes, epilogue, flags.
+Plans are created once, from cuBLASLt's heuristics, and cached. The algorithm is the first candidate of the heuristics, or the
+candidate that `python -m dlp.kernels.tune` measured as the fastest on this kind of device. A measured algorithm may sum in
+another order; `GemmLaunchOptions.tuned = False` selects the first candidate. Every stream has a separate workspace.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dlp.kernels.cuda_codes import copied_rows
 from dlp.kernels.launches import run_plan
 from dlp.kernels.registry import DEFAULT_OPTIONS, GemmLaunchOptions
 
-WORKSPACE = 32 * 2**20  # bytes, what cuBLAS advises for Hopper
-CANDIDATES = 8  # algorithms a choice is made among
-ALIGNMENT = 16  # bytes: FP8 pointers and rows lie at multiples of it
-BLOCK_UNIT = 32  # elements: sizes of block-scaled operands are multiples of it
+WORKSPACE = 32 * 2**20  # bytes, as cuBLAS recommends for Hopper
+CANDIDATES = 8  # number of algorithms that are measured
+ALIGNMENT = 16  # bytes, of FP8 pointers and rows
+BLOCK_UNIT = 32  # elements: sizes of block-scaled operands are multiples of this number
 FP4 = torch.float4_e2m1fn_x2
 TYPES = {
     torch.float32: 0,
@@ -83,7 +83,7 @@ class GemmProblem(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scales of A and B, and their modes.
+    """Scales of A and B, and scale modes.
 
     TENSOR         fp32 []
     ROWWISE        fp32 [lines]
@@ -115,7 +115,7 @@ class Job(NamedTuple):
 
 
 def library_names() -> list[str]:
-    """The names under which cuBLASLt may be loaded: as torch has loaded it, or in the package that pip installs with torch."""
+    """Return names of the cuBLASLt library: the name under which torch loaded the library, and paths in the pip package."""
     name = f"libcublasLt.so.{(torch.version.cuda or '13').split('.')[0]}"
     package = importlib.util.find_spec("nvidia")
     folders = list(package.submodule_search_locations or ()) if package else []
@@ -133,7 +133,7 @@ def _module() -> ModuleType:
 
 
 def _lines(x: Tensor) -> tuple[Tensor, int, int]:
-    """A matrix [lines, along] that cuBLASLt can read, its stride, and 1 if its lines are adjacent, 0 if its columns are."""
+    """Return a matrix [lines, along] that cuBLASLt can read, the stride, and 1 if the matrix is stored by columns, else 0."""
     (lines, along), (stride, step) = x.shape, x.stride()
     if step == 1 and stride >= along:
         return x, stride, 0
@@ -143,19 +143,19 @@ def _lines(x: Tensor) -> tuple[Tensor, int, int]:
 
 
 def _aligned(scale: Tensor) -> Tensor:
-    """Scales of lines, aligned as cuBLASLt needs them; they may be a slice of a longer vector."""
+    """Return scales at an address that is aligned for cuBLASLt; a slice of a longer vector may have to be copied."""
     return scale if scale.dim() == 0 or scale.data_ptr() % ALIGNMENT == 0 else scale.clone()
 
 
 def _check_devices(a: Tensor, *others: Tensor | None) -> None:
-    """ValueError unless all tensors are on the device of `a`, since cuBLASLt gets addresses."""
+    """Raise ValueError unless all tensors are on the device of `a`: cuBLASLt receives plain addresses."""
     for other in others:
         if other is not None and other.device != a.device:
-            raise ValueError(f"a GEMM reads {a.device} and {other.device}: move all its operands to one device")
+            raise ValueError(f"a GEMM has operands on {a.device} and {other.device}: move all operands to one device")
 
 
 def tf32() -> bool:
-    """Whether torch may round fp32 operands of GEMMs to TF32, by any of its settings."""
+    """Return whether torch's settings allow TF32 for GEMMs of fp32 operands."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
@@ -167,10 +167,11 @@ def prepare(
     a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales | None = None, *, bias: Tensor | None = None,
     accumulate: Tensor | None = None, alpha: Tensor | None = None, options: GemmLaunchOptions = DEFAULT_OPTIONS,
 ) -> Job:  # fmt: skip
-    """A [rows, C], B [cols, C] (FP4: two codes an entry) -> the job that writes [rows, cols] of `out_dtype`, or adds to
-    `accumulate`.
+    """Return the job that multiplies A [rows, C] by B [cols, C] (FP4: two codes per entry) -> [rows, cols] of `out_dtype`, or
+    that adds the product to `accumulate`.
 
-    bias [cols] in the dtype of the result is added to it; `alpha` fp32 [] multiplies the product.
+    bias    [cols], in the dtype of the result, added to the result
+    alpha   fp32 [], factor of the product
     """
     if options.alpha != 1.0:
         factor = number(a.device, options.alpha)
@@ -201,7 +202,7 @@ def prepare(
 
 @functools.cache
 def one(device: torch.device) -> Tensor:
-    """1 in the memory of a device, fp32 []."""
+    """Return the constant 1, fp32 [], in the memory of a device."""
     return torch.ones((), device=device)
 
 
@@ -214,7 +215,7 @@ _NUMBERS: dict[tuple[torch.device, float], Tensor] = {}
 
 
 def number(device: torch.device, value: float) -> Tensor:
-    """A number in the memory of a device, fp32 []."""
+    """Return a constant, fp32 [], in the memory of a device."""
     found = _NUMBERS.get((device, value))
     if found is None:
         found = _NUMBERS[device, value] = torch.full((), value, device=device)
@@ -222,8 +223,8 @@ def number(device: torch.device, value: float) -> Tensor:
 
 
 def constants(device: torch.device) -> tuple[Tensor, ...]:
-    """The constants that GEMMs on a device read besides their operands, which are never freed."""
-    return one(device), _zero(device), *[kept for (where, _), kept in _NUMBERS.items() if where == device]
+    """Return the constants that GEMMs on a device read besides operands; the constants are never freed."""
+    return one(device), _zero(device), *[tensor for (place, _), tensor in _NUMBERS.items() if place == device]
 
 
 # Plans
@@ -233,7 +234,7 @@ _WORKSPACES: dict[tuple[int, int], tuple[Tensor, int]] = {}
 
 
 def plan_of(problem: GemmProblem, device: int, tuned: bool) -> Any:
-    """The plan of a problem, cached. ValueError where cuBLASLt has none."""
+    """Return the cached plan of a problem. Raises ValueError if cuBLASLt does not support the problem."""
     plan = _PLANS.get((problem, device, tuned))
     if plan is None:
         choice = choices(device).get(key_of(problem), 0) if tuned else 0
@@ -249,7 +250,7 @@ def plan_of(problem: GemmProblem, device: int, tuned: bool) -> Any:
 
 
 def plans() -> dict[tuple[GemmProblem, int, bool], Any]:
-    """The cache of plans, for `dlp.kernels.tune`."""
+    """Return the cache of plans, for `dlp.kernels.tune`."""
     return _PLANS
 
 
@@ -258,7 +259,7 @@ def new_plan(problem: GemmProblem, device: int, candidates: int) -> Any:
 
 
 def launch(job: Job, device: int, tuned: bool = True) -> Tensor:
-    """Run a job on torch's current stream; returns its result."""
+    """Run a job on torch's current stream and return the result."""
     if device != torch._C._cuda_getDevice():
         raise ValueError(
             f"GEMMs run on the current device, cuda:{torch.cuda.current_device()}, and got operands on cuda:{device}; call "
@@ -271,7 +272,7 @@ def launch(job: Job, device: int, tuned: bool = True) -> Tensor:
 
 
 def workspace(device: int, stream: int) -> int:
-    """The address of the memory that GEMMs on this stream may use."""
+    """Return the address of the workspace of GEMMs on this stream."""
     found = _WORKSPACES.get((device, stream))
     if found is None:
         memory = torch.empty(WORKSPACE, dtype=torch.uint8, device=torch.device("cuda", device))
@@ -293,31 +294,31 @@ def choice_file(device: int) -> Path:
 
 @functools.cache
 def choices(device: int) -> dict[str, int]:
-    """Problem -> the fastest of CANDIDATES, as far as measured with this version of cuBLASLt."""
+    """Return the measured choices, by problem, for this version of cuBLASLt."""
     return _saved(choice_file(device)).get(str(_module().cublaslt_version()), {})
 
 
 def _saved(file: Path) -> dict[str, dict[str, int]]:
-    """Version of cuBLASLt -> its measured choices; none where there is no such file. Raises ValueError for another file."""
+    """Return the measured choices by version of cuBLASLt; empty without a file. Raises ValueError for another kind of file."""
     try:
         found = json.loads(file.read_text()) if file.exists() else {}
     except ValueError:
         found = None
     if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
         raise ValueError(
-            f"{file} cannot be read as measured choices of GEMMs; remove it, and tune again with "
-            f"python -m dlp.kernels.tune if there shall be some"
+            f"{file} cannot be read as measured choices of GEMMs; remove the file, and measure again with "
+            f"python -m dlp.kernels.tune"
         )
     return found
 
 
 def save_choices(device: int, measured: dict[str, int]) -> Path:
-    """Add to the measured choices of this device and version; those of other problems stay."""
+    """Add measured choices to the file of this device; choices of other problems stay."""
     file = choice_file(device)
     saved = _saved(file)
     saved.setdefault(str(_module().cublaslt_version()), {}).update(measured)
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}.part")  # of this process, should another one write, too
+    part = file.with_suffix(f".{os.getpid()}.part")  # two processes may write at the same time
     part.write_text(json.dumps(saved, indent=1))
     part.replace(file)
     choices.cache_clear()
@@ -329,7 +330,8 @@ def save_choices(device: int, measured: dict[str, int]) -> Path:
 
 
 def room_for(a: Tensor, shape: tuple[int, int], dtype: torch.dtype, options: GemmLaunchOptions) -> Tensor:
-    """The tensor that a result of this shape and dtype is written to: `options.out`, if it fits."""
+    """Return the tensor for a result of this shape and dtype: `options.out` if shape, dtype and layout fit, else a new
+    tensor."""
     out = options.out
     if out is not None and out.shape == shape and out.dtype == dtype and out.is_contiguous():
         return out
@@ -340,8 +342,9 @@ def product(
     a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales | None = None, *, bias: Tensor | None = None,
     accumulate: Tensor | None = None, alpha: Tensor | None = None, options: GemmLaunchOptions = DEFAULT_OPTIONS,
 ) -> Tensor:  # fmt: skip
-    """A [rows, C] @ B [cols, C].T, scaled, summed in fp32, plus bias [cols] -> [rows, cols], rounded once to `out_dtype`;
-    or added to `accumulate`, which is returned. Bias and accumulator that cuBLASLt does not take are added afterwards."""
+    """Multiply A [rows, C] by B [cols, C], scaled and summed in fp32, plus bias [cols] -> [rows, cols], rounded once to
+    `out_dtype`; or add the product to `accumulate` and return `accumulate`. A bias or accumulator that cuBLASLt does not
+    support is added afterwards."""
     if bias is None and accumulate is None:
         return launch(prepare(a, b, out_dtype, scales, alpha=alpha, options=options), a.get_device(), options.tuned)
     inside = bias is None or _takes_bias(bias, out_dtype if accumulate is None else accumulate.dtype)
@@ -354,15 +357,15 @@ def product(
 
 
 def _takes_bias(bias: Tensor, out_dtype: torch.dtype) -> bool:
-    """Whether the GEMM adds the bias itself: it has the result's own 16-bit dtype, and whole rows are aligned. Elsewhere the
-    product would be rounded before the sum."""
+    """Return whether cuBLASLt adds the bias: the bias has the 16-bit dtype of the result, and rows are aligned. In other cases
+    the product would be rounded before the sum."""
     aligned = (2 * bias.shape[0] | bias.data_ptr()) % ALIGNMENT == 0
     return bias.dtype == out_dtype != torch.float32 and bias.is_contiguous() and aligned
 
 
 def _takes_output(out: Tensor, rounds: bool) -> bool:
-    """Whether the GEMM adds to an accumulator itself: to an fp32 one. With a bf16 one the product would be rounded before the
-    sum, which `rounds` may allow."""
+    """Return whether cuBLASLt adds to the accumulator: to an fp32 accumulator. With a bf16 accumulator the product would be
+    rounded before the sum, which `rounds` allows."""
     stride, step = out.stride()
     aligned = (out.itemsize * stride | out.data_ptr()) % ALIGNMENT == 0
     fits = out.dtype == torch.float32 or (rounds and out.dtype == torch.bfloat16)
@@ -370,7 +373,8 @@ def _takes_output(out: Tensor, rounds: bool) -> bool:
 
 
 def finish(result: Tensor, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None) -> Tensor:
-    """Add the bias in fp32, round once to `out_dtype`; or add into `accumulate`, in its dtype, and return it."""
+    """Return the result plus bias, added in fp32 and rounded once to `out_dtype`; or add the result to `accumulate` and return
+    `accumulate`."""
     if bias is not None:
         result = result.float() + bias.float()
     if accumulate is not None:
@@ -382,7 +386,7 @@ def product_fp8(
     a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bias: Tensor | None = None,
     accumulate: Tensor | None = None, options: GemmLaunchOptions = DEFAULT_OPTIONS,
 ) -> Tensor:  # fmt: skip
-    """`product` of FP8 codes of any size and alignment: zero codes are appended where cuBLASLt needs more."""
+    """Return `product` of FP8 codes of any size and alignment; operands are zero-padded to the alignment of cuBLASLt."""
     (rows, contraction), cols = a.shape, b.shape[0]
     unit = 1 if scales.a_mode <= ROWWISE else 8
     (a_stride, a_step), (b_stride, b_step) = a.stride(), b.stride()
@@ -403,8 +407,8 @@ def product_blocks(
     a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bias: Tensor | None = None,
     accumulate: Tensor | None = None, alpha: Tensor | None = None, options: GemmLaunchOptions = DEFAULT_OPTIONS,
 ) -> Tensor:  # fmt: skip
-    """`product` of FP8 codes [lines, C] or packed FP4 codes [lines, C/2] with scales in tiles of 128x4, of any size: C and
-    the lines of B are filled up with zero codes to multiples of 32. The tiles hold scales for them, and these are 0."""
+    """Return `product` of FP8 codes [lines, C] or packed FP4 codes [lines, C/2] of any size, with scales in tiles of 128x4. C
+    and the lines of B are zero-padded to multiples of 32; the tiles hold zero scales for the padding."""
     cols, along = b.shape[0], BLOCK_UNIT // (2 if a.dtype is FP4 else 1)
     whole_a, whole_b = _padded(a, 1, along), _padded(b, BLOCK_UNIT, along)
     if whole_b.shape[0] == cols:
@@ -418,8 +422,8 @@ def product_blocks(
 
 
 def _padded(codes: Tensor, lines: int, along: int = ALIGNMENT) -> Tensor:
-    """Codes [lines, C] as tensor cores read them: C padded to a multiple of `along`, the distance of lines to one of 16, the
-    number of lines to one of `lines`."""
+    """Return codes [lines, C] zero-padded for tensor cores: C to a multiple of `along`, the stride of lines to a multiple of
+    16, the number of lines to a multiple of `lines`."""
     below, right = -codes.shape[0] % lines, -codes.shape[1] % along
     if below or right:
         return F.pad(codes.view(torch.uint8), (0, right, 0, below)).view(codes.dtype)
@@ -429,7 +433,7 @@ def _padded(codes: Tensor, lines: int, along: int = ALIGNMENT) -> Tensor:
 
 
 def _padded_scales(scales: Scales, a: Tensor, b: Tensor) -> Scales:
-    """Scales for the lines of the padded operands; what the new ones scale is 0."""
+    """Return the scales, zero-padded to the number of lines of the padded operands."""
 
     def grown(scale: Tensor, mode: int, lines: int) -> Tensor:
         missing = lines - scale.shape[-1] if mode in (ROWWISE, BLOCK_1D) else 0
@@ -444,8 +448,8 @@ def _padded_scales(scales: Scales, a: Tensor, b: Tensor) -> Scales:
 
 
 def block_scales(scale_inv: Tensor, tile: bool) -> Tensor:
-    """Compact scales of 128x128 tiles, or of 1x128 blocks, in the layout of BLOCK_2D or BLOCK_1D; a view if they are in it
-    already."""
+    """Return compact scales of 128x128 tiles, or of 1x128 blocks, in the layout of BLOCK_2D or BLOCK_1D; as a view if the
+    scales have that layout."""
     lines, across = scale_inv.shape
     if tile and scale_inv.stride() == (across + -across % 4, 1):
         return scale_inv
@@ -453,6 +457,6 @@ def block_scales(scale_inv: Tensor, tile: bool) -> Tensor:
         return reference.block_2d_layout(scale_inv)
     if scale_inv.stride() == (1, lines + -lines % 4):
         return scale_inv.t()
-    if scale_inv.stride(0) == 1 and lines % 4 == 0:  # some of the lines of a larger operand
+    if scale_inv.stride(0) == 1 and lines % 4 == 0:  # a slice of the lines of a larger operand
         return copied_rows(scale_inv.t())
     return transposed(scale_inv) if lines % 4 == 0 else reference.block_1d_layout(scale_inv)

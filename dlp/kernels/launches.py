@@ -1,12 +1,12 @@
-"""Launching kernels: on torch's current stream, on a second stream beside it (a `Lane`), or into a recording.
+"""Launches of kernels: on torch's current stream, on a side stream (`Lane`), or into a recording.
 
-    current stream   ─ gemm ─ mark ─────── gemm ──────────── await ─ sum
-                               └► await ─ copies ─ mark ──────┘
-    lane             ─────────────────────────────────
+    current stream   ─ gemm ─ record event ─── gemm ──────────────────── wait for event ─ sum
+                                  └► wait for event ─ copies ─ record event ──┘
+    side stream      ──────────────────────────────────────────────────
 
-Inside `recording()` launches are collected, with all their arguments, and nothing is launched; captured.py makes captured
-launches of such a recording. Work on the GPU that is no kernel of this package, such as a collective of NCCL or an operation of
-torch, goes through `call` or `by_torch`, so that a recording has it, too, in its place between the launches.
+Inside `recording()` launches are collected with all arguments, and nothing is launched; `dlp.runtime.capture` builds captured
+launches from a recording. Other work on the GPU, such as a collective of NCCL or an operation of torch, goes through `call` or
+`by_torch`, so that the recording contains the work at the right position between launches.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from dlp.kernels import loader
 
-# A recording: for each launch the name of the kernel, its arguments, and the stream: that of a lane, or CURRENT.
+# Recording: for each launch the name of the kernel, the arguments, and the stream (a side stream, or CURRENT).
 Launched = list[tuple[str, tuple[Any, ...], int]]
-CURRENT = 0  # the stream that is current when the recorded launches are run
-# Names that are no kernels. Arguments of GEMM are a plan of `gemms` and addresses; those of CALL, the start of a `Call`, and
-# of ANSWER, the wait for its end, are the `Call` and the addresses of its tensors.
+CURRENT = 0  # the current stream at the time of the replay
+# Names of recorded steps that are no kernels. GEMM has a plan of `gemms` and addresses as arguments. CALL (start of a `Call`)
+# and ANSWER (wait for the end of a `Call`) have the `Call` and the addresses of the tensors as arguments.
 MARK, AWAIT = "mark", "await_mark"
 GEMM = "gemm"
 CALL, ANSWER = "call", "answer"
@@ -35,11 +35,11 @@ _RECORDING: ContextVar[Launched | None] = ContextVar("dlp_recording", default=No
 
 
 class NotPlain(Exception):
-    """A recorded function does more than allocate, take views and launch; the message says what."""
+    """Error of a recording: a function does more than allocate, take views and launch. The message names the operation."""
 
 
 def stream_of(tensor: Tensor) -> int:
-    """The handle of the current stream. ValueError for a tensor that is not on the current device."""
+    """Return the handle of the current stream. Raises ValueError for a tensor on another device than the current device."""
     device = tensor.get_device()
     if device != torch._C._cuda_getDevice():
         raise ValueError(
@@ -50,14 +50,14 @@ def stream_of(tensor: Tensor) -> int:
 
 
 def launch(kernel: str, on: Tensor, *arguments: Any) -> None:
-    """Launch a kernel of csrc/bindings.cpp, by its name there, on the current stream of the device of `on`."""
+    """Launch the kernel with this name in csrc/bindings.cpp on the current stream of the device of `on`."""
     stream = stream_of(on)
     if not _recorded(kernel, arguments, CURRENT):
         getattr(loader.load(), kernel)(*arguments, stream)
 
 
 def _recorded(kernel: str, arguments: tuple[Any, ...], lane: int) -> bool:
-    """Append a launch to the active recording, if there is one; returns whether there is."""
+    """Append a launch to the active recording, and return whether a recording is active."""
     recording = _RECORDING.get()
     if recording is not None:
         recording.append((kernel, arguments, lane))
@@ -65,36 +65,35 @@ def _recorded(kernel: str, arguments: tuple[Any, ...], lane: int) -> bool:
 
 
 class Lane:
-    """A second stream beside the current one, of high priority, since its kernels are small. `stream`: its handle."""
+    """Side stream with high priority, for small kernels. `stream`: handle of the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._kept = torch.cuda.Stream(device, priority=-1)
         self.stream, self._fork = self._kept.cuda_stream, new_event()
 
     def launch(self, kernel: str, *arguments: Any) -> None:
-        """Launch a kernel on this lane."""
+        """Launch a kernel on the side stream."""
         if not _recorded(kernel, arguments, self.stream):
             getattr(loader.load(), kernel)(*arguments, self.stream)
 
     def follow(self, on: Tensor) -> None:
-        """Order what is launched on this lane from now on after what has been launched on the current stream of the device of
-        `on`."""
+        """Let the side stream wait for all previous launches on the current stream of the device of `on`."""
         launch(MARK, on, self._fork)
         self.launch(AWAIT, self._fork)
 
     def mark(self, event: int) -> None:
-        """Record an event at this point of the lane, for `await_mark`."""
+        """Record an event on the side stream, for `await_mark`."""
         self.launch(MARK, event)
 
 
 def new_event() -> int:
-    """The handle of a new CUDA event. It can be recorded any number of times, and is never freed."""
+    """Return the handle of a new CUDA event, which can be recorded any number of times and is never freed."""
     event: int = loader.load().new_event()
     return event
 
 
 def await_mark(event: int, on: Tensor) -> None:
-    """Let the current stream of the device of `on` wait for the point where an event was recorded last."""
+    """Let the current stream of the device of `on` wait for the last record of an event."""
     launch(AWAIT, on, event)
 
 
@@ -105,9 +104,9 @@ def run_plan(plan: Any, addresses: tuple[int, ...], stream: int) -> None:
 
 
 class Call:
-    """A call between launches.
+    """Call between launches.
 
-    start   takes tensors of the recorded shapes, strides and dtypes; returns works, each with a `wait()`
+    start   function of tensors with the recorded shapes, strides and dtypes; returns works with a method `wait()`
     kinds   shape, strides and dtype of each tensor
     """
 
@@ -116,18 +115,20 @@ class Call:
 
 
 class _Answer(NamedTuple):
-    """The work that a recorded call returns; its `wait()` is recorded, too. arguments: the `Call`, addresses of its tensors."""
+    """Work that a recorded call returns; `wait()` is recorded too. arguments: the `Call` and the addresses of the tensors."""
 
     arguments: tuple[Any, ...]
 
     def wait(self) -> None:
         if not _recorded(ANSWER, self.arguments, CURRENT):
-            raise NotPlain("awaits a call after it has ended")
+            raise NotPlain("waits for a call outside of the recording")
 
 
 def call(start: Callable[..., list[Any]], *tensors: Tensor) -> list[Any]:
-    """`start(*tensors)`, which starts something that is no launch and returns works, each with a `wait()`. In a recording it is
-    not started: captured launches call it every time that they run, on tensors of the same shapes, strides and dtypes."""
+    """Run `start(*tensors)`, which starts work other than a launch and returns works with a method `wait()`.
+
+    A recording does not run `start`: every replay runs `start` on tensors of the same shapes, strides and dtypes.
+    """
     if _RECORDING.get() is None:
         return start(*tensors)
     arguments = (Call(start, tensors), *[each.data_ptr() for each in tensors])
@@ -136,7 +137,7 @@ def call(start: Callable[..., list[Any]], *tensors: Tensor) -> list[Any]:
 
 
 def by_torch(compute: Callable[..., Any], out: Tensor, *tensors: Tensor) -> Tensor:
-    """Run `compute(*tensors, out=out)`, an operation of torch, and return `out`; in a recording, a call between launches."""
+    """Run `compute(*tensors, out=out)`, an operation of torch, and return `out`; a recording stores a call between launches."""
     call(partial(_into, compute), out, *tensors)
     return out
 
@@ -148,7 +149,7 @@ def _into(compute: Callable[..., Any], out: Tensor, *tensors: Tensor) -> list[An
 
 @contextmanager
 def recording() -> Iterator[Launched]:
-    """A context in which launches of this thread are recorded."""
+    """Context manager that records launches of this thread."""
     launched: Launched = []
     token = _RECORDING.set(launched)
     try:
@@ -158,11 +159,11 @@ def recording() -> Iterator[Launched]:
 
 
 def is_recording() -> bool:
-    """Whether launches of this thread are recorded."""
+    """Return whether launches of this thread are recorded."""
     return _RECORDING.get() is not None
 
 
 def capturing() -> bool:
-    """Whether the current stream captures a CUDA graph. False, without asking, before torch uses CUDA: a torch built for CUDA
-    raises where there is no driver."""
+    """Return whether the current stream captures a CUDA graph. Returns False before torch initializes CUDA, because torch
+    raises on a machine without a driver."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

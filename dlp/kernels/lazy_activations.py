@@ -1,4 +1,4 @@
-"""Lazy matrices (`lazy_matrix`) of LayerNorm, of activations and gates, and of their gradients.
+"""Lazy matrices (`lazy_matrix`) of LayerNorm, activations, gated activations, and gradients of activations.
 
     LayerNormed      (x - mean) * rstd * weight + bias
     Activated        act(x)
@@ -6,7 +6,7 @@
     ActivationGrad   dy * act'(x)
     GatedGrad        dgate = dh * up * act'(gate) or dup = dh * act(gate); `GatedGrads` computes both in one read
 
-x, dy, gate, up and dh are [rows, C]; `name` is that of the activation (`activations`). The bits are those of the functions in
+x, dy, gate, up and dh are [rows, C]; `name` is the name of the activation. Results are bitwise equal to the functions in
 activations.py.
 """
 
@@ -28,14 +28,15 @@ IN_CASTS = False
 
 
 class _Stored(LazyMatrix):
-    """A lazy matrix that no cast computes: its cast reads the stored values."""
+    """Lazy matrix without a producer: casts read the stored values."""
 
     def source(self, codes: torch.dtype | None = None) -> Source:
         return self.value, MATRIX
 
 
 class LayerNormed(_Stored):
-    """(x - mean) * rstd * weight + bias, of weight and bias [C]. One kernel computes value, mean and rstd, fp32 [rows]."""
+    """LayerNorm (x - mean) * rstd * weight + bias, with weight and bias [C]. One kernel computes the values, mean and rstd,
+    fp32 [rows]."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
         self.matrix, self.weight, self.bias, self.eps = x, weight, bias, eps
@@ -58,7 +59,7 @@ class LayerNormed(_Stored):
 
 
 class Activated(LazyMatrix):
-    """act(x). `in_cast`: a cast that has the producer computes it; else it is stored first."""
+    """Activation act(x). `in_cast`: casts with a producer compute the values; else the values are stored first."""
 
     def __init__(self, x: Tensor, name: str, in_cast: bool = IN_CASTS) -> None:
         self.matrix, self.name, self.in_cast = x, name, in_cast
@@ -81,7 +82,7 @@ class Activated(LazyMatrix):
 
 
 class GatedBy(LazyMatrix):
-    """act(gate) * up; `in_cast` as above."""
+    """Gated activation act(gate) * up; `in_cast` as in `Activated`."""
 
     def __init__(self, gate: Tensor, up: Tensor, name: str, in_cast: bool = IN_CASTS) -> None:
         self.matrix, self.up, self.name, self.in_cast = gate, up, name, in_cast
@@ -104,7 +105,7 @@ class GatedBy(LazyMatrix):
 
 
 class ActivationGrad(LazyMatrix):
-    """dy * act'(x); dy may be lazy, and is stored first; `in_cast` as above."""
+    """Gradient dy * act'(x); a lazy dy is stored first; `in_cast` as in `Activated`."""
 
     def __init__(self, dy: Tensor | LazyMatrix, x: Tensor, name: str, in_cast: bool = IN_CASTS) -> None:
         self.dy, self.matrix, self.name, self.in_cast = dy, x, name, in_cast
@@ -136,8 +137,8 @@ class ActivationGrad(LazyMatrix):
 
 
 class GatedGrads:
-    """Both gradients of act(gate) * up, from dh, gate and up. One kernel computes and stores the two when either is first read;
-    a cast of both (`gate_grads`) stores neither."""
+    """Both gradients of act(gate) * up, from dh, gate and up. The first read of one gradient computes and stores both; a cast
+    of both gradients (`gate_grads`) stores neither."""
 
     def __init__(self, dh: Tensor | LazyMatrix, gate: Tensor, up: Tensor, name: str) -> None:
         self.dh, self.gate, self.up, self.name = dh, gate, up, name
@@ -151,7 +152,7 @@ class GatedGrads:
 
     @cached_property
     def values(self) -> tuple[Tensor, Tensor]:
-        """dgate and dup [rows, C]."""
+        """Gradients dgate and dup [rows, C]."""
         dh = stored(self.dh)
         if self.name == "silu":
             return swiglu_backward(dh, self.gate, self.up)
@@ -159,13 +160,13 @@ class GatedGrads:
 
 
 class GatedGrad(_Stored):
-    """One of the two `GatedGrads`. which: 0: dgate, 1: dup."""
+    """One gradient of `GatedGrads`. which: 0: dgate, 1: dup."""
 
     def __init__(self, grads: GatedGrads, which: int) -> None:
         self.grads, self.which, self.matrix = grads, which, grads.gate
 
     def of_both(self, other: GatedGrad) -> bool:
-        """Whether this is dgate and `other` the dup of the same `GatedGrads`."""
+        """Return whether this is dgate and `other` is dup of the same `GatedGrads`."""
         return self.grads is other.grads and (self.which, other.which) == (0, 1)
 
     @property

@@ -1,13 +1,13 @@
-"""Lazy matrices: results of a norm or a gate that are not stored, but computed by the kernel that casts them.
+"""Lazy matrices: results of a norm or gate that the kernel of a cast computes instead of reading stored values.
 
     RmsNormed     x * rstd * weight
-    AddedNormed   the same of the sum x + more, which is stored
+    AddedNormed   RMSNorm of the sum x + more, which is stored
     Gated         silu(gate) * up
-    Summed        x itself, with the sums of its columns, which its cast computes in the same read
+    Summed        x, with column sums from the read of the cast
 
-Casts and amaxes of `dlp.kernels.ops` take a lazy matrix in place of a tensor. A kernel with such a producer
-(`cuda_producers`) reads the inputs, x or gate and up, and computes each element as it casts it. For all other casts, and on
-a CPU, `value` computes and stores the matrix, once. The bits are the same.
+Casts and amaxes of `dlp.kernels.ops` accept a lazy matrix in place of a tensor. A kernel with a producer (`cuda_producers`)
+reads the inputs, x or gate and up, and computes each element before the cast. For other casts, and on a CPU, `value` computes
+and stores the matrix once. The bits are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dlp.kernels import cuda_producers
 from dlp.kernels.cuda import MATRIX, Words
 from dlp.kernels.producers import column_sums, has_kernel, rms_norm, swiglu
 
-# What casts with producers are compiled for: the dtype that they read, and those that they cast activations and gradients to.
+# Dtypes of casts with producers: the input, and the codes of activations and of gradients.
 FUSED_DTYPE = torch.bfloat16
 ACTIVATION_CODES = (torch.float8_e4m3fn,)
 GRADIENT_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -30,10 +30,10 @@ Source = tuple[Tensor, Words]  # the matrix that a kernel reads, and the argumen
 
 
 class LazyMatrix:
-    """A matrix [rows, C] that a cast can compute from other matrices of its shape and dtype.
+    """Matrix [rows, C] that a cast can compute from input matrices of the same shape and dtype.
 
-    matrix   the first of those
-    like     one of those that is stored already, from which shape, dtype and device are read
+    matrix   first input
+    like     an input that is already stored, which gives shape, dtype and device
     """
 
     matrix: Tensor
@@ -65,40 +65,40 @@ class LazyMatrix:
 
     @property
     def value(self) -> Tensor:
-        """The matrix as a tensor [rows, C]: computed and stored when it is first read."""
+        """Values [rows, C], which the first read computes and stores."""
         raise NotImplementedError
 
     def amax(self) -> Tensor | None:
-        """max |x| of this matrix as fp32 [], computed without storing it; None if no kernel can."""
+        """Return max |x| of this matrix as fp32 [], without storing the matrix; None if there is no such kernel."""
         return None
 
     def source(self, codes: torch.dtype | None = None) -> Source:
-        """The arguments for a kernel that casts to the dtype `codes`, or that takes the amax (None): the inputs and the
-        producer, or the stored matrix and MATRIX where that kernel has no such producer."""
+        """Return the input and the producer for a kernel that casts to the dtype `codes`, or that computes the amax (None); or
+        the stored matrix and MATRIX if the kernel has no such producer."""
         raise NotImplementedError
 
     def summed_source(self, parts: Tensor, codes: torch.dtype | None) -> Source | None:
-        """`source` for a cast that also writes the sums of columns, tile by tile, to `parts` (`cuda_producers.empty_parts`);
-        None if no kernel computes both this matrix and the sums."""
+        """Return `source` for a cast that also writes column sums of tiles to `parts` (`cuda_producers.empty_parts`); None if
+        there is no such kernel."""
         return None
 
 
 def stored(x: Tensor | LazyMatrix) -> Tensor:
-    """The matrix as a tensor [rows, C]; a lazy one is computed and stored."""
+    """Return the matrix as a tensor [rows, C]; a lazy matrix is computed and stored."""
     return x if isinstance(x, Tensor) else x.value
 
 
 def opened(x: Tensor | LazyMatrix, codes: torch.dtype | None = None, *, makes: bool = True) -> Source:
-    """`LazyMatrix.source` of a lazy matrix; of a tensor the tensor and MATRIX. `makes=False`: the kernel has no producers,
-    so that a lazy matrix is stored first."""
+    """Return `LazyMatrix.source` of a lazy matrix, or the tensor and MATRIX. `makes=False`: the kernel has no producers, so
+    that a lazy matrix is stored first."""
     if isinstance(x, Tensor):
         return x, MATRIX
     return x.source(codes) if makes else (x.value, MATRIX)
 
 
 def fuses(codes: torch.dtype | None, *matrices: Tensor, casts: Sequence[torch.dtype] = ACTIVATION_CODES) -> bool:
-    """Whether kernels that cast to `codes`, or that take the amax (None), have producers that read these matrices. `casts`:
-    the dtypes that casts with the producer in question are compiled for."""
+    """Return whether kernels that cast to `codes`, or that compute the amax (None), have producers for these matrices. `casts`:
+    dtypes of codes for which casts with this producer are compiled."""
     known = codes is None or codes in casts
     return known and all(x.dtype == FUSED_DTYPE for x in matrices) and has_kernel(*matrices)
 
@@ -142,8 +142,8 @@ class Produced:
 
 
 class RmsNormed(LazyMatrix):
-    """x * rstd * weight, of x [rows, C] and weight [C]. rstd, fp32 [rows], is computed when it is first read; by `amax` in the
-    same read of x."""
+    """RMSNorm x * rstd * weight of x [rows, C] and weight [C]. The first read of `rstd`, fp32 [rows], computes rstd; `amax`
+    computes rstd in the same read of x."""
 
     def __init__(self, x: Tensor, weight: Tensor, eps: float) -> None:
         self.matrix, self.weight, self.eps = x, weight, eps
@@ -178,8 +178,8 @@ class RmsNormed(LazyMatrix):
 
 
 class AddedNormed(RmsNormed):
-    """RMSNorm of `matrix` = x + more [rows, C], rounded to their dtype. The first kernel that reads rows of x and more, for
-    rstd, the amax or the values, also writes `matrix`."""
+    """RMSNorm of `matrix` = x + more [rows, C], rounded to the dtype of x. The first kernel that reads x and more, for rstd,
+    the amax or the values, also writes `matrix`."""
 
     def __init__(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> None:
         self.x, self.more, self.weight, self.eps = x, more, weight, eps
@@ -223,7 +223,7 @@ class AddedNormed(RmsNormed):
 
 
 class Gated(LazyMatrix):
-    """silu(gate) * up, of gate and up [rows, C]."""
+    """SwiGLU silu(gate) * up of gate and up [rows, C]."""
 
     def __init__(self, gate: Tensor, up: Tensor) -> None:
         self.matrix, self.up = gate, up
@@ -246,7 +246,7 @@ class Gated(LazyMatrix):
 
 
 class Summed(LazyMatrix):
-    """x [rows, C], which may be lazy itself. Its cast computes the sums of its columns, too: of dy, the gradient of a bias."""
+    """Matrix x [rows, C], which may be lazy. The cast of x also computes column sums: the bias gradient, if x is dy."""
 
     def __init__(self, x: Tensor | LazyMatrix) -> None:
         self.x = x
@@ -282,8 +282,8 @@ class Summed(LazyMatrix):
         return self.matrix, cuda_producers.column_sums_source(self.matrix, self._parts)
 
     def sums(self) -> Tensor:
-        """The sums of the columns of x, fp32 [C]. Called after the cast: where that was a kernel that sums the columns of its
-        tiles, these are added; else `column_sums` reads x again."""
+        """Return the column sums of x, fp32 [C], after the cast: the sum over the tiles if the cast wrote column sums of tiles,
+        else `column_sums` of x."""
         if self._parts is None:
             return column_sums(self.matrix)
         out = torch.empty(self.shape[1], device=self.device)

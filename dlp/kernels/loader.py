@@ -1,10 +1,9 @@
-"""Compiles csrc/ with nvcc, ninja and pybind11 into the module `dlp_kernels`, once a machine, and loads it.
+"""Compilation of csrc/ with nvcc, ninja and pybind11 into the module `dlp_kernels`, once per machine, and import of the module.
 
-The first use on a CUDA machine builds by itself; `python -m dlp.kernels.build` does it ahead. The result lies in the
-user's cache (`cache_folder`), in a folder named by a digest of all that went into it: sources, flags, architectures, and
-the versions of torch, Python and CUDA. Of many ranks that start together one builds, behind a file lock. The sources
-include no torch header, so this takes seconds; `torch.utils.cpp_extension` takes longer for each file that does, and cannot
-compile CUDA under a CPU build of torch.
+The first use on a CUDA machine compiles the module; `python -m dlp.kernels.build` compiles ahead of the first use. The module
+is stored in the user's cache (`cache_folder`), in a folder named by a digest of sources, flags, architectures and the versions
+of torch, Python and CUDA. If many ranks start together, one rank compiles behind a file lock. The sources include no torch
+header: compilation takes seconds, and works under a CPU build of torch, unlike `torch.utils.cpp_extension`.
 """
 
 from __future__ import annotations
@@ -34,34 +33,35 @@ CSRC = Path(__file__).parent / "csrc"
 MODULE = "dlp_kernels"
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a"}  # by compute capability
 LOG = logging.getLogger("dlp")
-CUDA = "/usr/local/cuda/bin"  # where its programs are when neither CUDA_HOME nor PATH says
-INSTALL = {  # by program, what installs it where it is missing
+CUDA = "/usr/local/cuda/bin"  # searched after CUDA_HOME and PATH
+INSTALL = {  # program -> command that installs the program
     "nvcc": "pip install 'dlp[gpu]'",
     "ninja": "pip install ninja",
     "c++": "apt-get install g++, or the package of your system with a C++ compiler",
 }
-INSTEAD = "without native kernels casts run the plain-torch reference, and GEMMs torch's own"
+INSTEAD = "without native kernels casts run the plain-torch reference, and GEMMs run torch"
 
-# Scales are IEEE arithmetic: nothing approximate, nothing contracted, denormals kept.
+# Scales need IEEE arithmetic: no approximations, no contraction, denormals are preserved.
 NVCC_FLAGS = ("-std=c++17 -O3 -lineinfo -ftz=false -prec-div=true -prec-sqrt=true -fmad=false "
               "-Xcompiler=-fPIC,-fvisibility=hidden")  # fmt: skip
 CXX_FLAGS = "-std=c++17 -O2 -fPIC -fvisibility=hidden"
 
 
 class BuildError(RuntimeError):
-    """The kernels do not compile; the message is one sentence, then the compiler's output."""
+    """Error of a compilation. The message is one sentence, followed by the output of the compiler."""
 
 
 class MissingError(BuildError):
-    """Something that compiling or running needs is missing; the message says what, and from `load` what runs instead."""
+    """A program or package is missing. The message names the missing part, and the message of `load` also names the
+    fallback."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Programs and headers, as paths, and the version of CUDA, such as "13.0".
+    """Paths of programs and headers, and the version of CUDA, such as "13.0".
 
-    runtime   shared libcudart that the module is linked with; "": nvcc links its own static one
-    origin    where nvcc is from, for messages
+    runtime   shared libcudart for linking; "": nvcc links the static libcudart
+    origin    source of nvcc, for messages
     """
 
     nvcc: str
@@ -74,12 +74,12 @@ class Toolchain:
 
 
 def cache_folder(name: str) -> Path:
-    """The folder of files of this kind: under DLP_CACHE or, if that is not set, under ~/.cache/dlp."""
+    """Return the cache folder of this name: under DLP_CACHE if set, else under ~/.cache/dlp."""
     return Path(os.environ.get("DLP_CACHE") or "~/.cache/dlp").expanduser() / name
 
 
 def _choose(toolkit: str) -> str:
-    """The way out where the nvcc that was found is not the right one."""
+    """Return the advice for a wrong nvcc."""
     return f"set CUDA_HOME to {toolkit}, or put its nvcc first on PATH"
 
 
@@ -91,23 +91,23 @@ def _cuda_version(nvcc: str) -> str:
     found = re.search(r"release (\d+\.\d+)", said)
     if found is None:
         raise BuildError(
-            f"native kernels need an nvcc that works, and {nvcc} does not say its release of CUDA; "
-            f"{_choose('a toolkit that is whole')}; it said:\n{said[-6000:]}"
+            f"native kernels need an nvcc that works, and {nvcc} --version prints no release of CUDA; "
+            f"{_choose('a complete toolkit')}; output of {nvcc}:\n{said[-6000:]}"
         )
     return found[1]
 
 
 class Packaged(NamedTuple):
-    """The nvcc of PyPI's package nvidia-cuda-nvcc, and the shared libcudart of nvidia-cuda-runtime beside."""
+    """Paths of nvcc from the PyPI package nvidia-cuda-nvcc, and of the shared libcudart from nvidia-cuda-runtime."""
 
     nvcc: str
     runtime: str
 
 
 def packaged_nvcc() -> Packaged | None:
-    """The nvcc that pip has installed for torch's major release of CUDA; None: there is none, or CUDA_HOME names a toolkit.
+    """Return the nvcc that pip installed for torch's major release of CUDA; None if there is none, or if CUDA_HOME is set.
 
-    Raises MissingError for an installation without the parts that compiling needs."""
+    Raises MissingError for an incomplete installation."""
     major = (torch.version.cuda or "13").split(".")[0]
     spec = None if os.environ.get("CUDA_HOME") else importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -119,7 +119,7 @@ def packaged_nvcc() -> Packaged | None:
 
 
 def _check_packages(root: Path, major: str) -> None:
-    """MissingError for a part of the compiler that its own package lacks: each is in another package of PyPI."""
+    """Raise MissingError for parts of the compiler that are not installed; each part is a separate PyPI package."""
     parts = {
         "nvidia-nvvm": root / "nvvm" / "bin" / "cicc", "nvidia-cuda-crt": root / "include" / "crt" / "host_config.h",
         "nvidia-cuda-runtime": root / "lib" / f"libcudart.so.{major}", "nvidia-cuda-cccl": root / "include" / "cccl",
@@ -127,12 +127,13 @@ def _check_packages(root: Path, major: str) -> None:
     lacking = [package for package, path in parts.items() if not path.exists()]
     if lacking:
         raise MissingError(
-            f"native kernels need {', '.join(lacking)} beside the nvcc in {root}; {INSTALL['nvcc']} installs all parts"
+            f"native kernels need the packages {', '.join(lacking)} for the nvcc in {root}; {INSTALL['nvcc']} installs all "
+            f"packages"
         )
 
 
 def find_program(name: str) -> str | None:
-    """The path of a program: in the CUDA toolkit that is named, on PATH, where pip installs it, or where CUDA is installed."""
+    """Return the path of a program in CUDA_HOME, on PATH, in pip's folder of scripts, or in /usr/local/cuda/bin."""
     home = os.environ.get("CUDA_HOME")
     named = [f"{home}/bin"] if home else []
     folders = [*named, os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts"), CUDA]
@@ -147,7 +148,7 @@ def _program(name: str) -> str:
 
 
 def find_toolchain() -> Toolchain:
-    """Everything that compiling needs. MissingError for the first thing that is missing."""
+    """Return the programs and headers for the compilation. Raises MissingError for the first missing part."""
     packaged = packaged_nvcc()
     nvcc = _program("nvcc") if packaged is None else packaged.nvcc
     ninja, cxx = map(_program, ("ninja", "c++"))
@@ -165,9 +166,9 @@ def find_toolchain() -> Toolchain:
 
 
 def architecture() -> str:
-    """The name nvcc has for this machine's GPU. Raises MissingError where kernels do not run."""
+    """Return nvcc's name of this machine's GPU. Raises MissingError for a GPU without kernels, and without a GPU."""
     if not torch.cuda.is_available():
-        raise MissingError(f"native kernels need a CUDA device, and torch {torch.__version__} sees none")
+        raise MissingError(f"native kernels need a CUDA device, and torch {torch.__version__} finds no CUDA device")
     capability = torch.cuda.get_device_capability()
     if capability not in ARCHITECTURES:
         known = " and ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
@@ -179,12 +180,12 @@ def architecture() -> str:
 
 
 def check_cuda(tools: Toolchain) -> None:
-    """MissingError unless nvcc and torch are of one major release of CUDA."""
+    """Raise MissingError unless nvcc and torch have the same major release of CUDA."""
     ours = torch.version.cuda or "none"
     major = ours.split(".")[0]
     if major != tools.cuda.split(".")[0]:
         raise MissingError(
-            f"native kernels need one release of CUDA, and torch has {ours} where {tools.nvcc} has {tools.cuda}; "
+            f"native kernels need the same release of CUDA in torch and nvcc: torch has {ours}, {tools.nvcc} has {tools.cuda}; "
             f"{_choose(f'a toolkit of CUDA {major}')}"
         )
 
@@ -194,7 +195,7 @@ def sources(folder: Path = CSRC) -> list[Path]:
 
 
 def build_key(files: Sequence[Path], cuda: str, architectures: Sequence[str], runtime: str = "") -> str:
-    """A digest of all that the module depends on."""
+    """Return a digest of all inputs of the compilation."""
     facts = [NVCC_FLAGS, CXX_FLAGS, cuda, " ".join(architectures), torch.__version__, sys.version, runtime]
     digest = hashlib.sha256("\0".join(facts).encode())
     for file in files:
@@ -203,7 +204,7 @@ def build_key(files: Sequence[Path], cuda: str, architectures: Sequence[str], ru
 
 
 def ninja_file(tools: Toolchain, files: Sequence[Path], architectures: Sequence[str]) -> str:
-    """The build as ninja reads it: an object a .cu and .cpp, one module."""
+    """Return the build file for ninja: one object per .cu and .cpp file, and one module."""
     targets = " ".join(f"-gencode=arch=compute_{name[3:]},code={name}" for name in architectures)
     headers = " ".join(f"-I{folder}" for folder in tools.includes)
     compiled = [file for file in files if file.suffix in {".cu", ".cpp"}]
@@ -218,8 +219,8 @@ def ninja_file(tools: Toolchain, files: Sequence[Path], architectures: Sequence[
 
 
 def _link(tools: Toolchain) -> str:
-    """The command that links the module. PyPI's nvcc does not find the static libraries that it links by default, so c++ links
-    with the shared libcudart, which is the one that torch has loaded."""
+    """Return the command that links the module. PyPI's nvcc does not find the static libraries of its defaults; for PyPI's nvcc
+    the linker is c++, with the shared libcudart that torch loads."""
     if not tools.runtime:
         return f"{tools.nvcc} -shared $in -o $out"
     return f"{tools.cxx} -shared $in -o $out {tools.runtime}"
@@ -228,31 +229,31 @@ def _link(tools: Toolchain) -> str:
 def run_ninja(tools: Toolchain, folder: Path) -> None:
     done = subprocess.run([tools.ninja, "-C", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        raise BuildError(f"native kernels do not compile; {tools.ninja} in {folder} said:\n{done.stdout[-6000:]}")
+        raise BuildError(f"native kernels do not compile; output of {tools.ninja} in {folder}:\n{done.stdout[-6000:]}")
 
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """A context in which no other process works in this folder, which is made if need be."""
+    """Context manager that creates a folder and locks the folder against other processes."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(f"{folder}.lock", "w")
         fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
         raise BuildError(
-            f"native kernels are compiled in a folder that can be written and locked, and {folder} cannot: {error.strerror}; "
-            "let the environment variable DLP_CACHE name another folder for the cache"
+            f"native kernels need a cache folder that can be written and locked, and {folder} cannot: {error.strerror}; "
+            "set the environment variable DLP_CACHE to another folder"
         ) from error
     with lock:
         yield
 
 
 def compile_module(tools: Toolchain, architectures: Sequence[str]) -> Path:
-    """Build the module, unless an earlier call or another process has, and return its path."""
+    """Compile the module unless the cache has the module, and return the path."""
     files = sources()
     folder = cache_folder("kernels") / build_key(files, tools.cuda, architectures, tools.runtime)
     built, ready = folder / f"{MODULE}.so", folder / "ready" / f"{MODULE}.so"
-    if os.path.exists(ready):  # maybe in a cache that can only be read
+    if os.path.exists(ready):  # the cache may be read-only
         return ready
     with _alone_in(folder):
         if not ready.exists():
@@ -264,13 +265,13 @@ def compile_module(tools: Toolchain, architectures: Sequence[str]) -> Path:
             (folder / "build.ninja").write_text(ninja_file(tools, files, architectures))
             run_ninja(tools, folder)
             ready.parent.mkdir(exist_ok=True)
-            built.replace(ready)  # appears only when it is whole
+            built.replace(ready)  # appears only when complete
             print(f" {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     return ready
 
 
 def _compiled() -> Path:
-    """The module for this machine's GPU. Raises MissingError, with what runs instead, and BuildError."""
+    """Return the path of the module for this machine's GPU. Raises MissingError, which names the fallback, and BuildError."""
     try:
         arch, tools = architecture(), find_toolchain()
         check_cuda(tools)
@@ -281,7 +282,7 @@ def _compiled() -> Path:
 
 @functools.cache
 def load() -> ModuleType:
-    """The compiled module for this machine's GPU, built if need be. Raises BuildError."""
+    """Return the module for this machine's GPU, compiled at the first use. Raises BuildError."""
     spec = importlib.util.spec_from_file_location(MODULE, _compiled())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -290,14 +291,13 @@ def load() -> ModuleType:
 
 
 def explain(error: BuildError) -> int:
-    """Print why there are no kernels; returns what a command exits with: 2 where something is missing, 1 where they do not
-    compile."""
+    """Print an error of the compilation and return the exit status: 2 for a missing part, 1 for sources that do not compile."""
     print(error, file=sys.stderr)
     return 2 if isinstance(error, MissingError) else 1
 
 
 def load_or_explain() -> int:
-    """For commands that need the kernels: 0 once they are loaded, else what to exit with, after saying why."""
+    """Load the kernels and return 0, or print the error and return the exit status; for commands."""
     try:
         load()
     except BuildError as error:
@@ -306,7 +306,7 @@ def load_or_explain() -> int:
 
 
 def require() -> None:
-    """Load the kernels. Raises BuildError, with what to install, where they do not run on this machine."""
+    """Load the kernels. Raises BuildError, with the command that installs a missing part."""
     try:
         load()
     except MissingError as error:
@@ -315,9 +315,9 @@ def require() -> None:
 
 @functools.cache
 def missing() -> str:
-    """Why kernels do not run on this machine, a sentence that is logged once; empty where they do.
+    """Return the reason why kernels do not run on this machine, which is logged once; "" if kernels run.
 
-    Raises BuildError where everything is there and they do not compile.
+    Raises BuildError for sources that do not compile.
     """
     try:
         load()

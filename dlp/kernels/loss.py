@@ -1,7 +1,7 @@
-"""What a row of logits adds to the cross entropy, and its gradient: by the CUDA kernels where the device has them, else by
-the reference, as logits do whose columns are not adjacent or whose dtype is neither bf16 nor fp32.
+"""Cross entropy of rows of logits, forward and backward: CUDA kernels, or the plain-torch reference.
 
-torch.compile and fake tensors get the reference, too, which is plain torch for inductor to fuse.
+The reference runs on other devices, for logits with non-adjacent columns or other dtypes than bf16 and fp32, and under
+torch.compile and fake tensors, where inductor fuses plain torch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def is_readable(logits: Tensor, *_: Any) -> bool:
 
 
 def log_sum_exp(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [M, C], target int64 [M] -> log(sum(exp(logits))) and the logit at the target, fp32 [M]; see the reference."""
+    """Return log(sum(exp(logits))) and the logit at the target, fp32 [M], of logits [M, C] and target int64 [M]."""
     return (reference.log_sum_exp if _traced(logits) else _log_sum_exp)(logits, target)
 
 
 def softmax_gradient(logits: Tensor, target: Tensor, log_sum: Tensor, weight: Tensor) -> Tensor:
-    """logits [M, C], target int64 [M], log_sum and weight fp32 [M] -> the gradient [M, C] in the dtype of logits."""
+    """Return the gradient [M, C], in the dtype of logits, of logits [M, C], target int64 [M], log_sum and weight fp32 [M]."""
     return (reference.softmax_gradient if _traced(logits) else _softmax_gradient)(logits, target, log_sum, weight)
 
 

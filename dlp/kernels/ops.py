@@ -1,9 +1,8 @@
-"""One typed wrapper per operation; what runs it is looked up in the table of kernels (`dlp.kernels.table`).
+"""All operations of this package under one name. `dlp.kernels.table` lists the kernels of each operation.
 
-On CUDA, amaxes, casts, decoding to bf16, transposes, norms and losses run kernels of this package; where there is none for the
-operands, and on every other device, `reference` runs, with the same bits. Casts lie in casts.py, casts_blocks.py and
-casts_fp4.py, what follows them in codes.py, GEMMs in gemm_entries.py: `table.gemm_kernels` binds what multiplies two formats,
-and here is the one of plain values, `gemm_hp`.
+On CUDA, amaxes, casts, decoding to bf16, transposes, norms and losses run kernels of this package. `reference` runs, with the
+same bits, on other devices and for operands without a kernel. Casts are in casts.py, casts_blocks.py and casts_fp4.py,
+operations on codes in codes.py, functions of GEMMs in gemm_entries.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What makes a linear's x, RMSNorm and SwiGLU, their gradients, and sums of columns: by the CUDA kernels where the device
-has them, else by the reference. Matrices whose columns are not adjacent run the reference, too.
+"""RMSNorm, SwiGLU and column sums, forward and backward: CUDA kernels, or the plain-torch reference on other devices and for
+matrices whose columns are not adjacent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dlp.kernels.registry import operation
 
 
 def has_kernel(*matrices: Tensor) -> bool:
-    """Whether kernels can read these as they lie."""
+    """Return whether kernels can read these matrices without a copy."""
     return all(dispatch.has_kernel(x) and cuda.readable(x) for x in matrices)
 
 
@@ -28,7 +28,7 @@ def takes_rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor,
 
 @operation
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x [rows, C], weight [C] -> y [rows, C] in the dtype of x, rstd fp32 [rows]; see the reference."""
+    """Return y [rows, C] in the dtype of x and rstd fp32 [rows], of x [rows, C] and weight [C]."""
     return reference.rms_norm(x, weight, eps)
 
 
@@ -42,8 +42,8 @@ def rms_norm_kernel(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """dy, x [rows, C], weight [C], rstd [rows] -> dx [rows, C] in the dtype of x, to which `add` of its shape and dtype is
-    added, dweight fp32 [C]."""
+    """Return dx [rows, C] in the dtype of x, plus `add`, and dweight fp32 [C], of dy and x [rows, C], weight [C] and rstd
+    [rows]."""
     return reference.rms_norm_backward(dy, x, weight, rstd, add)
 
 
@@ -57,7 +57,7 @@ def rms_norm_backward_kernel(
 
 @operation
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gate, up [rows, C] -> silu(gate) * up in their dtype."""
+    """Return silu(gate) * up of gate and up [rows, C], in the dtype of the inputs."""
     return reference.swiglu(gate, up)
 
 
@@ -69,7 +69,7 @@ def swiglu_kernel(gate: Tensor, up: Tensor) -> Tensor:
 
 @operation
 def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """dh, gate, up [rows, C] -> dgate, dup [rows, C] in their dtype."""
+    """Return dgate and dup [rows, C] of dh, gate and up [rows, C], in the dtype of the inputs."""
     return reference.swiglu_backward(dh, gate, up)
 
 
@@ -81,7 +81,7 @@ def swiglu_backward_kernel(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor
 
 @operation
 def column_sums(x: Tensor) -> Tensor:
-    """x [rows, C] -> fp32 [C], in the order of the reference."""
+    """Return the column sums fp32 [C] of x [rows, C], added in the order of the reference."""
     return reference.column_sums(x)
 
 

@@ -2,9 +2,9 @@
 
     with named_range("blocks.0.up.fprop"): ...
 
-What is launched inside is `fprop` of that layer. Captured launches of a direction, which are one native call, are in a range
-"forward" or "backward". A range is no operation, so that recordings and dispatch modes do not see it, and it makes no Python
-call where no profiler runs.
+The launches inside belong to `fprop` of this layer. Captured launches, which are one native call, have a range "forward" or
+"backward". A range is no torch operation: recordings and dispatch modes do not see ranges. Without a profiler, a range makes no
+Python call.
 """
 
 from torch._C._profiler import _RecordFunctionFast

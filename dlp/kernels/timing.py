@@ -1,14 +1,13 @@
-"""Times of some work on one GPU, in milliseconds.
+"""Timing of work on one GPU, in milliseconds.
 
-    device_ms      of the device alone: a burst, queued behind a kernel that does nothing for as long as the host needs
-    parts_ms       the same of each part of the work
-    sustained_ms   of the device alone, which never rests
-    host_ms        of one run that begins with an idle device, so that what the host does counts
+    device_ms      device time in a burst that is queued behind an idle kernel, so that the host does not limit the burst
+    parts_ms       device time of each part of the work, in the same way
+    sustained_ms   device time under continuous load
+    host_ms        time of one run that starts on an idle device, including the work of the host
 
-They differ by clocks. Large GEMMs hold an H200 at its limit of power: within 0.1 s of load its clocks fall from 1980 MHz to
-between 1400 and 1500, depending on what the work takes and on how much the device rests. A rest of 5 ms before eight
-iterations makes those of `nn.Linear` (8192 x 8192 -> 8192) 5 % faster and those of FP8, which are shorter and so rest a larger
-share of their time, 8 to 13 %; and another of cuBLASLt's candidates may win.
+The results differ because the clock frequency depends on the load. Large GEMMs bring an H200 to the power limit: within 0.1 s
+of load the clock falls from 1980 MHz to 1400-1500 MHz, depending on the work and on idle time. Short idle times between runs
+therefore make work look faster, FP8 more than bf16, and may change the fastest algorithm of cuBLASLt.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ import torch
 
 Run = Callable[[], object]
 ROUNDS = 5
-SETTLING = 0.25  # seconds of the same load before the first time that counts
-AHEAD = 3  # batches of runs that are queued or running while the host queues one
+SETTLING = 0.25  # seconds of load before the first measurement
+AHEAD = 3  # number of batches that are queued or running while the host queues the next batch
 
 
 def device_ms(run: Run, count: int = 8, *, settling: float = SETTLING, rounds: int = ROUNDS) -> float:
-    """Milliseconds of a run in a burst of `count`, at the clocks that such bursts leave."""
+    """Return the milliseconds of one run in a burst of `count` runs."""
     (burst,) = parts_ms([lambda: [run() for _ in range(count)]], 1, settling=settling, rounds=rounds)
     return burst / count
 
 
 def parts_ms(parts: Sequence[Run], count: int = 8, *, settling: float = SETTLING, rounds: int = ROUNDS) -> list[float]:
-    """Milliseconds of each part of a run, which is these parts one after another, in such a burst."""
+    """Return the milliseconds of each part of a run in a burst of `count` runs; a run consists of the parts in order."""
     settled = time.perf_counter() + settling
     while time.perf_counter() < settled:
         _burst_ms(parts, count)
@@ -43,13 +42,13 @@ def parts_ms(parts: Sequence[Run], count: int = 8, *, settling: float = SETTLING
 
 
 def sustained_ms(run: Run, count: int = 4, *, settling: float = SETTLING, rounds: int = ROUNDS) -> float | None:
-    """Milliseconds of a run among others, at the clocks that these leave; None where the host cannot keep the device busy."""
+    """Return the milliseconds of one run under continuous load; None if the host cannot keep the device busy."""
     settled = time.perf_counter() + settling
     marks, times, lates = deque([_mark()]), list[float](), 0
     while len(times) < rounds:
         for _ in range(count):
             run()
-        late = marks[-1].query()  # all before was done, so the device has waited for the host
+        late = marks[-1].query()  # previous work is complete: the device waits for the host
         marks.append(_mark())
         if len(marks) <= AHEAD:
             continue
@@ -65,7 +64,7 @@ def sustained_ms(run: Run, count: int = 4, *, settling: float = SETTLING, rounds
 
 
 def host_ms(run: Run, *, settling: float = SETTLING, rounds: int = 2 * ROUNDS + 1) -> float:
-    """Milliseconds of a run that begins with an idle device, which has no other rests than those that this makes."""
+    """Return the milliseconds of a run that starts on an idle device."""
     settled, times = time.perf_counter() + settling, list[float]()
     while len(times) < rounds:
         torch.cuda.synchronize()
@@ -79,7 +78,7 @@ def host_ms(run: Run, *, settling: float = SETTLING, rounds: int = 2 * ROUNDS + 
 
 
 def _burst_ms(parts: Sequence[Run], count: int) -> list[float]:
-    """Milliseconds of each part, in all `count` runs together."""
+    """Return the milliseconds of each part, summed over `count` runs."""
     ahead = 10_000_000  # clocks
     while True:
         torch.cuda.synchronize()
@@ -88,7 +87,7 @@ def _burst_ms(parts: Sequence[Run], count: int) -> list[float]:
         for part in [*parts] * count:
             part()
             marks.append(_mark())
-        late = marks[0].query()  # the device had nothing to do before all was queued
+        late = marks[0].query()  # the device started before all runs were queued
         marks[-1].synchronize()
         if not late or ahead > 2e9:
             times = [begin.elapsed_time(end) for begin, end in pairwise(marks)]

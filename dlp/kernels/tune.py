@@ -1,13 +1,14 @@
-"""Measures which of cuBLASLt's algorithms is the fastest for each GEMM of a config, and keeps the answers.
+"""Measure the fastest algorithm of cuBLASLt for each GEMM of a config, and store the choices.
 
-    python -m dlp.kernels.tune CONFIG [--world N] [--section.key value ...]      as `python -m bench.shapes` takes them
-    python -m dlp.kernels.tune FILE.json                                         what that printed with --json
+    python -m dlp.kernels.tune CONFIG [--world N] [--section.key value ...]      arguments of `python -m bench.shapes`
+    python -m dlp.kernels.tune FILE.json                                         output of `python -m bench.shapes ... --json`
 
-Candidates are timed on a device that does not rest between them: the first candidate then wins more often than in bursts.
-The answers lie in the user's cache, in a file named after the device, by version of cuBLASLt and problem; from then on
-GEMMs run by them, in other processes too. The recipe option `tuned = false` leaves them out.
+Candidates are timed under continuous load, as in a training run. The choices are stored in the user's cache, in a file for the
+device, by version of cuBLASLt and problem; later GEMMs of all processes use the choices. The recipe option `tuned = false`
+ignores the choices.
 
-Exits 2, saying why, where the kernels, the config or the file cannot be used. What was measured before a failure is kept.
+The exit status is 2, with a message, if the kernels, the config or the file cannot be used. Choices that were measured before a
+failure stay.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from dlp.kernels import gemm_entries, gemms, loader
 from dlp.kernels.registry import GemmLaunchOptions
 from dlp.kernels.timing import device_ms, sustained_ms
 
-BURST, BATCH, ROUNDS = 3, 8, 5  # calls, calls, times of which the median counts
+BURST, BATCH, ROUNDS = 3, 8, 5  # calls in a burst, calls in a batch, number of times for the median
 SETTLING = 0.1  # seconds
-BETTER = 0.98  # of the first candidate's time, below which another one is taken
+BETTER = 0.98  # a candidate must take less than this share of the time of the first candidate
 
 
 class Fastest(NamedTuple):
-    """The measured times of the candidates for one problem: the first one's, and the least."""
+    """Measured times of the candidates for one problem."""
 
     problem: gemms.GemmProblem
     times_ms: list[float]
@@ -53,31 +54,33 @@ class Fastest(NamedTuple):
 
 
 def in_bursts(call: Callable[[], Tensor]) -> float:
-    """Milliseconds of a call on a device that rests between bursts (see `dlp.kernels.timing`)."""
+    """Return the milliseconds of a call in bursts (`dlp.kernels.timing`)."""
     return device_ms(call, BURST, settling=0.0, rounds=ROUNDS)
 
 
 def sustained(call: Callable[[], Tensor]) -> float:
-    """Milliseconds of a call on a device that does not rest, as far as the host can keep it busy: what a training run sees."""
+    """Return the milliseconds of a call under continuous load, as in a training run; in bursts if the host is too slow."""
     found = sustained_ms(call, BATCH, settling=SETTLING, rounds=ROUNDS)
     return in_bursts(call) if found is None else found
 
 
 def runs_cublaslt(call: Callable[[], Tensor]) -> bool:
-    """Whether a call runs a GEMM by cuBLASLt."""
+    """Return whether a call runs a GEMM by cuBLASLt."""
     with _other_plans() as plans:
         call()
         return bool(plans)
 
 
 def fastest(call: Callable[[], Tensor], timed: Callable[[Callable[[], Tensor]], float]) -> Fastest:
-    """Times `call`, which runs one GEMM by cuBLASLt, with each candidate in turn: all that the call does counts. `timed`:
-    how; a candidate that wins in bursts may lose by over 10 % where clocks have settled."""
+    """Time `call`, which runs one GEMM by cuBLASLt, with each candidate in turn; the time includes all work of the call.
+
+    timed   function that returns the time of a call, such as `sustained`
+    """
     with _other_plans() as plans:
         call()
         ((problem, device, tuned),) = plans
         plans[problem, device, tuned] = plan = gemms.new_plan(problem, device, gemms.CANDIDATES)
-        timed(call)  # the device gets as warm for the first as it will be for the others
+        timed(call)  # warm-up, so that the first candidate is measured like the others
         times = []
         for candidate in range(plan.candidates):
             plan.choose(candidate)
@@ -87,21 +90,21 @@ def fastest(call: Callable[[], Tensor], timed: Callable[[Callable[[], Tensor]], 
 
 @contextmanager
 def _other_plans() -> Iterator[dict[tuple[gemms.GemmProblem, int, bool], Any]]:
-    """A context without plans, after which those that there were return."""
+    """Context manager with an empty cache of plans; the previous plans return afterwards."""
     plans = gemms.plans()
-    kept = dict(plans)
+    before = dict(plans)
     plans.clear()
     try:
         yield plans
     finally:
         plans.clear()
-        plans.update(kept)
+        plans.update(before)
 
 
 @contextmanager
 def by_candidates(chosen: Mapping[gemms.GemmProblem, int]) -> Iterator[None]:
-    """A context in which GEMMs of these problems run by these candidates on the current device; RuntimeError at its end if
-    another GEMM has run."""
+    """Context manager in which GEMMs of these problems run by these candidates on the current device. Raises RuntimeError at
+    the end if another GEMM has run."""
     device = torch.cuda.current_device()
     with _other_plans() as plans:
         for problem, candidate in chosen.items():
@@ -122,7 +125,7 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 def _operand(problem: Mapping[str, Any], side: str, lines: int) -> tuple[Tensor, Tensor | None, int]:
-    """A matrix of this dtype and layout, its scales and their mode; the values are noise."""
+    """Return a random matrix of this dtype and layout, scales, and the scale mode."""
     along, name = problem["contraction"], problem[f"{side}_dtype"]
     shape = (along, lines) if problem[f"{side}_flipped"] else (lines, along)
     x = torch.randn(shape, device="cuda").clamp(-4, 4).to(getattr(torch, name))
@@ -138,7 +141,7 @@ def _operand(problem: Mapping[str, Any], side: str, lines: int) -> tuple[Tensor,
 
 
 def _block_scaled(problem: Mapping[str, Any], side: str, lines: int) -> tuple[Tensor, Tensor, int]:
-    """Codes for a block-scaled GEMM, scales of 1 in its tiles, and their mode."""
+    """Return random codes of a block-scaled GEMM, scales of 1 in tiles, and the scale mode."""
     fp8, along = problem[f"{side}_dtype"] in FP8, problem["contraction"]
     mode, block, one = (gemms.MX_BLOCKS, 32, 0x7F) if fp8 else (gemms.NVFP4_BLOCKS, 16, 0x38)
     codes = torch.randint(0, 0x70, (lines, along if fp8 else along // 2), dtype=torch.uint8, device="cuda")
@@ -148,19 +151,19 @@ def _block_scaled(problem: Mapping[str, Any], side: str, lines: int) -> tuple[Te
 
 
 def by_cublaslt(problem: Mapping[str, Any]) -> bool:
-    """Whether cuBLASLt runs this GEMM."""
+    """Return whether cuBLASLt runs this GEMM."""
     return bool(multiplied(problem))
 
 
 def multiplied(problem: Mapping[str, Any]) -> str:
-    """What cuBLASLt multiplies in it (`GemmEntry.cublaslt`), by the table of kernels."""
+    """Return what cuBLASLt multiplies in this GEMM (`cublaslt` in the kernel table); "": nothing."""
     entry = gemm_entries.entry_named(problem["kernel"])
     return "" if entry is None else entry.cublaslt
 
 
 def _inside(problem: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The GEMM itself inside a problem: one that returns its fp32 sums where 16-bit results of fp32 operands are rounded
-    afterwards, and with a scale of 1 for each operand where vectors of scales are applied to its result."""
+    """Return the problem that cuBLASLt runs: fp32 sums if a separate kernel rounds the result of fp32 operands, and one scale
+    per operand if vectors of scales are applied to the result."""
     if multiplied(problem) == "sums":
         return {**problem, "a_block": [0, 0], "b_block": [0, 0], "out_dtype": "float32", "accumulate": False}
     if problem["a_dtype"] == "float32" != problem["out_dtype"]:
@@ -169,7 +172,7 @@ def _inside(problem: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def problem_call(problem: Mapping[str, Any]) -> Callable[[], Tensor]:
-    """A call that runs one GEMM of `python -m bench.shapes --json`, one that is `by_cublaslt`, on operands made here."""
+    """Return a call that runs one GEMM of `python -m bench.shapes --json` on random operands; `by_cublaslt` must hold."""
     problem = _inside(problem)
     rows, cols, out_dtype = problem["rows"], problem["cols"], getattr(torch, problem["out_dtype"])
     make = _block_scaled if multiplied(problem) == "tiles" else _operand
@@ -186,9 +189,15 @@ def problem_call(problem: Mapping[str, Any]) -> Callable[[], Tensor]:
 
 
 def problems_of(arguments: Sequence[str], world: int | None) -> list[dict[str, Any]]:
-    """The GEMMs of a config, from the program that knows configs, or of a file. `world`: None for this machine's GPUs.
+    """Return the GEMMs of a config, by `python -m bench.shapes`, or of a file.
 
-    Raises ValueError for a file that is none, and SystemExit where that program refuses, which has said why.
+    Args:
+        arguments: the config with options, or a file.
+        world: number of ranks; None: number of this machine's GPUs.
+
+    Raises:
+        ValueError: for a file that is no list of GEMMs.
+        SystemExit: for a config that `bench.shapes` refuses, which prints the reason.
     """
     if arguments and arguments[0].endswith(".json"):
         return _of_file(Path(arguments[0]))
@@ -206,17 +215,17 @@ def _of_file(file: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read as JSON ({error}); {FROM_SHAPES}") from None
     if not isinstance(found, list) or not all(isinstance(each, dict) and each.keys() >= set(READ) for each in found):
-        raise ValueError(f"{file}: holds no list of GEMMs, each with {', '.join(READ)}; {FROM_SHAPES}")
+        raise ValueError(f"{file} is no list of GEMMs with the keys {', '.join(READ)}; {FROM_SHAPES}")
     return found
 
 
 def _options(arguments: Sequence[str]) -> tuple[list[str], int | None]:
-    """The arguments that go to `bench.shapes`, and the number of ranks, if that is among them. Exits 0 after --help."""
+    """Return the arguments of `bench.shapes`, and the number of ranks if given. Exits 0 after --help."""
     parser = argparse.ArgumentParser(
         prog="python -m dlp.kernels.tune", usage="%(prog)s {CONFIG [--section.key value ...] | FILE.json} [--world N]",
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("--world", type=int, help="the number of ranks that the config is for [this machine's GPUs]")
+    parser.add_argument("--world", type=int, help="number of ranks of the run [number of GPUs of this machine]")
     known, rest = parser.parse_known_args(arguments)
     return rest, known.world
 
@@ -227,20 +236,22 @@ def main(arguments: Sequence[str]) -> int:
         return code
     device = torch.cuda.current_device()
     try:
-        gemms.choices(device)  # a file that cannot be read is found before problems are listed,
+        gemms.choices(device)  # check that the file can be read
         problems = [each for each in problems_of(rest, world) if by_cublaslt(each)]
-        gemms.save_choices(device, {})  # and one that cannot be written before anything is measured
+        gemms.save_choices(device, {})  # check that the file can be written
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     measure(problems, device)
-    print(f"{len(problems)} choices kept in {gemms.choice_file(device)}")
+    print(f"{len(problems)} choices stored in {gemms.choice_file(device)}")
     return 0
 
 
 def measure(problems: Sequence[Mapping[str, Any]], device: int) -> None:
-    """Times the candidates of each problem, prints a line of it, and keeps its choice before the next one begins."""
-    print(f"{torch.cuda.get_device_name()}: microseconds of the first candidate, of the fastest, which that is")
+    """Time the candidates of each problem, print one line per problem, and store each choice at once."""
+    print(
+        f"{torch.cuda.get_device_name()}: microseconds of the first candidate and of the fastest, index of the fastest"
+    )
     for problem in problems:
         found = fastest(problem_call(problem), sustained)
         gemms.save_choices(device, {gemms.key_of(found.problem): found.choice})

@@ -1,5 +1,5 @@
-"""FP8 on the wire of a sum, by the kernels of csrc/wire.cu where the device has them, else by the reference: same bits,
-but for the payload of a NaN."""
+"""FP8 codes for contributions of a reduction: CUDA kernels (csrc/wire.cu), or the plain-torch reference with the same bits,
+except for the payload of a NaN."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _blocks(features: int) -> int:
 
 @operation
 def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., F] -> codes [..., F] in E4M3, fp32 scale_inv [..., ceil(F/128)]; the last block may be partial."""
+    """Return E4M3 codes [..., F] and fp32 scale_inv [..., ceil(F/128)] of x [..., F]; the last block may be partial."""
     return reference.pack_fp8(x)
 
 
@@ -44,8 +44,11 @@ def pack_fp8_kernel(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @operation
 def sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, own: Own | None = None) -> Tensor:
-    """codes [R, ..., F] and their scales -> [..., F]: fp32 sum over ranks 0, 1, ..., rounded once to `dtype`. What came
-    from one rank lies together. `own`: the number of a rank whose codes and scales are read elsewhere, and these."""
+    """Return the fp32 sum [..., F] over ranks 0, 1, ... of codes [R, ..., F] with scales, rounded once to `dtype`.
+
+    codes   codes of one rank are contiguous
+    own     index of a rank whose codes and scales are stored elsewhere, and these tensors
+    """
     return reference.sum_fp8(codes, scale_inv, dtype, own)
 
 

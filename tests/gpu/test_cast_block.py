@@ -101,7 +101,7 @@ def test_more_than_2_to_the_31_elements(device, tile):
 def test_what_a_block_cast_refuses(device):
     x = torch.zeros(4, 8, device=device)
     codes = torch.empty(4, 8, dtype=CODES[0], device=device)
-    with pytest.raises(ValueError, match="together: pass both of an orientation"):
+    with pytest.raises(ValueError, match="together: pass both tensors"):
         cuda.cast_block(BlockJob(x, codes), tile=False)
     with pytest.raises(ValueError, match=r"scale must be a contiguous \[4, 1\]"):
         cuda.cast_block(BlockJob(x, codes, torch.empty(1, 4, device=device)), tile=False)

@@ -213,7 +213,7 @@ def test_what_an_nvfp4_cast_refuses(device):
         cuda_fp4.cast_nvfp4(Nvfp4Job(x, codes, scale, x[0, 0]))
     with pytest.raises(ValueError, match="codes, scale and amax of an orientation together"):
         cuda_fp4.cast_nvfp4(Nvfp4Job(x, codes))
-    with pytest.raises(ValueError, match="takes 16 rows at a time; got 8"):
+    with pytest.raises(ValueError, match="needs a multiple of 16 rows; got 8"):
         cuda_fp4.amax_rht(x[:8], torch.zeros(2, device=device))
     with pytest.raises(ValueError, match="int64 .* counter on cuda"):
         cuda_fp4.cast_nvfp4(Nvfp4Job(x), draws=draws("cpu"))

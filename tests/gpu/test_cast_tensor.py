@@ -151,6 +151,6 @@ def test_what_a_cast_refuses(device):
         cuda.cast_tensor(TensorJob(x, scalar, codes))
     with pytest.raises(ValueError, match=r"codes_t must be a contiguous \[8, 4\]"):
         cuda.cast_tensor(TensorJob(x, scalar, codes_t=codes, amax=scalar))
-    with pytest.raises(ValueError, match="having staging"):
+    with pytest.raises(ValueError, match="the presence of staging"):
         jobs = [TensorJob(x, scalar, codes, scale=scalar, staging=staging) for staging in (None, scalar)]
         cuda.cast_tensor_batch(jobs)

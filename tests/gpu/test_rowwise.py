@@ -81,7 +81,7 @@ def test_batch_is_each_alone(device, poisoned, dtype):
 
 def test_what_a_rowwise_cast_refuses(device):
     x = torch.zeros(4, 8, device=device)
-    with pytest.raises(ValueError, match="together, of one or of both"):
+    with pytest.raises(ValueError, match="pass all three, of at least one orientation"):
         cuda_rowwise.cast_rowwise(RowwiseJob(x))
-    with pytest.raises(ValueError, match="together, of one or of both"):
+    with pytest.raises(ValueError, match="pass all three, of at least one orientation"):
         cuda_rowwise.cast_rowwise(RowwiseJob(x, torch.empty(4, 8, dtype=CODES[0], device=device)))
