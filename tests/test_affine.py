@@ -91,6 +91,6 @@ def test_what_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="the bits of a code must be 1 to 8; got 9"):
         affine.code_range(9)
     with pytest.raises(
-        ValueError, match=r"codes of 0 to 255 do not fit torch\.int8: ask for dtype=torch\.uint8, or others"
+        ValueError, match=r"codes of 0 to 255 do not fit torch\.int8: choose another dtype, such as torch\.uint8"
     ):
         affine.quantize_affine(torch.ones(4), (4,), torch.ones(1), torch.zeros(1), (0, 255))

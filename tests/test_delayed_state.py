@@ -86,9 +86,9 @@ def test_a_state_that_does_not_fit_is_refused():
     state = SlotTable({"x": E4M3}).state_dict()
     with pytest.raises(ValueError, match="has no slot 'w'"):
         SlotTable({"x": E4M3, "w": E4M3}).load_state_dict(state)
-    with pytest.raises(ValueError, match="has a slot 'x' that the model lacks"):
+    with pytest.raises(ValueError, match="has a slot 'x' that the model does not have"):
         SlotTable({}).load_state_dict(state)
-    with pytest.raises(ValueError, match="amax_history_len 4, the recipe has 8; set amax_history_len = 4"):
+    with pytest.raises(ValueError, match="amax_history_len 4, and the recipe has 8; set amax_history_len = 4"):
         SlotTable({"x": SlotOptions(448.0, amax_history_len=8)}).load_state_dict(state)
 
 

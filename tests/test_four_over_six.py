@@ -163,5 +163,5 @@ def test_the_recipe_has_it_for_operands_rounded_to_nearest():
         load("nvfp4", four_over_six=["x", "dy"])
     with pytest.raises(ValueError, match="four_over_six must be true or false or a list, each one of x, w, dy; got"):
         load("nvfp4", four_over_six="x")
-    with pytest.raises(ValueError, match="Set four_over_six or stochastic, not both"):
+    with pytest.raises(ValueError, match="set four_over_six or stochastic, not both"):
         Nvfp4Scaling(stochastic=True, four_over_six=True)

@@ -114,10 +114,10 @@ def test_narrow_codes_are_odd_and_landmarks_are_one_and_the_largest():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Int(9), "integers of 9 bits have no format: choose 2 to 8"),
-        (lambda: Int(1), "integers of 1 bits have no format"),
-        (lambda: Int(4, -1), "a group of -1 codes cannot share a scale: choose its size"),
-        (lambda: IntScaling(symmetric=False, narrow=True), "narrow codes are symmetric"),
+        (lambda: Int(9), "integers of 9 bits are not supported: choose 2 to 8 bits"),
+        (lambda: Int(1), "integers of 1 bits are not supported"),
+        (lambda: Int(4, -1), "a group has a positive number of codes; got -1"),
+        (lambda: IntScaling(symmetric=False, narrow=True), "narrow codes need symmetric scales"),
         (lambda: IntScaling(4, 48).cast(torch.zeros(2, 64), None), "contraction size that is a multiple of 48; got 64"),
         (
             lambda: IntScaling(3).cast(torch.zeros(2, 63), torch.ones(2)),

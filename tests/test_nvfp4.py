@@ -98,11 +98,11 @@ def test_signs_are_a_part_of_the_basis():
     for wrong, said in (
         (
             {"rht_signs": 1 << 16},
-            "nvfp4: rht_signs must be fixed, none or 0 to 0xFFFF, a bit for each of 16 tokens; got 0x10000",
+            "nvfp4: rht_signs must be fixed, none or 0 to 0xFFFF (one bit for each of 16 tokens); got 0x10000",
         ),
         (
             {"rht_signs": 1, "disable_rht": True},
-            "disable_rht = true leaves no transform for rht_signs = 1; leave one out",
+            "rht_signs = 1 has no effect with disable_rht = true; set only one of the two",
         ),
     ):
         with pytest.raises(ValueError, match=said):

@@ -365,8 +365,8 @@ def test_compiled_and_as_an_op():
 
 def test_what_cannot_be_done_is_refused():
     for scaling, why in (
-        (DelayedScaling("e4m3"), "scales by history, and fake quantization by what is at hand"),
-        (Nvfp4Scaling(rht=True), "rotates what it holds"),
+        (DelayedScaling("e4m3"), "has delayed scales, and fake quantization needs current scales"),
+        (Nvfp4Scaling(rht=True), "holds rotated values"),
     ):
         with pytest.raises(ValueError, match=why):
             FakeQuantized(scaling)

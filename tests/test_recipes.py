@@ -146,7 +146,11 @@ def test_wrong_options_are_named(name: str, options: dict[str, Any], message: st
 @pytest.mark.parametrize(
     "operand, quantizers, message",
     [
-        ("x", Operand(Nvfp4Scaling(), Nvfp4Scaling()), "wgrad: one operand is transformed along the contraction"),
+        (
+            "x",
+            Operand(Nvfp4Scaling(), Nvfp4Scaling()),
+            "wgrad: the operands have different transforms along the contraction",
+        ),
         ("dy", both(KeepHighPrecision()), "wgrad: one operand is transformed"),
         ("w", both(Nvfp4Scaling(rht=True)), "fprop: one operand is transformed"),
     ],

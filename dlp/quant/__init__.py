@@ -1,1 +1,1 @@
-"""Numbers: formats, scales, recipes. Never a process group, never a module."""
+"""Formats, quantizers and recipes. This package knows neither process groups nor modules."""

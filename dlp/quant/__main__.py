@@ -1,5 +1,5 @@
-"""`python -m dlp.quant`: which recipe runs natively, which emulated and which not, on which device; with `--docs`: what
-the recipes are and which options they take, as docs/recipes.md has it."""
+"""`python -m dlp.quant`: print the support of each recipe on each device; with `--docs`: describe the recipes and options, for
+docs/recipes.md."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from dlp.quant.recipe import GEMMS, SHARED_OPTIONS, Recipe, factory, load, names
 
 
 def supports(recipe: Recipe, device: str) -> dict[str, GemmKernels]:
-    """What `device`, one of DEVICES, does for each GEMM of the recipe."""
+    """Return the kernels of each GEMM of a recipe on `device`, one of DEVICES."""
     pairs = {which: recipe.operands(which) for which in GEMMS}
     return {which: support(a.format, b.format, device) for which, (a, b) in pairs.items()}
 
 
 def table(recipes_path: str | Path | None = None) -> str:
-    """The support table as text, a row a recipe. "native": the device's own unit for the format; "emulated": decoded
-    values or the plain-torch reference, with the same numerics. A cell lists its GEMMs where they differ."""
+    """Return the support table as text, one row per recipe.
+
+    "native" means the device's own unit for the format; "emulated" means decoded values or the plain-torch reference, with "
+    "the same
+    numerics. A cell lists the GEMMs if the GEMMs differ.
+    """
     rows = [["recipe", *DEVICES]]
     for name in names(recipes_path):
         recipe = load(name, recipes_path=recipes_path)
@@ -42,7 +46,7 @@ def _cell(by_gemm: dict[str, GemmKernels]) -> str:
 
 
 def reference(recipes_path: str | Path | None = None) -> str:
-    """The recipes and their options as Markdown: the docstrings and signatures of their files."""
+    """Return the recipes and options as Markdown, from the docstrings and signatures of the files."""
     parts = []
     for name in names(recipes_path):
         build = factory(name, recipes_path)

@@ -1,8 +1,8 @@
-"""Affine quantization of integers: codes = round(x / scale) + zero_point, in blocks of any shape, of 1 to 8 bits.
+"""Affine quantization to integers of 1 to 8 bits: codes = round(x / scale) + zero_point, in blocks of any shape.
 
-Four functions on plain tensors, whose bits are those of torchao's primitives of the same names. A block [b_0, b_1, ...] divides
-the shape of x dimension by dimension, 0 for all of one; scales and zero points have one entry a block: x.shape[i] / b_i along
-dimension i.
+The functions work on plain tensors and are bitwise equal to torchao's functions of the same names. A block [b_0, b_1, ...]
+divides the shape of x in each dimension; 0 means the whole dimension. Scales and zero points have one entry per block:
+x.shape[i] / b_i entries along dimension i.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from torch import Tensor
 
 
 def code_range(bits: int, *, signed: bool = True) -> tuple[int, int]:
-    """The least and the largest code. ValueError for bits outside of 1..8."""
+    """Return the smallest and the largest code. Raises ValueError for bits outside of 1 to 8."""
     if not 1 <= bits <= 8:
         raise ValueError(f"the bits of a code must be 1 to 8; got {bits}")
     return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
 
 
 def _blocked(x: Tensor, block: Sequence[int]) -> Tensor:
-    """x [s_0, s_1, ...] -> [s_0 / b_0, b_0, s_1 / b_1, b_1, ...]. ValueError where blocks do not divide."""
+    """Return x [s_0, s_1, ...] as [s_0 / b_0, b_0, s_1 / b_1, b_1, ...]. Raises ValueError if blocks do not divide the
+    shape."""
     if len(block) != x.dim() or any(b and size % b for size, b in zip(x.shape, block, strict=True)):
         raise ValueError(
             f"blocks of {tuple(block)} do not divide a tensor of shape {tuple(x.shape)}: "
-            f"choose one size a dimension, of which its size is a multiple"
+            f"choose for each dimension a block size that divides the size"
         )
     return x.reshape([n for size, b in zip(x.shape, block, strict=True) for n in ((size // b, b) if b else (1, size))])
 
 
 def _spread(per_block: Tensor, x: Tensor, block: Sequence[int]) -> Tensor:
-    """One entry a block -> what broadcasts over `_blocked(x)`."""
+    """Return a tensor with one entry per block in a shape that broadcasts over `_blocked(x)`."""
     return per_block.reshape([n for size, b in zip(x.shape, block, strict=True) for n in (size // b if b else 1, 1)])
 
 
@@ -39,7 +40,7 @@ def choose_qparams_affine(
     x: Tensor, block: Sequence[int], codes: tuple[int, int], *, symmetric: bool, eps: float | None = None,
     scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype = torch.int32,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Scale and zero point of each block from its least and largest value; see `choose_qparams_affine_with_min_max`."""
+    """Return scale and zero point of each block, from the smallest and largest value (`choose_qparams_affine_with_min_max`)."""
     parts = _blocked(x, block)
     inside = list(range(1, parts.dim(), 2))
     return choose_qparams_affine_with_min_max(
@@ -52,11 +53,11 @@ def choose_qparams_affine_with_min_max(
     low: Tensor, high: Tensor, codes: tuple[int, int], *, symmetric: bool, eps: float | None = None,
     scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype = torch.int32,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The least and largest values that were met -> scale and zero point.
+    """Return scale and zero point, from the smallest and largest values.
 
-    codes      the least and the largest code
-    symmetric  0 stands in the middle of the codes and both signs reach as far; else all codes span the values, and 0
-    eps        the least scale; None: the smallest normal number of `low`'s dtype
+    codes       smallest and largest code
+    symmetric   0 is in the middle of the codes, and both signs have the same range; else the codes span all values and 0
+    eps         smallest scale; None: the smallest normal number of the dtype of `low`
     """
     first, last = codes
     least = torch.finfo(low.dtype).smallest_normal if eps is None else eps
@@ -71,7 +72,7 @@ def choose_qparams_affine_with_min_max(
 
 
 def _divided(x: Tensor, by: float) -> Tensor:
-    """x divided by a tensor: by a number torch would, on a GPU, multiply with the reciprocal, whose last bit may differ."""
+    """Return x divided by a number as a tensor: for a number, torch on a GPU multiplies by the reciprocal, with other bits."""
     return x / torch.full_like(x, by)
 
 
@@ -79,24 +80,30 @@ def quantize_affine(
     x: Tensor, block: Sequence[int], scale: Tensor, zero_point: Tensor, codes: tuple[int, int],
     dtype: torch.dtype = torch.int8,
 ) -> Tensor:  # fmt: skip
-    """x -> codes of x's shape, in `dtype`; halves are rounded to even, and what lies outside of the codes is clipped.
-    ValueError for codes that `dtype` does not hold."""
+    """Return codes in the shape of x, in `dtype`: rounded to nearest even and clipped to the range of the codes.
+
+    Raises ValueError for a range outside of `dtype`.
+    """
     holds = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     if codes[0] < holds.min or codes[1] > holds.max:
-        raise ValueError(f"codes of {codes[0]} to {codes[1]} do not fit {dtype}: ask for dtype=torch.uint8, or others")
+        raise ValueError(
+            f"codes of {codes[0]} to {codes[1]} do not fit {dtype}: choose another dtype, such as torch.uint8, or "
+            f"other codes"
+        )
     return _rounded(x, block, scale, zero_point).clamp(*codes).reshape(x.shape).to(dtype)
 
 
 def clipped_affine(
     x: Tensor, block: Sequence[int], scale: Tensor, zero_point: Tensor, codes: tuple[int, int]
 ) -> Tensor:  # fmt: skip
-    """Where `quantize_affine` clips: bool of x's shape, true where x is rounded to no code, as for what is not finite."""
+    """Return where `quantize_affine` clips, bool in the shape of x: true for values outside of the codes, and non-finite
+    values."""
     made = _rounded(x, block, scale, zero_point)
     return ((made >= codes[0]) & (made <= codes[1])).logical_not().reshape(x.shape)
 
 
 def _rounded(x: Tensor, block: Sequence[int], scale: Tensor, zero_point: Tensor) -> Tensor:
-    """Codes before they are clipped, as `_blocked`."""
+    """Return codes before clipping, in the shape of `_blocked`."""
     inverse = 1.0 / _spread(scale, x, block)
     return torch.round(_blocked(x, block) * inverse) + _spread(zero_point, x, block)
 
@@ -104,6 +111,6 @@ def _rounded(x: Tensor, block: Sequence[int], scale: Tensor, zero_point: Tensor)
 def dequantize_affine(
     q: Tensor, block: Sequence[int], scale: Tensor, zero_point: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Codes -> values of their shape, in `dtype`."""
+    """Return the values of codes, in `dtype` and in the shape of the codes."""
     values = _blocked(q, block).to(dtype) - _spread(zero_point, q, block).to(dtype)
     return (values * _spread(scale, q, block)).reshape(q.shape).to(dtype)

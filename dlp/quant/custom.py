@@ -2,11 +2,11 @@
 
     CustomRecipe(lambda role: CurrentScaling("e5m2" if role == "linear_grad_output" else "e4m3"))
 
-`qfactory(role)` is asked once per layer and role, or `qfactory(role, layer)` if it takes the layer's name: a second
-parameter without default, or called `layer` or `layer_name`. It returns a quantizer (used in both orientations), an
-`Operand` of two (rowwise, columnwise), or None for high precision. A layer that is constructed explicitly asks before the model
-has a name for it: there the name is "linear", or "linear_0", "linear_1", ... of siblings. `dlp.set_recipe` asks by the names in
-the model.
+dlp calls `qfactory(role)` once per layer and role. If the function has a second parameter without default, or a second
+parameter named `layer` or `layer_name`, dlp calls `qfactory(role, layer)`. The function returns a quantizer for both
+orientations, an `Operand` (rowwise, columnwise), or None for high precision. A layer that is constructed explicitly has no name
+in a model yet: the function receives the name "linear", or "linear_0", "linear_1", ... for siblings. `dlp.set_recipe` passes
+the names in the model.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class CustomRecipe:
     reduce_amax: bool = True
 
     def for_layer(self, layer: str) -> Recipe:
-        """The recipe of one layer. ValueError for an answer that is no quantizer, and for two that no GEMM may combine."""
+        """Return the recipe of one layer. Raises ValueError for a result that is no quantizer, and for operands that one GEMM
+        cannot multiply."""
         x, w, dy, y, dx = (self._ask(role, layer) for role in ROLES)
         return Recipe(
             self.name, _operand(x), _operand(w), _operand(dy), self.fprop, self.dgrad, self.wgrad, self.amax_scope,
@@ -74,7 +75,7 @@ class CustomRecipe:
         for quantizer in (getattr(answer, "rowwise", answer), getattr(answer, "columnwise", answer)):
             if quantizer is not None and not isinstance(getattr(quantizer, "format", None), Format):
                 raise ValueError(
-                    f"{self}: asked for the quantizer of {role} in {layer!r}, it returned {answer!r}; "
+                    f"{self}: qfactory returned {answer!r} for {role} in {layer!r}; "
                     f"return a quantizer, an Operand(rowwise, columnwise) of two, or None for high precision"
                 )
         return answer
@@ -90,7 +91,7 @@ def _operand(answer: Any) -> Operand:
 
 
 def _takes_layer(qfactory: Callable[..., Any]) -> bool:
-    """Whether `qfactory` takes the layer: it has a second positional parameter that has no default, or is called layer or
+    """Return whether `qfactory` takes the layer: a second positional parameter has no default, or is named layer or
     layer_name."""
     _, *others = inspect.signature(qfactory).parameters.values()
     positional = [p for p in others if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

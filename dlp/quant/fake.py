@@ -1,8 +1,9 @@
-"""Fake quantization: operands that hold, in high precision, the values that the codes of another quantizer stand for.
+"""Fake quantization: operands that hold the decoded values of another quantizer's codes, in high precision.
 
-Such an operand may be transposed, whatever its scales span, so the columnwise one is the rowwise one: dgrad and wgrad read the
-values that fprop reads. Where the quantizer clips, the operand has a second part that says where: no gradient passes there,
-elsewhere it passes straight through the rounding. Both parts move alike, so tp, token shards and FSDP need nothing else.
+Decoded values may be transposed for every format, so that the columnwise operand is the transposed rowwise operand: dgrad and
+wgrad read the same values as fprop. If the quantizer clips, the operand has a second part, a mask of clipped values. No
+gradient passes at clipped values; at other values the gradient passes straight through the rounding. Both parts are sharded
+alike, so that tp, token shards and FSDP need no further code.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from dlp.quant.tensor import Format, HighPrecision, Part, QuantizedTensor, Shape
 
 @dataclass(frozen=True)
 class Decoded(HighPrecision):
-    """Values of x after a cast to the format `inner` and back, in the dtype of x; with `clips` also `clipped`, bool of their
-    shape."""
+    """Format of values after a cast to the format `inner` and back, in the dtype of x; with `clips` also the mask `clipped`,
+    bool in the same shape."""
 
     inner: Format
     clips: bool = False
@@ -47,26 +48,27 @@ class Decoded(HighPrecision):
         return QuantizedTensor(self, tuple([part.t() for part in q.parts]))
 
 
-_format = cache(Decoded)  # one of its kind
+_format = cache(Decoded)
 
 
 @dataclass(frozen=True)
 class FakeQuantized(Wrapped):
-    """Casts to `inner`, then back to the dtype of x. Both orientations of an operand have the same values: use it for both.
+    """Quantizer that casts by `inner` and decodes to the dtype of x. Use the quantizer for both orientations of an operand.
 
-    Rows that end in a partial block are cast with zeros appended. Raises ValueError for a quantizer with delayed scales, and
-    for one whose values are rotated.
+    Rows with a partial last block are zero-padded. Raises ValueError for a quantizer with delayed scales, and for a rotated
+    format.
     """
 
     def __post_init__(self) -> None:
         fmt = self.inner.format
         if caps_of(self.inner).slot is not None:
             raise ValueError(
-                f"{self.inner} scales by history, and fake quantization by what is at hand: choose current scales"
+                f"{self.inner} has delayed scales, and fake quantization needs current scales: choose a quantizer with current "
+                f"scales"
             )
         if fmt.basis:
             raise ValueError(
-                f"{fmt.name} rotates what it holds, and fake quantization multiplies values: leave the rotation out"
+                f"{fmt.name} holds rotated values, and fake quantization needs unrotated values: disable the rotation"
             )
 
     @cached_property
@@ -88,13 +90,13 @@ class FakeQuantized(Wrapped):
 
 
 def is_fake(recipe: Recipe) -> bool:
-    """Whether any operand of a recipe is fake-quantized."""
+    """Return whether a recipe has a fake-quantized operand."""
     return any(isinstance(quantizer, FakeQuantized) for quantizer in recipe.quantizers())
 
 
 def deployed(recipe: Recipe) -> Recipe:
-    """The recipe whose forward a fake-quantized one imitates: codes in the place of decoded values. Any other recipe is
-    returned as it is."""
+    """Return the recipe whose forward a fake-quantized recipe imitates, with codes in place of decoded values; other recipes
+    are returned unchanged."""
 
     def codes(quantizer: Quantizer) -> Quantizer:
         return quantizer.inner if isinstance(quantizer, FakeQuantized) else quantizer

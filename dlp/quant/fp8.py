@@ -1,7 +1,7 @@
-"""Per-tensor FP8: one fp32 scale a tensor, so the payload may be transposed and gathered in either orientation.
+"""Per-tensor FP8: one fp32 scale per tensor, so that the payload may be transposed and gathered in either orientation.
 
-Current scaling takes the scale from the tensor at hand, which costs a pass over it before the cast. Delayed scaling
-takes it from the amaxes of earlier steps and records this one in the cast's own read.
+Current scaling computes the scale from the amax of the tensor, which needs a read of the tensor before the cast. Delayed
+scaling computes the scale from the amaxes of earlier steps, and records the amax of this step in the read of the cast.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from dlp.quant.quantizer import (
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 Fp8Format = Literal["HYBRID", "E4M3"]
-FP8_FORMATS = {"HYBRID": ("e4m3", "e5m2"), "E4M3": ("e4m3", "e4m3")}  # elements of x and w, of dy
+FP8_FORMATS = {"HYBRID": ("e4m3", "e5m2"), "E4M3": ("e4m3", "e4m3")}  # element types of x and w, and of dy
 
 
 @dataclass(frozen=True)
 class Fp8Tensor(Fp8Codes):
-    """FP8 codes [rows, contraction] with one fp32 `scale_inv` []."""
+    """Format of FP8 codes [rows, contraction] with one fp32 `scale_inv` []."""
 
     KIND = "fp8_tensor"
     PARTS = codes_and(Part("scale_inv", torch.float32, SHARED, SHARED))
@@ -68,7 +68,7 @@ FORMATS = {element: Fp8Tensor(element) for element in ELEMENTS}
 
 @dataclass(frozen=True)
 class CurrentScaling:
-    """Per-tensor scale from the tensor's own amax (observed, agreed, then used): q = enc(fl(x * scale))."""
+    """Quantizer with one scale per tensor, from the agreed amax of the tensor: q = enc(fl(x * scale))."""
 
     element: str = "e4m3"
     power_of_two: bool = False
@@ -124,10 +124,10 @@ class CurrentScaling:
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """Per-tensor scale left in a slot by the last step: q = enc(fl(x * slot.scale)); slot.staging collects max |x|.
+    """Quantizer with a delayed scale per tensor: q = enc(fl(x * slot.scale)); the cast raises slot.staging to max |x|.
 
-    Nothing is agreed before the cast: all ranks of the amax group hold the same slots. `amax_compute_algo`: "max",
-    "most_recent", or a function (see `SlotOptions`).
+    Ranks agree on nothing before the cast, because all ranks of the amax group have the same slots. `margin`,
+    `amax_history_len` and `amax_compute_algo` are members of `SlotOptions`.
     """
 
     element: str = "e4m3"
@@ -137,7 +137,7 @@ class DelayedScaling:
     reduces: ClassVar[tuple[int, ...]] = (0, 1)
 
     def __post_init__(self) -> None:
-        _ = self.caps  # refuses wrong options at construction
+        _ = self.caps  # raises for wrong options at construction
 
     @cached_property
     def format(self) -> Format:
@@ -185,17 +185,17 @@ class DelayedScaling:
 
 
 def unchanged(window: Tensor) -> Tensor:
-    """The algorithm of a static scale: no amax says anything, so that the scale stays what it was set to."""
+    """Return zero amaxes: the algorithm of a static scale, which no amax changes."""
     return torch.zeros_like(window[0])
 
 
 def static(element: str = "e4m3") -> DelayedScaling:
-    """Per-tensor scale that is set once, in its slot: nothing is observed, agreed on or remembered."""
+    """Return a quantizer with one static scale per tensor, which is set once in the slot."""
     return DelayedScaling(element, amax_history_len=1, amax_compute_algo=unchanged)
 
 
 def _slot_scale(slot: ScaleSlot | None) -> ops.Fp8Scale:
-    """The scale of a slot; max |x| enters its staging in the cast's own read."""
+    """Return the scale of a slot; the cast raises the staging of the slot to max |x|."""
     assert slot is not None, "delayed scaling casts with the scale of a slot"
     return ops.Fp8Scale(scale=slot.scale, staging=slot.staging)
 

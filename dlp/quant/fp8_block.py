@@ -1,7 +1,6 @@
-"""Block FP8: an fp32 scale every 128 elements of the contraction, or every 128x128 tile (arXiv 2412.19437).
+"""Block FP8: one fp32 scale per 128 elements of the contraction, or per 128x128 tile (arXiv 2412.19437).
 
-Scales are rounded down to powers of two unless asked otherwise; decoded values are then exact in bf16. Edge blocks may be
-partial.
+By default scales are rounded down to powers of two, so that decoded values are exact in bf16. Edge blocks may be partial.
 """
 
 from __future__ import annotations
@@ -34,9 +33,10 @@ from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape, blocks
 
 @dataclass(frozen=True)
 class Fp8Block(Fp8Blocks):
-    """FP8 codes [rows, contraction], compact fp32 `scale_inv` [rows or ceil(rows/128), ceil(contraction/128)].
+    """Format of FP8 codes [rows, contraction] and compact fp32 `scale_inv` [rows or ceil(rows/128), ceil(contraction/128)].
 
-    tile: one scale a 128x128 tile instead of 1x128. power_of_two: every scale is one.
+    tile           one scale per 128x128 tile instead of 1x128 block
+    power_of_two   all scales are powers of two
     """
 
     power_of_two: bool = True
@@ -64,12 +64,12 @@ class Fp8Block(Fp8Blocks):
         return ops.decode_fp8_block(codes, scale_inv, self.block, dtype)
 
 
-_format = cache(Fp8Block)  # one of its kind
+_format = cache(Fp8Block)
 
 
 @dataclass(frozen=True)
 class BlockScaling:
-    """A scale a block from the block's amax: q = enc(fl(x * scale)); nothing to agree."""
+    """Quantizer with one scale per block, from the amax of the block: q = enc(fl(x * scale)). Ranks agree on nothing."""
 
     element: str = "e4m3"
     tile: bool = False

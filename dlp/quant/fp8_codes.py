@@ -1,4 +1,4 @@
-"""What formats with FP8 codes share: the element types, and of those with a scale a block the blocks and their transpose."""
+"""Base classes of formats with FP8 codes: element types, and blocks with one scale each."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from dlp.kernels import ops
 from dlp.quant.tensor import Format, Part, QuantizedTensor
 
 ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-LANDMARKS = {"e4m3": (0x38, 0x7E), "e5m2": (0x3C, 0x7B)}  # the codes of 1 and of the largest value
+LANDMARKS = {"e4m3": (0x38, 0x7E), "e5m2": (0x3C, 0x7B)}  # codes of 1 and of the largest value
 PartsByElement = Mapping[str, tuple[Part, ...]]
 
 
 def codes_and(scale: Part) -> PartsByElement:
-    """The parts of a format: FP8 codes [rows, contraction], and this."""
+    """Return the parts of a format: FP8 codes [rows, contraction] and this scale."""
     return {element: (Part("codes", dtype, rows=0, contraction=1), scale) for element, dtype in ELEMENTS.items()}
 
 
 @dataclass(frozen=True)
 class Fp8Codes(Format):
-    """FP8 codes [rows, contraction] and a scale; a subclass says which, and what it is called."""
+    """Base of formats with FP8 codes [rows, contraction] and a scale, which the subclass defines."""
 
     element: str = "e4m3"
     KIND: ClassVar[str]
@@ -34,7 +34,7 @@ class Fp8Codes(Format):
     def name(self) -> str:
         return f"{self.KIND}[{self.element}]"
 
-    @cached_property  # asked for with every operand
+    @cached_property  # read for every operand
     def parts(self) -> tuple[Part, ...]:
         return self.PARTS[self.element]
 
@@ -45,8 +45,11 @@ class Fp8Codes(Format):
 
 @dataclass(frozen=True)
 class Fp8Blocks(Fp8Codes):
-    """A scale every SIZE elements of the contraction, or (`tile`) every SIZE x SIZE elements. Tiles may be transposed,
-    rows of SIZE may not: their columnwise operand is a second quantization."""
+    """Base of formats with one scale per SIZE elements of the contraction, or per SIZE x SIZE elements (`tile`).
+
+    Tiles may be transposed. For blocks of one row, the columnwise operand is quantized from the high-precision tensor a second
+    time.
+    """
 
     tile: bool = False
     SIZE: ClassVar[int]

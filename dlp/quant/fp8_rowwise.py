@@ -1,7 +1,7 @@
-"""Rowwise FP8: one fp32 scale a row of the operand, i.e. over the whole contraction.
+"""Rowwise FP8: one fp32 scale per row of the operand, that is, per contraction.
 
-A columnwise operand is a second quantization of the high-precision tensor. Where the contraction is cut over ranks
-whose shards are gathered, the row amaxes are agreed like a tensor's, as one vector.
+The columnwise operand is quantized from the high-precision tensor a second time. If the contraction is sharded over ranks and
+the shards are gathered, ranks agree on the vector of row amaxes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 @dataclass(frozen=True)
 class Fp8Rowwise(Fp8Codes):
-    """FP8 codes [rows, contraction] with fp32 `scale_inv` [rows]."""
+    """Format of FP8 codes [rows, contraction] with fp32 `scale_inv` [rows]."""
 
     KIND = "fp8_rowwise"
     PARTS = codes_and(Part("scale_inv", torch.float32, rows=0, contraction=SHARED))
@@ -54,12 +54,12 @@ class Fp8Rowwise(Fp8Codes):
         return codes.to(torch.bfloat16), scale_inv
 
 
-_format = cache(Fp8Rowwise)  # one of its kind
+_format = cache(Fp8Rowwise)
 
 
 @dataclass(frozen=True)
 class RowwiseScaling:
-    """A scale a row from its amax (observed, agreed, then used): q = enc(fl(x * scale)). A zero row has scale 1."""
+    """Quantizer with one scale per row, from the agreed amax of the row: q = enc(fl(x * scale)). A zero row has scale 1."""
 
     element: str = "e4m3"
     power_of_two: bool = True

@@ -1,13 +1,13 @@
-"""A GEMM as a value, and the kernel that the table gives for its formats.
+"""GEMM as a value, and look-up of the kernel in the kernel table.
 
     D [rows, N] = alpha A [rows, C] @ B [N, C].T (+ bias, + accumulate)       contraction last in both operands
 
-A `Gemm` holds everything but A, the token operand, so that a strategy may run it once, or chunk by chunk over rows of A.
+A `Gemm` holds all arguments except A, the token operand, so that a strategy may run the GEMM once, or in chunks of rows of A.
 
-The kernel is looked up in `dlp.kernels.table` by the kinds of the two formats, once for each pair and device. A format that has
-its own `gemm` runs that; a pair without an entry decodes both operands. Support: "native" uses the device's own unit for the
-format, "emulated" multiplies decoded values or runs the plain-torch reference, "own" runs the GEMM of a user's format. The
-device "cuda" is a GPU on which this package's kernels cannot be built, so that GEMMs run torch's.
+The kernel is looked up in `dlp.kernels.table` by the `gemm_kind` of both formats, once for each pair and device. A format with
+a method `gemm` runs this method. A pair without a row in the table decodes both operands. The status "native" means the
+device's own unit for the format, "emulated" means decoded values or the plain-torch reference, and "own" means the GEMM of a
+user's format. The device "cuda" is a GPU on which the kernels of dlp cannot be built: GEMMs run torch.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class GemmOptions:
-    """The options of a recipe for one GEMM.
+    """Options of a recipe for one GEMM.
 
-    fast_accumulation   FP8 products are summed inside the tensor core only: faster, about 14 bits
-    out_dtype           of the result; None: the dtype that the caller works in
-    wire                what contributions are carried as where the result is summed over ranks (`dlp.parallel.linear.plan`)
-    tuned               run the algorithm that `dlp.kernels.tune` measured as the fastest, where it has measured
-    allow_reference     the plain-torch reference may run on a GPU
+    fast_accumulation   sum FP8 products inside the tensor core only: faster, about 14 bits
+    out_dtype           dtype of the result; None: the dtype of the activations
+    wire                codec of contributions if the result is summed over ranks (`dlp.parallel.linear.plan`)
+    tuned               run the algorithm that `dlp.kernels.tune` measured as the fastest, if measured
+    allow_reference     allow the plain-torch reference on a GPU
     """
 
     fast_accumulation: bool = False
@@ -62,16 +62,16 @@ class GemmOptions:
 
 @dataclass(frozen=True)
 class Gemm:
-    """D = alpha A @ B.T, called with A [rows, C].
+    """GEMM D = alpha A @ B.T as a value; a call takes A [rows, C] and returns D.
 
     which        fprop, dgrad or wgrad
-    b            the operand B
-    out_dtype    of D
-    bias         added to each row of D
-    accumulate   an fp32 or bf16 tensor that D is added to, and which is then returned
-    out          a tensor of `out_dtype` that D is written to, and which is then returned
-    sms          run on this many multiprocessors, so that a collective has the others; 0: on all
-    rounds       the product may be rounded to bf16 before it is added to a bf16 accumulator
+    b            operand B
+    out_dtype    dtype of D
+    bias         vector that is added to each row of D
+    accumulate   fp32 or bf16 tensor to which D is added; the call returns this tensor
+    out          tensor of `out_dtype` for D; the call returns this tensor
+    sms          number of SMs, so that a collective can use the other SMs; 0: all
+    rounds       allow rounding the product to bf16 before the sum with a bf16 accumulator
     """
 
     which: str
@@ -94,7 +94,7 @@ class Gemm:
 
 @table.remembered
 def _multiply(a: Format, b: Format, device: str) -> Callable[[Gemm, QuantizedTensor], Tensor]:
-    """The function that multiplies operands of these formats on a device, cached."""
+    """Return the cached function that multiplies operands of these formats on a device."""
     own = own_gemm(a, b)
     if own is not None:
         return partial(_own, own, _takes_options(own))
@@ -136,43 +136,42 @@ def decoded_dtype(*operands: tuple[Format, torch.dtype]) -> torch.dtype:
 
 
 def own_gemm(a: Format, b: Format) -> Callable[..., Tensor] | None:
-    """The `gemm` that one of the formats has, A's before B's. None where neither has one, or where one operand is in high
-    precision, so that the other one is decoded."""
+    """Return the method `gemm` of the format of A, or else of B. None without such a method, and if one operand is in high
+    precision: the other operand is then decoded."""
     if a.keeps_source or b.keeps_source:
         return None
     return getattr(a, "gemm", None) or getattr(b, "gemm", None)
 
 
 def support(a: Format, b: Format, device: str) -> GemmKernels:
-    """The kernels for operands of these formats on `device`, one of DEVICES; `status` says native, emulated or own, `kernel`
-    the name."""
+    """Return the kernels for operands of these formats on `device`, one of DEVICES."""
     if own_gemm(a, b) is None:
         return table.gemm_kernels(a, b, device)
     return GemmKernels((GemmEntry(name=f"{type(a if hasattr(a, 'gemm') else b).__name__}.gemm"),))
 
 
 def kernel_name(a: Format, b: Format, device_type: str) -> str:
-    """The name, as plans print it, of the kernel that multiplies operands of these formats on this device type ("cpu",
-    "cuda")."""
+    """Return the printed name of the kernel for operands of these formats on a device type, "cpu" or "cuda"."""
     return support(a, b, device_kind(device_type)).kernel
 
 
 def check_kernel(which: str, a: Format, b: Format, device_type: str, options: GemmOptions) -> None:
-    """ValueError, naming GEMM `which`, where only the plain-torch reference could multiply on a GPU and the options do not
-    allow it."""
+    """Raise ValueError if only the plain-torch reference could run GEMM `which` on a GPU, and the options do not allow the
+    reference."""
     if device_type != "cpu" and not options.allow_reference and kernel_name(a, b, device_type) == REFERENCE:
         raise ValueError(
             f"{which}: {device_kind(device_type)} has no kernel for {a.name} x {b.name}, and the plain-torch reference is "
-            f"slow; choose another option of the recipe, or set its allow_reference = true"
+            f"slow; choose another option of the recipe, or set allow_reference = true"
         )
 
 
 def check_pair(which: str, a: Format, b: Format) -> None:
-    """ValueError, naming GEMM `which`, for two formats that no GEMM may combine."""
+    """Raise ValueError for two formats that GEMM `which` cannot multiply."""
     if a.basis != b.basis:
         raise ValueError(
-            f"{which}: one operand is transformed along the contraction ({a.name} x {b.name}) and the other is not, or with "
-            f"other signs; the transform cancels only if both are alike"
+            f"{which}: the operands have different transforms along the contraction ({a.name} x {b.name}); the transforms "
+            f"cancel "
+            f"only if both operands have the same transform with the same signs"
         )
     if a.element == b.element == "e5m2":
         raise ValueError(f"{which}: no unit multiplies E5M2 by E5M2 ({a.name} x {b.name}); make one operand E4M3")

@@ -1,8 +1,8 @@
-"""Integers of 2 to 8 bits: codes, and a scale a row or a group of the contraction, with or without a zero point.
+"""Integers of 2 to 8 bits: codes, and one scale per row or per group of the contraction, with or without a zero point.
 
-The numbers are those of `dlp.quant.affine`, on x in fp32. Codes lie 8 // bits to a byte, the first in the lowest bits.
-Scales of whole rows are agreed on where the contraction is cut, like those of rowwise FP8; a group has a scale of its own. A
-row or a group with a value that is not finite decodes to nothing finite.
+Casts compute `dlp.quant.affine` on x in fp32. A byte holds 8 // bits codes, the first code in the lowest bits. Ranks agree on
+the scales of rows if the contraction is sharded, as for rowwise FP8; scales of groups need no agreement. A row or group with a
+non-finite value decodes to non-finite values.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 @dataclass(frozen=True)
 class Int(Format):
-    """Codes [rows, contraction / (8 // bits)], fp32 `scale_inv` [rows] or [rows, contraction / group], and, if not symmetric,
-    an int8 `zero_point` of the same shape. Values are (code - zero_point) * scale_inv.
+    """Format of integer codes [rows, contraction / (8 // bits)] with fp32 `scale_inv` [rows] or [rows, contraction / group],
+    and an int8 `zero_point` of the same shape if not symmetric. Values are (code - zero_point) * scale_inv.
 
-    bits    2 to 8. From 5 on a code is a byte, int8; below, a byte holds several codes, stored minus the least one
-    group   elements that share a scale along the contraction; 0: the whole row
+    bits    2 to 8. Codes of 5 to 8 bits are int8. A byte holds several codes of 2 to 4 bits, as differences to the smallest
+            code
+    group   number of elements that share a scale along the contraction; 0: the whole row
 
     Raises ValueError for other bits, and for a negative group.
     """
@@ -37,10 +38,10 @@ class Int(Format):
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
-            raise ValueError(f"integers of {self.bits} bits have no format: choose 2 to 8")
+            raise ValueError(f"integers of {self.bits} bits are not supported: choose 2 to 8 bits")
         if self.group < 0:
             raise ValueError(
-                f"a group of {self.group} codes cannot share a scale: choose its size, or 0 for whole rows"
+                f"a group has a positive number of codes; got {self.group}: choose a positive number, or 0 for whole rows"
             )
 
     @property
@@ -83,7 +84,7 @@ class Int(Format):
 
     @cached_property
     def codes(self) -> tuple[int, int]:
-        """The least and the largest code."""
+        """Smallest and largest code."""
         return affine.code_range(self.bits)
 
     @cached_property
@@ -111,7 +112,7 @@ class Int(Format):
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """int8 codes [rows, C] -> stored codes: uint8 [rows, C / (8 // bits)]; with 5 bits or more the codes themselves."""
+    """Pack int8 codes [rows, C] into uint8 [rows, C / (8 // bits)]; codes of 5 to 8 bits are returned unchanged."""
     each = 8 // bits
     if each == 1:
         return codes
@@ -123,7 +124,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(stored: Tensor, bits: int) -> Tensor:
-    """The inverse of `pack`."""
+    """Unpack stored codes: the inverse of `pack`."""
     each = 8 // bits
     if each == 1:
         return stored
@@ -131,7 +132,7 @@ def unpack(stored: Tensor, bits: int) -> Tensor:
     return counted.flatten(1).to(torch.int8) + affine.code_range(bits)[0]
 
 
-_format = cache(Int)  # one of its kind
+_format = cache(Int)
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class IntScaling:
 
     def __post_init__(self) -> None:
         if self.narrow and not self.symmetric:
-            raise ValueError("narrow codes are symmetric ones: leave out narrow, or the zero points (symmetric=True)")
+            raise ValueError("narrow codes need symmetric scales: set symmetric=True, or narrow=False")
         _ = self.format
 
     @cached_property
@@ -176,7 +177,7 @@ class IntScaling:
 
     @cached_property
     def codes(self) -> tuple[int, int]:
-        """The least and the largest code that casts make."""
+        """Smallest and largest code of casts."""
         first, last = self.format.codes
         return first + self.narrow, last
 
@@ -187,9 +188,8 @@ class IntScaling:
             reach = x.new_zeros(2, len(x), dtype=torch.float32)
         else:
             low, high = torch.aminmax(x, dim=1)
-            reach = (
-                torch.stack([high, -low]).float().nan_to_num(torch.inf, torch.inf, -torch.inf)
-            )  # what a maximum keeps
+            reach = torch.stack([high, -low]).float()
+            reach = reach.nan_to_num(torch.inf, torch.inf, -torch.inf)  # a maximum over ranks would drop NaN
         return reach.amax(0) if self.symmetric else reach
 
     def cast(
@@ -201,18 +201,18 @@ class IntScaling:
         scale_inv, zero = self._chosen(x, amax)
         codes = affine.quantize_affine(x, block, scale_inv, zero, self.codes)
         parts = (pack(codes, self.bits), scale_inv, zero)[: len(self.format.parts)]
-        return self.format.fill(out, *[part.contiguous() for part in parts])  # x may lie transposed
+        return self.format.fill(out, *[part.contiguous() for part in parts])  # x may be a transposed view
 
     def clipped(self, x: Tensor, amax: Tensor | None) -> Tensor:
-        """Where the cast of x clips a code: bool [rows, contraction]."""
+        """Return where the cast of x clips: bool [rows, contraction]."""
         x = x.float()
         return affine.clipped_affine(x, self.format.block, *self._chosen(x, amax), self.codes)
 
     def _chosen(self, x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor]:
-        """scale_inv and zero point of each row or group of x."""
+        """Return scale_inv and zero point of each row or group of x."""
         how: dict[str, Any] = {"symmetric": self.symmetric, "eps": self.epsilon or None, "zero_point_dtype": torch.int8}
         if self.group:
             return affine.choose_qparams_affine(x, self.format.block, self.codes, **how)
-        assert amax is not None, "scales of rows are made of what was observed of them"
+        assert amax is not None, "scales of rows need observed amaxes"
         high, low = (amax, -amax) if self.symmetric else (amax[0], -amax[1])
         return affine.choose_qparams_affine_with_min_max(low, high, self.codes, **how)

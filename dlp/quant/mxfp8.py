@@ -1,7 +1,7 @@
-"""MXFP8: FP8 elements with an E8M0 scale every 32 elements of the contraction, or every 32x32 tile.
+"""MXFP8: FP8 elements with one E8M0 scale per 32 elements of the contraction, or per 32x32 tile.
 
-Decoded values are exact in bf16. As everywhere here a columnwise operand is stored transposed; what a block-scaled
-GEMM unit wants instead is made right before the GEMM.
+Decoded values are exact in bf16. A columnwise operand is stored transposed, as for every format; the layout of scales for
+block-scaled tensor cores is computed right before the GEMM.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
 
 @dataclass(frozen=True)
 class Mxfp8(Fp8Blocks):
-    """FP8 codes [rows, contraction], compact E8M0 bytes [rows or rows/32, contraction/32]. tile: 32x32 blocks.
+    """Format of FP8 codes [rows, contraction] and compact E8M0 bytes [rows or rows/32, contraction/32]. tile: 32x32 blocks.
 
-    The contraction, and the rows of tiles, are multiples of 32.
+    The contraction is a multiple of 32, and for tiles also the number of rows.
     """
 
     KIND = "mxfp8"
@@ -61,15 +61,16 @@ class Mxfp8(Fp8Blocks):
         return ops.decode_mxfp8(codes, scale, self.block, dtype)
 
 
-_format = cache(Mxfp8)  # one of its kind
+_format = cache(Mxfp8)
 
 
 @dataclass(frozen=True)
 class MxScaling:
-    """A power of two a block from the block's amax; nothing to agree.
+    """Quantizer with one power-of-two scale per block, from the amax of the block. Ranks agree on nothing.
 
-    scale_rounding: "ceil", the least power of two that saturates nothing, or "floor", the rule of OCP MX v1.0.
-    Raises ValueError at the cast of a matrix whose blocks would be partial.
+    scale_rounding   "ceil": the smallest power of two without saturation; "floor": the rule of OCP MX v1.0
+
+    A cast raises ValueError for a matrix with partial blocks.
     """
 
     element: str = "e4m3"

@@ -1,9 +1,8 @@
-"""NVFP4: packed E2M1 elements, an E4M3 scale every 16 elements (or 16x16 tile), one fp32 amax a tensor.
+"""NVFP4: packed E2M1 elements, one E4M3 scale per 16 elements (or 16x16 tile), one fp32 amax per tensor (arXiv 2509.25149).
 
-Two things belong to how an operand is made rather than to the bits. A Hadamard transform along the contraction, for
-both operands of wgrad, spreads outliers over 16 tokens; it is part of the format, because such values must only meet
-values transformed alike. Stochastic rounding, for dy, keeps the gradient unbiased; its random bits belong to the
-position in the unsharded matrix, not to the rank. (arXiv 2509.25149.)
+A Hadamard transform along the contraction, for both operands of wgrad, spreads outliers over 16 tokens. The transform is part
+of the format, because a GEMM may only combine operands with equal transforms. Stochastic rounding of dy keeps the gradient
+unbiased; the random bits depend on the position in the unsharded matrix, not on the rank.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from dlp.quant.quantizer import (
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 BLOCK = 16
-FACTOR = 1 / (6 * 448)  # of the amax: what the largest code under the largest scale stands for
+FACTOR = 1 / (6 * 448)  # amax * FACTOR is the scale of the tensor: largest code 6, largest block scale 448
 PARTS = (
     Part("codes", torch.uint8, rows=0, contraction=1),
     Part("scale_e4m3", torch.float8_e4m3fn, rows=0, contraction=1),
@@ -44,10 +43,14 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Nvfp4(Format):
-    """Packed E2M1 [rows, contraction/2], compact E4M3 scales [rows or rows/16, contraction/16], fp32 `amax` [].
+    """Format of packed E2M1 codes [rows, contraction/2], compact E4M3 scales [rows or rows/16, contraction/16] and fp32 `amax`
+    [].
 
-    tile: 16x16 blocks. rht: the values are Hadamard-transformed in groups of 16 along the contraction, after bit i of
-    `signs` has flipped the sign of element i. The contraction, and the rows of tiles, are multiples of 16.
+    tile    16x16 blocks
+    rht     values are Hadamard-transformed in groups of 16 along the contraction
+    signs   bit i is set: the sign of element i of a group changes before the transform
+
+    The contraction is a multiple of 16, and for tiles also the number of rows.
     """
 
     tile: bool = False
@@ -98,19 +101,22 @@ class Nvfp4(Format):
         return QuantizedTensor(self, (ops.transpose_e2m1(codes), scale.t().contiguous(), amax))
 
 
-_format = cache(Nvfp4)  # one of its kind
+_format = cache(Nvfp4)
 
 
 @dataclass(frozen=True)
 class Nvfp4Scaling:
-    """Block scales under a tensor amax (observed, agreed, then used).
+    """Quantizer with block scales and an agreed amax of the tensor.
 
-    tile: 16x16 blocks, for weights. rht: transform first, with these signs; the amax observed is that of the transformed
-    values, and what is wider than bf16 is rounded to bf16 before. stochastic: round up or down by chance, needs `at`.
-    four_over_six: each block takes one of two scales, for 6 or for 4 as its largest code, by the smaller squared error; ties
-    take 6 (arXiv 2512.02010, `dlp.kernels.reference.nvfp4`). The format is the same: the stored amax contains the factor
-    448/256. Raises ValueError for `four_over_six` with `stochastic`, and at the cast of a matrix whose blocks would be partial,
-    or without an origin to draw bits for.
+    tile            16x16 blocks, for weights
+    rht             transform first, with `signs`; the amax is computed from the transformed values, and fp32 is rounded to bf16
+                    before the transform
+    stochastic      stochastic rounding; casts need `at`
+    four_over_six   each block takes one of two scales, with 6 or 4 as the largest code, by the smaller squared error; ties take
+                    6 (arXiv 2512.02010, `dlp.kernels.reference.nvfp4`). The stored amax contains the factor 448/256
+
+    Raises ValueError for `four_over_six` with `stochastic`. A cast raises ValueError for a matrix with partial blocks, and for
+    stochastic rounding without an origin.
     """
 
     tile: bool = False
@@ -123,8 +129,9 @@ class Nvfp4Scaling:
     def __post_init__(self) -> None:
         if self.four_over_six and self.stochastic:
             raise ValueError(
-                "nvfp4: four over six compares the errors of two roundings to nearest; the smaller of two random errors would "
-                "bias the operand. Set four_over_six or stochastic, not both"
+                "nvfp4: four_over_six needs rounding to nearest, because the smaller of two random errors would bias the "
+                "operand; "
+                "set four_over_six or stochastic, not both"
             )
 
     @cached_property
@@ -143,7 +150,7 @@ class Nvfp4Scaling:
         return _format(self.tile, self.rht, self.signs if self.rht else RHT_SIGNS)
 
     def values(self, x: Tensor) -> Tensor:
-        """What is quantized: x itself, or x transformed."""
+        """Return the matrix that is quantized: x, or x transformed."""
         self.format.check((x.shape[0], x.shape[1]))
         return ops.rht16(x, self.signs) if self.rht else x
 
@@ -199,12 +206,12 @@ class Nvfp4Scaling:
             return None
         if at is None:
             raise ValueError(
-                "nvfp4 with stochastic rounding draws bits for a place in the unsharded matrix: "
+                "nvfp4 with stochastic rounding draws bits for a position in the unsharded matrix: "
                 "pass at=Origin(...), or set disable_stochastic_rounding"
             )
         if at.column % BLOCK:
             raise ValueError(
                 f"nvfp4: a shard starts at column {at.column} of the contraction, inside a block of {BLOCK}; "
-                f"cut the contraction at multiples of {BLOCK}, or keep this operand in high precision"
+                f"shard the contraction at multiples of {BLOCK}, or keep this operand in high precision"
             )
         return ops.PhiloxState(at.row, at.column, at.columns, at.direction, at.counter, (at.seed, at.tensor_id))

@@ -1,7 +1,7 @@
-"""Checks a recipe's options against the annotations of the function that takes them.
+"""Check of the options of a recipe against the annotations of the recipe's function.
 
-The signature is the only list of options there is: their names, defaults and what may be written for each, as bool,
-int, float, str, Literal, a union of these, a function, a Sequence or a Mapping. Values come from configuration files.
+The signature is the only list of options: names, defaults and allowed values, annotated as bool, int, float, str, Literal, a
+union of these, a function, a Sequence or a Mapping. Values come from configuration files.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a te
 
 
 def check_option(name: str, value: Any, hint: Any) -> None:
-    """ValueError, saying what is allowed, for a value that does not fit the annotation `hint`."""
+    """Raise ValueError, with the allowed values, for a value that does not fit the annotation `hint`."""
     if not _fits(value, hint):
         raise ValueError(f"{name} must be {_describe(hint)}; got {value!r}")
 
 
 def freeze(value: Any) -> Any:
-    """The value with its lists as tuples and its tables as sorted tuples of pairs, so that it can be compared."""
+    """Return a hashable form of a value: lists become tuples, and tables become sorted tuples of pairs."""
     if isinstance(value, Mapping):
         return tuple(sorted((key, freeze(entry)) for key, entry in value.items()))
     return tuple(map(freeze, value)) if isinstance(value, list | tuple) else value

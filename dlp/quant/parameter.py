@@ -1,15 +1,15 @@
-"""QuantizedParameter: any quantized matrix as a tensor, to be the weight of a plain `nn.Linear`.
+"""QuantizedParameter: a quantized matrix as a tensor, for the weight of a plain `nn.Linear`.
 
-One class serves every format, because a format says how its parts move: slices, concatenation and gathers go part by part. So
-a weight is saved by `torch.save` and read with weights_only, sharded as a DTensor or by FSDP2, and compiled.
+One class serves every format, because a format defines how each part is sliced, concatenated and gathered. A weight can be
+saved by `torch.save` and loaded with weights_only, sharded as a DTensor or by FSDP2, and compiled.
 
-    linear, mm, addmm     one opaque op, `dlp::quantized_linear`: casts x as `activation` says, and multiplies by the kernel
-                          that the table has for the two formats
-    parts                 detach, clone, moves, t, slice, narrow, split, cat, views of the same shape; all_gather,
-                          scatter, broadcast
-    anything else         decodes, and says so once for each operation
+    linear, mm, addmm          one opaque op, `dlp::quantized_linear`: cast x by `activation`, then run the GEMM of both formats
+    operations on the parts    detach, clone, copies to devices, t, slice, narrow, split, cat, views of the same shape,
+    all_gather,
+                               scatter, broadcast
+    other operations           run on decoded values, with one warning per operation
 
-Values are read-only: what writes into such a tensor raises, unless it brings another of the same format.
+Values are read-only: operations that write to the tensor raise, except for a copy from another tensor of the same format.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class QuantizedParameter(Tensor):
         self, q: QuantizedTensor, dtype: torch.dtype, use: Use | None = None, x_scale: Tensor | None = None,
         turned: bool = False, shape: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
-        """use: how it multiplies x, by default with x as it is; turned: it reads as the transpose; shape: of a flat view."""
+        """Store the parts. See the class for the arguments."""
         self.use = use or Use(q.format)
         self.part_names = tuple(f"part_{part.name}" for part in q.format.parts)
         for name, part in zip(self.part_names, q.parts, strict=True):
@@ -93,19 +93,25 @@ class QuantizedParameter(Tensor):
         cls, values: Tensor, quantizer: Quantizer, activation: Quantizer | None = None, *,
         x_scale: Tensor | None = None, options: GemmOptions = PLAIN,
     ) -> QuantizedParameter:  # fmt: skip
-        """w [N, K] -> quantized. `activation`: the quantizer of x, which is static if it takes `x_scale` (fp32 [], a
-        multiplier). A matrix of partial blocks is padded with zeros in its codes, as in training; the parameter has its shape.
+        """Quantize w [N, K].
 
-        ValueError where w is no matrix of floats, and where a static quantizer of x gets no scale.
+        Args:
+            values: w. A matrix with partial blocks is zero-padded, as in training; the parameter has the shape of w.
+            quantizer: quantizer of w.
+            activation: quantizer of x; None: x stays in high precision.
+            x_scale: multiplier of a static quantizer of x, fp32 [].
+            options: options of the GEMM.
+
+        Raises:
+            ValueError: for w that is no matrix of floats, for delayed scales of w, and for a static quantizer of x without
+                `x_scale`.
         """
         if caps_of(quantizer).slot is not None:
             raise ValueError(
-                f"{quantizer} scales by history, of which a single weight has none: use a current or block scale"
+                f"{quantizer} has delayed scales, and a single weight has no history: use current or block scales"
             )
         if activation is not None and caps_of(activation).slot is not None and x_scale is None:
-            raise ValueError(
-                f"{activation} casts x with a scale that is known before: pass x_scale, which dlp.calibrate finds"
-            )
+            raise ValueError(f"{activation} casts x with a static scale: pass x_scale, which dlp.calibrate computes")
         if values.dim() != 2 or not values.is_floating_point():
             raise ValueError(
                 f"QuantizedParameter.from_float takes one matrix [N, K] of floats; got {tuple(values.shape)} of "
@@ -119,7 +125,7 @@ class QuantizedParameter(Tensor):
 
     @property
     def quantized(self) -> QuantizedTensor:
-        """The operand [N, K]."""
+        """Quantized operand [N, K]."""
         return QuantizedTensor(self.use.format, self.parts)
 
     @property
@@ -128,11 +134,11 @@ class QuantizedParameter(Tensor):
 
     @property
     def inside(self) -> tuple[Tensor, ...]:
-        """The plain tensors that it consists of: the parts, and the static scale of x if there is one."""
+        """Plain tensors of this parameter: the parts, and the static scale of x if there is one."""
         return self.parts if self.x_scale is None else (*self.parts, self.x_scale)
 
     def share_memory_(self) -> QuantizedParameter:
-        """Move the parts to shared memory; torch's own method would crash, since this tensor has no memory of its own."""
+        """Move the parts to shared memory. torch's method would crash, because this tensor has no storage."""
         for each in self.inside:
             each.share_memory_()
         return self
@@ -141,7 +147,7 @@ class QuantizedParameter(Tensor):
         return all(each.is_shared() for each in self.inside)
 
     def like(self, parts: Sequence[Tensor], **changes: Any) -> QuantizedParameter:
-        """A QuantizedParameter with other parts and the same format and use."""
+        """Return a QuantizedParameter with other parts and the same format and use."""
         kept: dict[str, Any] = {
             "dtype": self.dtype,
             "use": self.use,
@@ -151,12 +157,12 @@ class QuantizedParameter(Tensor):
         return QuantizedParameter(QuantizedTensor(self.use.format, tuple(parts)), **kept)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values in its shape."""
+        """Return the decoded values in the shape of this parameter."""
         made = decoded(list(self.parts), dtype or self.dtype, number_of(self.use))
         return (made.t() if self.turned else made).reshape(self.shape)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., K] -> y [..., N], in the dtype of x, or, under torch.autocast, in that; inside, autocast has no effect."""
+        """Return y [..., N] of x [..., K], in the dtype of x, or in the dtype of torch.autocast."""
         if autocasts(x):
             with torch.autocast(x.device.type, enabled=False):
                 return self.linear(x.to(torch.get_autocast_dtype(x.device.type)), bias)
@@ -166,7 +172,7 @@ class QuantizedParameter(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"QuantizedParameter({tuple(self.shape)}, {self.use.format.name}, {self.dtype}, {self.device})"
 
-    # what torch.compile, torch.save, FSDP2 ask
+    # hooks of torch.compile, torch.save and FSDP2
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         scale = [] if self.x_scale is None else ["x_scale"]
@@ -185,12 +191,12 @@ class QuantizedParameter(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """The parts to gather. ValueError, on all ranks, for rows that FSDP cannot cut evenly, since it gathers equal shards
-        only."""
+        """Return the parts to gather. Raises ValueError, on all ranks, for rows that FSDP cannot shard evenly."""
         if outer_size[0] % mesh.size():
             raise ValueError(
-                f"a quantized weight {tuple(outer_size)} has {outer_size[0]} rows, which FSDP cuts unevenly over {mesh.size()} "
-                f"ranks: leave the layer out (filter_fn of dlp.quantize_), or shard over a number of ranks that divides them"
+                f"a quantized weight {tuple(outer_size)} has {outer_size[0]} rows, which FSDP cannot shard evenly over "
+                f"{mesh.size()} "
+                f"ranks: exclude the layer (filter_fn of dlp.quantize_), or shard over a number of ranks that divides the rows"
             )
         moving = [
             _bytes(p) for p, part in zip(self.parts, self.use.format.parts, strict=True) if part.rows is not SHARED
@@ -230,17 +236,17 @@ class QuantizedParameter(Tensor):
 
 
 def _of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
-    """The arguments of F.linear, positional or by name."""
+    """Return the arguments of F.linear, which may be positional or keywords."""
     return input, weight, bias
 
 
 def _bytes(part: Tensor) -> Tensor:
-    """FP8 codes as bytes, which every backend sends."""
+    """Return FP8 codes as bytes, which every backend supports."""
     return as_bytes(part.contiguous()) if part.dtype.itemsize == 1 else part
 
 
 def _spelled(value: Any) -> Any:
-    """A format, quantizer or use as its class and fields, without cached values."""
+    """Return a format, quantizer or use as class and fields, without cached values."""
     if not is_dataclass(value):
         return value
     return type(value), {each.name: _spelled(getattr(value, each.name)) for each in fields(value) if each.init}
@@ -263,7 +269,7 @@ def _rebuild(
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operation writes to; the schemas of c10d do not say so."""
+    """Return the arguments that an operation writes to; for c10d, whose schemas omit this, by the name of the operation."""
     if func.namespace == "c10d":
         return [args[0]] if func._schema.name.endswith("_") else []
     given = {**dict(zip([each.name for each in func._schema.arguments], args, strict=False)), **kwargs}
@@ -278,8 +284,8 @@ def _decode_and_run(func: Any, args: Any, kwargs: Any) -> Any:
     written = (each for each in tree_leaves(_written(func, args, kwargs)) if isinstance(each, QuantizedParameter))
     if (weight := next(written, None)) is not None:
         raise ValueError(
-            f"{func} would write into a weight that is held as {weight.use.format.name} codes: convert the new values by "
-            f"QuantizedParameter.from_float, or load them before the model is quantized"
+            f"{func} would write to a weight that is stored as {weight.use.format.name} codes: convert the new values by "
+            f"QuantizedParameter.from_float, or load the values before the model is quantized"
         )
     if func not in _TOLD:
         _TOLD.add(func)
@@ -293,7 +299,7 @@ OPS: dict[Any, Run] = {}
 
 
 def _runs(*funcs: Any) -> Callable[[Run], Run]:
-    """Decorates what runs for these operations; it returns NotImplemented where the operation shall decode."""
+    """Decorator of the implementation of these operations, which returns NotImplemented to run on decoded values."""
 
     def enter(run: Run) -> Run:
         OPS.update({func: partial(run, func) for func in funcs})
@@ -327,7 +333,7 @@ def _flat(w: QuantizedParameter) -> tuple[int, ...] | None:
 
 @_runs(aten._to_copy.default)
 def _to_copy(func: Any, w: QuantizedParameter, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
-    """To a device; a dtype changes only that in which the values read."""
+    """Copy to a device; a dtype only changes the dtype of decoded values."""
     scale = None if w.x_scale is None else func(w.x_scale, device=device)
     return w.like(
         [func(part, device=device) for part in w.parts], dtype=dtype or w.dtype, x_scale=scale, shape=_flat(w)
@@ -353,14 +359,14 @@ def _view(func: Any, w: QuantizedParameter, size: Sequence[int], stride: Any = N
 
 @_runs(aten.slice.Tensor)
 def _slice(func: Any, w: QuantizedParameter, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    if w.dim() == 1:  # FSDP2's flat views are of whole shards
+    if w.dim() == 1:  # flat views of FSDP2 cover complete shards
         return w.like(w.parts, shape=_flat(w)) if (end or w.numel()) >= w.numel() and not start else NotImplemented
     size = w.shape[dim]
     first, last = slice(start, end).indices(size)[:2]
-    cut = (dim % 2) ^ w.turned  # the dimension of the operand
+    cut = (dim % 2) ^ w.turned  # dimension of the operand
     fmt = w.use.format
     whole = first == 0 and last == size
-    unit = lcm(fmt.block[cut] or 1, fmt.multiple[cut])  # no block, and no entry that holds several codes, is cut
+    unit = lcm(fmt.block[cut] or 1, fmt.multiple[cut])  # slices do not cut blocks or packed codes
     aligned = first % unit == 0 and (last % unit == 0 or last == size)
     said = w.use.shape is None and all(part.moves_along(cut) != UNSAID for part in fmt.parts)
     if step != 1 or last < first or not (whole or (aligned and said)):
@@ -409,7 +415,7 @@ def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
         elif all(torch.equal(each, given[0]) for each in given[1:]):
             parts.append(given[0])
         else:
-            return NotImplemented  # scales of their own: one format cannot hold both
+            return NotImplemented  # different shared scales cannot be concatenated
     if not all(_same(w.x_scale, first.x_scale) for w in tensors):
         return NotImplemented
     return first.like(parts)
@@ -420,7 +426,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _joined(given: Sequence[Tensor], along: int | None) -> Tensor:
-    """Parts joined; FP8 codes as bytes, for which every device has the operation."""
+    """Return concatenated parts; FP8 codes are concatenated as bytes, which every device supports."""
     assert along is not None
     if given[0].dtype.itemsize == 1 and given[0].is_floating_point():
         return torch.cat([each.view(torch.uint8) for each in given], along).view(given[0].dtype)
@@ -429,8 +435,8 @@ def _joined(given: Sequence[Tensor], along: int | None) -> Tensor:
 
 @_runs(c10d.all_gather_into_tensor.default)
 def _gather(func: Any, w: QuantizedParameter, size: int, group: Any) -> Any:
-    """Gathered along the first dimension as it reads. Shared parts must be equal on all ranks, by `amax_scope` or since the
-    whole was cut."""
+    """All-gather along the first dimension. Shared parts must be equal on all ranks, by `amax_scope` or because one weight was
+    sharded."""
     if w.use.shape:
         return NotImplemented
     cut, fmt = int(w.turned), w.use.format
@@ -450,7 +456,7 @@ def _gather(func: Any, w: QuantizedParameter, size: int, group: Any) -> Any:
 
 @_runs(torch.ops.c10d.scatter_.default)
 def _scatter(func: Any, outputs: list[Any], inputs: list[list[Any]], *how: Any) -> Any:
-    """Shards scattered, as by `distribute_tensor` and `parallelize_module`."""
+    """Scatter shards, for `distribute_tensor` and `parallelize_module`."""
     if not _alike([*outputs, *[each for given in inputs for each in given]]):
         return NotImplemented
     return _by_part(
@@ -464,7 +470,7 @@ def _broadcast(func: Any, tensors: list[Any], *how: Any) -> Any:
 
 
 def _alike(given: Sequence[Any]) -> bool:
-    """Whether all have one format and orientation, so that operations can go part by part."""
+    """Return whether all tensors have the same format and orientation, so that an operation can run part by part."""
     kinds = {(w.use, w.turned, w.x_scale is None) if isinstance(w, QuantizedParameter) else None for w in given}
     return len(kinds) == 1 and None not in kinds
 
@@ -474,7 +480,7 @@ def _sent(w: QuantizedParameter, i: int) -> Tensor:
 
 
 def _by_part(collective: Callable[[int, Tensor], tuple[Any, Any]], into: list[QuantizedParameter]) -> tuple[Any, Any]:
-    """Run a collective for each plain tensor inside of the one that it writes to."""
+    """Run a collective for each plain tensor of the output."""
     (w,) = into
     for i, part in enumerate(w.inside):
         mine = _sent(w, i)
@@ -488,30 +494,30 @@ def _by_part(collective: Callable[[int, Tensor], tuple[Any, Any]], into: list[Qu
 
 @_runs(aten.copy_.default)
 def _copy(func: Any, w: Any, other: Any, non_blocking: bool = False) -> Any:
-    """Copy from another of the same format, shape and use: its parts, and its scale of x."""
+    """Copy the parts and the scale of x from a parameter with the same format, shape and use."""
     if not (isinstance(w, QuantizedParameter) and isinstance(other, QuantizedParameter)):
         return NotImplemented
     differs = {
-        f"it has the format {other.use.format.name}": w.use.format != other.use.format,
-        f"it has the shape {tuple(other.shape)}": w.shape != other.shape,
-        "one of them is shown transposed": w.turned != other.turned,
-        "one of them has a static scale of x": (w.x_scale is None) != (other.x_scale is None),
+        f"the source has the format {other.use.format.name}": w.use.format != other.use.format,
+        f"the source has the shape {tuple(other.shape)}": w.shape != other.shape,
+        "one of the two is transposed": w.turned != other.turned,
+        "one of the two has a static scale of x": (w.x_scale is None) != (other.x_scale is None),
     }
     if any(differs.values()):
         raise ValueError(
-            f"a weight of {w.use.format.name} codes {tuple(w.shape)} takes no copy of this one: "
-            f"{next(why for why, there in differs.items() if there)}; make it alike first (dlp.quantize_, same recipe and "
-            f"mode), or load it with assign=True"
+            f"a weight of {w.use.format.name} codes {tuple(w.shape)} cannot be overwritten: "
+            f"{next(reason for reason, found in differs.items() if found)}; quantize the source with the same recipe and mode "
+            f"(dlp.quantize_), or load the weight with assign=True"
         )
-    for mine, its in zip(w.inside, other.inside, strict=True):
-        mine.copy_(its)
+    for target, source in zip(w.inside, other.inside, strict=True):
+        target.copy_(source)
     return w
 
 
 @_runs(aten.empty_like.default, aten.zeros_like.default, aten.new_zeros.default, aten.new_empty.default)
 def _empty(func: Any, w: QuantizedParameter, *size: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
-    """Uninitialised parts of this shape, or of other whole blocks of rows, which FSDP2 asks for when it pads shards; with the
-    same scale of x."""
+    """Allocate parts of this shape, or of another number of complete blocks of rows, as FSDP2 needs for padded shards; the
+    scale of x is copied."""
     shape: Any = tuple(size[0]) if size else tuple(w.shape)
     fmt, same = w.use.format, shape == tuple(w.shape)
     rows = w.dim() == len(shape) == 2 and shape[1] == w.shape[1] and fmt.concatenates(int(w.turned), shape[0])
@@ -546,7 +552,7 @@ def _addmm(func: Any, bias: Any, x: Any, w: Any, *, beta: Any = 1, alpha: Any = 
 
 
 def allow(*kinds: Any) -> None:
-    """Let `torch.load(weights_only=True)` load these formats and quantizers, which are from outside of dlp."""
+    """Allow `torch.load(weights_only=True)` to load these user-defined formats and quantizers."""
     torch.serialization.add_safe_globals(list(kinds))
 
 

@@ -1,14 +1,14 @@
-"""Patterns of names: which of a model's layers are meant, as layer groups and swaps write it.
+"""Patterns of layer names, for layer groups and recipe changes.
 
-Patterns speak about dotted components, from the root of the model:
+A pattern consists of dotted components, from the root of the model:
 
     *         one component; inside a component as in a shell: q_*, layer?, [qk]_proj
-    **        any number of components, also none
+    **        any number of components, including zero
     {a,b}     alternatives, anywhere: {q,k,v}_proj, layers.{0,-1}.**
-    -1  2:5  -8:   a child, or a slice of children, of the container (ModuleList, Sequential) it stands in
+    -1  2:5  -8:   a child, or a slice of children, of the container (ModuleList, Sequential) at this position
 
-The road not taken: regular expressions. They cannot count from the end of a container, dots need escapes, and a
-pattern that is right for 4 layers is silently wrong for 40.
+Regular expressions are no alternative: expressions cannot count from the end of a container, dots need escapes, and a pattern
+that is right for 4 layers is silently wrong for 40 layers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _INDEX = re.compile(r"-?\d+|(-?\d+)?:(-?\d+)?")
 
 
 def match_names(names: Iterable[str], lengths: Mapping[str, int], pattern: str, prefix: str = "") -> list[str]:
-    """The names that `pattern` matches, in their order. ValueError if it is malformed.
+    """Return the names that `pattern` matches, in order. Raises ValueError for a malformed pattern.
 
-    lengths  dotted name of each container (ModuleList, Sequential; "" is the model) -> number of its children
-    prefix   Hugging Face's `base_model_prefix`: a name also matches with it dropped
+    lengths  dotted name of each container (ModuleList, Sequential; "" is the model) -> number of children
+    prefix   Hugging Face's `base_model_prefix`: a name also matches without the prefix
     """
     alternatives = parse(pattern)
     return [
@@ -43,7 +43,8 @@ def match_names(names: Iterable[str], lengths: Mapping[str, int], pattern: str, 
 def must_match(
     names: Sequence[str], lengths: Mapping[str, int], pattern: str, prefix: str = "", *, asked_by: str
 ) -> list[str]:
-    """`match_names`, raising ValueError with the nearest names where it finds none; `asked_by` opens the message."""
+    """Return `match_names`. Raises ValueError with the nearest names if no name matches; `asked_by` is the beginning of the
+    message."""
     found = match_names(names, lengths, pattern, prefix)
     if not found:
         near = ", ".join(map(repr, _nearest(pattern, names, prefix))) or "none, the model has no layer to match"
@@ -54,18 +55,18 @@ def must_match(
 
 
 def parse(pattern: str) -> list[list[str]]:
-    """The components of each alternative of `pattern`. ValueError if it is malformed."""
+    """Return the components of each alternative of `pattern`. Raises ValueError for a malformed pattern."""
     alternatives = [expanded.split(".") for expanded in _expand(pattern)]
     for component in (component for alternative in alternatives for component in alternative):
         if not component:
             raise ValueError(f"pattern {pattern!r} has an empty component: write the dots between names only")
         if "**" in component and component != "**":
-            raise ValueError(f"pattern {pattern!r}: '**' stands for whole components; inside {component!r} write '*'")
+            raise ValueError(f"pattern {pattern!r}: '**' matches whole components only; inside {component!r} write '*'")
     return alternatives
 
 
 def _expand(pattern: str) -> list[str]:
-    """`a.{b,c}` -> `a.b`, `a.c`, innermost braces first."""
+    """Expand `a.{b,c}` to `a.b` and `a.c`, innermost braces first."""
     braces = _ALTERNATIVES.search(pattern)
     if braces is None:
         if "{" in pattern or "}" in pattern:
@@ -76,12 +77,12 @@ def _expand(pattern: str) -> list[str]:
 
 
 def _starts(name: str, prefix: str) -> list[int]:
-    """The components of `name` at which a pattern may begin."""
+    """Return the positions of components of `name` at which a pattern may begin."""
     return [0, prefix.count(".") + 1] if prefix and name.startswith(prefix + ".") else [0]
 
 
 def _matches(parts: Sequence[str], at: int, pattern: Sequence[str], lengths: Mapping[str, int]) -> bool:
-    """Whether `pattern` matches exactly parts[at:]; parts[:at] is only the path that indices are resolved under."""
+    """Return whether `pattern` matches exactly parts[at:]; parts[:at] is the path of the container for indices."""
     if not pattern:
         return at == len(parts)
     head, rest = pattern[0], pattern[1:]
@@ -100,7 +101,7 @@ def _component_matches(parts: Sequence[str], at: int, head: str, lengths: Mappin
 
 
 def _indices(index: str, length: int) -> Sequence[int]:
-    """The children that `0`, `-1`, `2:5` or `-8:` names in a container of `length`; Python's rules."""
+    """Return the children that `0`, `-1`, `2:5` or `-8:` selects in a container of `length`, by Python's rules."""
     if ":" in index:
         start, stop = (int(bound) if bound else None for bound in index.split(":"))
         return range(length)[start:stop]
@@ -108,7 +109,7 @@ def _indices(index: str, length: int) -> Sequence[int]:
 
 
 def _nearest(pattern: str, names: Sequence[str], prefix: str) -> list[str]:
-    """Up to three names that look most like `pattern`, each from another shape: repeated blocks count once."""
+    """Return up to three names that resemble `pattern`; names that differ only in indices count once."""
 
     def shape(name: str) -> str:
         dropped = name.removeprefix(prefix + ".") if prefix else name
@@ -119,7 +120,7 @@ def _nearest(pattern: str, names: Sequence[str], prefix: str) -> list[str]:
 
 
 def _ranges(pattern: str, lengths: Mapping[str, int]) -> str:
-    """The containers' index ranges, if `pattern` uses an index; a wrong index is the likeliest mistake then."""
+    """Return the index ranges of containers if `pattern` uses an index, which is then the most likely mistake."""
     if not any(_INDEX.fullmatch(component) for alternative in parse(pattern) for component in alternative):
         return ""
     return "".join(

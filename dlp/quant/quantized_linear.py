@@ -1,9 +1,9 @@
-"""What runs behind a quantized weight: two opaque ops, which torch.compile and autograd see as one call each.
+"""Opaque ops of a quantized weight, which torch.compile and autograd see as one call each.
 
-    dlp::quantized_linear   x [..., K], w [N, K] -> y [..., N]: casts x, multiplies by the kernel that the table has
-    dlp::decoded            the values of w, for dgrad and for whatever has no codes of its own
+    dlp::quantized_linear   x [..., K], w [N, K] -> y [..., N]: cast x, then run the GEMM of both formats
+    dlp::decoded            decoded values of w, for dgrad and for operations without quantized implementation
 
-An op takes tensors and numbers, so how a weight is read, a `Use`, goes by a number.
+An op takes tensors and numbers. A `Use`, which describes the forward pass of a weight, is therefore passed as a number.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _HP, PLAIN = HighPrecision(), GemmOptions()
 
 @dataclass(frozen=True)
 class Use:
-    """How a weight is read.
+    """Description of the forward pass of a weight.
 
-    activation  the quantizer that casts x first; None: x stays as it is
-    options     of the GEMM
-    shape       [N, K] of the values where the codes are those of a matrix that was padded with zeros; None: no padding
+    format      format of the weight
+    activation  quantizer of x; None: x stays in high precision
+    options     options of the GEMM
+    shape       [N, K] of the values, if the codes belong to a zero-padded matrix; None: no padding
     """
 
     format: Format
@@ -38,12 +39,12 @@ class Use:
     shape: tuple[int, int] | None = None
 
     def values_shape(self, parts: Sequence[Tensor]) -> tuple[int, int]:
-        """[N, K] of the values that the parts stand for."""
+        """Return [N, K] of the decoded values of the parts."""
         rows, columns = parts[0].shape
         return self.shape or (rows, columns * self.format.elements_per_code)
 
 
-_NUMBERS: dict[Use, int] = {}  # what the opaque ops call a use
+_NUMBERS: dict[Use, int] = {}  # argument of the opaque ops
 _USES: list[Use] = []
 
 
@@ -58,8 +59,8 @@ def number_of(use: Use) -> int:
 def quantized_linear(
     x: Tensor, parts: list[Tensor], x_scale: Tensor | None, bias: Tensor | None, use: int
 ) -> Tensor:  # fmt: skip
-    """x [..., K], the parts of w [N, K], b [N] -> y [..., N] in the dtype of x. `x_scale`: fp32 [], what a static cast
-    multiplies x by."""
+    """Return y [..., N] in the dtype of x, of x [..., K], the parts of w [N, K], and b [N]. `x_scale`: multiplier of a static
+    cast of x, fp32 []."""
     how, rows = _USES[use], x.reshape(x.shape[:-1].numel(), x.shape[-1])
     w, features = how.format.wrap(parts), _out_features(x, parts, use)
     if how.shape is not None:
@@ -75,34 +76,36 @@ def quantized_linear(
 
 
 def _out_features(x: Tensor, parts: Sequence[Tensor], use: int) -> int:
-    """N of a weight [N, K]. ValueError for x of other features than K, and for x that holds no floats of 2 bytes or more."""
+    """Return N of a weight [N, K]. Raises ValueError for x with another number of features than K, and for dtypes of x other
+    than floats of at least 2 bytes."""
     if not x.is_floating_point() or x.dtype.itemsize == 1:
         raise ValueError(
-            f"x of a quantized weight must be bf16, fp16, fp32 or fp64; got {x.dtype}: convert it before the layer"
+            f"x of a quantized weight must be bf16, fp16, fp32 or fp64; got {x.dtype}: convert x before the layer"
         )
     rows, columns = _USES[use].values_shape(parts)
     if x.shape[-1] != columns:
         raise ValueError(
             f"x {tuple(x.shape)} has {x.shape[-1]} features, and the quantized weight [{rows}, {columns}] takes {columns}; "
-            f"check the layer that makes x"
+            f"check the previous layer"
         )
     return rows
 
 
 @quantized_linear.register_fake
 def _(x: Tensor, parts: list[Tensor], x_scale: Any, bias: Any, use: int) -> Tensor:
-    """ValueError where x and codes lie on different devices; torch calls this function for codes on the meta device too."""
+    """Return an empty y. Raises ValueError for x and codes on different devices; torch also calls this function for codes on
+    the meta device."""
     if x.device != parts[0].device:
         raise ValueError(
-            f"x lies on {x.device} and the codes of the weight {tuple(parts[0].shape)} on {parts[0].device}: move one of "
-            f"them; give a model on the meta device memory by to_empty(device=...) and load its codes"
+            f"x is on {x.device}, and the codes of the weight {tuple(parts[0].shape)} are on {parts[0].device}: move x or the "
+            f"weight to the same device; for a model on the meta device call to_empty(device=...) and load the codes"
         )
     return x.new_empty(*x.shape[:-1], _out_features(x, parts, use))
 
 
 @torch.library.custom_op("dlp::decoded", mutates_args=())
 def decoded(parts: list[Tensor], dtype: torch.dtype, use: int) -> Tensor:
-    """The values [N, K] that parts stand for."""
+    """Return the decoded values [N, K] of the parts."""
     rows, columns = _USES[use].values_shape(parts)
     values = _USES[use].format.wrap(parts).dequantize(dtype)
     return values[:rows, :columns].clone(memory_format=torch.contiguous_format)
@@ -119,16 +122,16 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether torch.autocast would have a product of x in its dtype."""
+    """Return whether torch.autocast would change the dtype of a product of x."""
     return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    """dx by the decoded weight, and the gradient of the bias; codes have none."""
+    """Return dx, by the decoded weight, and the gradient of the bias; codes have no gradient."""
     if autocasts(dy):
         with torch.autocast(dy.device.type, enabled=False):
             return _backward(ctx, dy)
-    parts = list(ctx.saved_tensors)  # read once: checkpointing unpacks them once
+    parts = list(ctx.saved_tensors)  # read once, because checkpointing unpacks saved tensors only once
     needs_x, _, _, needs_bias, _ = ctx.needs_input_grad
     dx = dy @ decoded(parts, dy.dtype, ctx.use) if needs_x else None
     db = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1]).sum(0) if needs_bias else None

@@ -4,10 +4,10 @@
     dgrad   dx = dy.rowwise    @ w.columnwise.T     contraction N
     wgrad   dw = dy.columnwise @ x.columnwise.T     contraction M (tokens)
 
-A recipe is a value: frozen, comparable, and it knows nothing of parallelism. `load("fp8_current", power_of_two=True)`
-imports `dlp/quant/recipes/fp8_current.py` and calls its `recipe` function with the options, so adding a recipe is
-adding one file; the function's signature is the list of its options. Options that mean the same for every recipe
-(`SHARED_OPTIONS`) are applied here, to what the function returns.
+A recipe is a frozen, comparable value without knowledge of parallelism. `load("fp8_current", power_of_two=True)` imports
+`dlp/quant/recipes/fp8_current.py` and calls the function `recipe` with the options. A new recipe is one new file; the signature
+of the function is the list of options. Options with the same meaning for every recipe (`SHARED_OPTIONS`) are applied in this
+module to the result of the function.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ class Operand:
 
     @property
     def derived(self) -> bool:
-        """Whether the columnwise operand is the transposed rowwise one: the quantizers are equal, and the payload may be
+        """Whether the columnwise operand is the transposed rowwise operand: the quantizers are equal, and the payload may be
         transposed."""
         return self.rowwise == self.columnwise and self.rowwise.format.transposable
 
     @cached_property
     def clips(self) -> bool:
-        """Whether its operands say where codes were clipped, so that no gradient passes there (`Format.clips`)."""
+        """Whether the operands have a mask of clipped values, at which no gradient passes (`Format.clips`)."""
         return self.rowwise.format.clips and self.columnwise.format.clips
 
     @property
     def keeps_source(self) -> bool:
-        """Whether nothing is quantized: both orientations are the values."""
+        """Whether both orientations stay in high precision."""
         return self.rowwise.format.keeps_source and self.columnwise.format.keeps_source
 
 
@@ -147,20 +147,20 @@ class Recipe:
             check_caps(quantizer)
 
     def operands(self, which: str) -> tuple[Quantizer, Quantizer]:
-        """The quantizers of A and B of one of GEMMS."""
+        """Return the quantizers of A and B of one of GEMMS."""
         a, a_orientation, b, b_orientation = GEMM_OPERANDS[which]
         return getattr(getattr(self, a), a_orientation), getattr(getattr(self, b), b_orientation)
 
     def quantizers(self) -> list[Quantizer]:
-        """The quantizers of x, w and dy, rowwise and columnwise, then those of results."""
+        """Return the quantizers of x, w and dy, rowwise and columnwise, then the quantizers of y and dx."""
         operands = (getattr(self, name) for name in OPERANDS)
         results = [quantizer for name in RESULTS if (quantizer := getattr(self, name)) is not None]
         return [quantizer for operand in operands for quantizer in (operand.rowwise, operand.columnwise)] + results
 
     @cached_property
     def beyond_launches(self) -> str:
-        """Why directions of layers with this recipe cannot be captured: a cast or GEMM that may do more than launch kernels;
-        empty: they can be."""
+        """Reason why forward and backward of layers with this recipe cannot be captured: a cast or GEMM that may do more than
+        launch kernels; "": no reason."""
         for quantizer in self.quantizers():
             if not caps_of(quantizer).native:
                 return f"casts of {type(quantizer).__name__} are not declared native (QuantizerCaps.native)"
@@ -171,7 +171,7 @@ class Recipe:
         return ""
 
     def of(self, tensor: str) -> Operand | None:
-        """The quantizers of an operand x, w, dy; of a result y, dx, which both orientations share, or None if it has none."""
+        """Return the quantizers of an operand x, w or dy, or of a result y or dx; None for a result without quantizer."""
         if tensor in OPERANDS:
             operand: Operand = getattr(self, tensor)
             return operand
@@ -180,25 +180,25 @@ class Recipe:
 
     @cached_property
     def units(self) -> tuple[int, int, int]:
-        """The multiples that M, N and K are padded to, so that every format holds its matrix; M only where it is contracted."""
+        """Multiples to which M, N and K are padded for the formats; M only where M is contracted."""
         found = {"M": 1, "N": 1, "K": 1}
         for name, (first, last) in DIMENSIONS.items():
             operand: Operand = getattr(self, name)
             for quantizer, rows, contraction in ((operand.rowwise, first, last), (operand.columnwise, last, first)):
                 down, across = quantizer.format.multiple
                 found[contraction] = lcm(found[contraction], across)
-                if rows != "M":  # a format with blocks of several tokens says itself that it needs whole ones
+                if rows != "M":  # formats with blocks of several tokens check complete blocks themselves
                     found[rows] = lcm(found[rows], down)
         return found["M"], found["N"], found["K"]
 
     def derives(self, name: str, tokens: int) -> bool:
-        """Whether the columnwise operand of x, w or dy is the transposed rowwise one: where `derived`, and its tokens need no
-        padding."""
+        """Return whether the columnwise operand of x, w or dy is the transposed rowwise operand: `derived`, without padding of
+        tokens."""
         operand: Operand = getattr(self, name)
         return operand.derived and (name == "w" or tokens % self.units[0] == 0)
 
     def for_layer(self, layer: str) -> Recipe:
-        """The recipe of one layer, by its name: itself (a `CustomRecipe` may answer differently for each)."""
+        """Return the recipe of a layer: this recipe (a `CustomRecipe` may return different recipes)."""
         return self
 
     def __str__(self) -> str:
@@ -212,12 +212,12 @@ def _accumulation(recipe: Recipe, value: Mapping[GemmName, Literal["fast", "spli
 
 
 def _out_dtype(recipe: Recipe, value: Mapping[GemmName, Literal["bf16", "fp32"]]) -> Recipe:
-    """Per GEMM: the dtype of its result."""
+    """Per GEMM: the dtype of the result."""
     return _with_gemm_options(recipe, {which: {"out_dtype": OUT_DTYPES[name]} for which, name in value.items()})
 
 
 def _wire(recipe: Recipe, value: Mapping[Literal["fprop", "dgrad"], Literal["hp", "bf16", "fp8"]]) -> Recipe:
-    """Per GEMM whose result is summed over tp: what contributions travel as; "hp" is the dtype of the result."""
+    """Per GEMM whose result is summed over tp: the codec of contributions; "hp" is the dtype of the result."""
     return _with_gemm_options(recipe, {which: {"wire": name} for which, name in value.items()})
 
 
@@ -226,13 +226,13 @@ def _with_gemm_options(recipe: Recipe, changes: dict[Any, dict[str, Any]]) -> Re
 
 
 def _tuned(recipe: Recipe, value: bool) -> Recipe:
-    """GEMMs run the algorithm that was measured to be the fastest on this GPU, where one was; false: always the one that
-    cuBLASLt proposes first, so that measuring changes no bits."""
+    """GEMMs run the algorithm that was measured as the fastest on this GPU, if measured; false: always the first algorithm of
+    cuBLASLt, so that measurements change no bits."""
     return _with_gemm_options(recipe, {which: {"tuned": value} for which in GEMMS})
 
 
 def _allow_reference(recipe: Recipe, value: bool) -> Recipe:
-    """GEMMs that a GPU has no kernel for may run the plain-torch reference there, which is slow."""
+    """GEMMs without a kernel on a GPU may run the plain-torch reference, which is slow."""
     return _with_gemm_options(recipe, {which: {"allow_reference": value} for which in GEMMS})
 
 
@@ -247,12 +247,13 @@ def _high_precision(recipe: Recipe, value: Sequence[GemmName]) -> Recipe:
 
 
 def _amax_scope(recipe: Recipe, value: Literal["table", "all"]) -> Recipe:
-    """Where amaxes are agreed over tp: where an operand is gathered, or wherever tp cuts what a scale spans."""
+    """Ranks of tp agree on the amax of an operand that is gathered ("table"), or wherever tp shards a dimension that a scale
+    spans ("all")."""
     return replace(recipe, amax_scope=value)
 
 
 def _gather_dy(recipe: Recipe, value: Literal["quantized", "high_precision"]) -> Recipe:
-    """How dy travels where it is gathered: in its quantized orientations, or once in high precision."""
+    """A gathered dy travels quantized, in the orientations of the GEMMs, or once in high precision."""
     return replace(recipe, gather_dy=value)
 
 
@@ -275,9 +276,9 @@ def _shipped() -> frozenset[str]:
 
 
 def names(recipes_path: str | Path | None = None) -> list[str]:
-    """The recipes that exist: the modules of the recipes folder, and of `recipes_path` if given, sorted.
+    """Return the sorted names of all recipes: modules of the recipes folder, and of `recipes_path` if given.
 
-    Raises ValueError for a `recipes_path` that is no folder or takes a name that exists.
+    Raises ValueError for a `recipes_path` that is no folder, or that contains the name of an existing recipe.
     """
     own = _shipped()
     if recipes_path is None:
@@ -293,7 +294,8 @@ def names(recipes_path: str | Path | None = None) -> list[str]:
 
 
 def factory(name: str, recipes_path: str | Path | None = None) -> Callable[..., Recipe]:
-    """The function that builds recipe `name`; its signature lists the options. ValueError for an unknown name."""
+    """Return the function that builds recipe `name`, whose signature lists the options. Raises ValueError for an unknown
+    name."""
     known = names(recipes_path)
     if name not in known:
         close = [each for each in known if each.startswith(f"{name}_")] or get_close_matches(name, known, n=1)
@@ -309,7 +311,7 @@ def _file(name: str, recipes_path: str | Path | None) -> Path:
 
 
 def source(value: Any) -> Path | None:
-    """The Python file that a recipe's table names beside dlp's own: the code that `as_recipe(value)` runs."""
+    """Return the user's Python file that `as_recipe(value)` runs, or None for a recipe of dlp."""
     if not isinstance(value, Mapping) or value.get("recipes_path") is None:
         return None
     return _file(str(value.get("name")), value["recipes_path"])
@@ -317,7 +319,7 @@ def source(value: Any) -> Path | None:
 
 @cache
 def _import_file(path: Path) -> ModuleType:
-    """The module of one file, executed once: quantizers it defines must be of one class to compare equal."""
+    """Return the module of a file, which is executed once, so that equal quantizers have the same class."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, f"{path} is no Python file"
     module = importlib.util.module_from_spec(spec)
@@ -326,7 +328,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def as_recipe(value: Any) -> Any:
-    """A recipe from a name, a table {"name": ..., option: value}, or one made in Python, which is itself."""
+    """Return the recipe of a name or of a table {"name": ..., option: value}; a recipe is returned unchanged."""
     if isinstance(value, str):
         return load(value)
     return load(**value) if isinstance(value, Mapping) else value
@@ -334,7 +336,7 @@ def as_recipe(value: Any) -> Any:
 
 @cache
 def _options(build: Callable[..., Recipe]) -> tuple[Mapping[str, inspect.Parameter], Mapping[str, Any]]:
-    """The parameters of a recipe's function, and the types of those and of SHARED_OPTIONS."""
+    """Return the parameters of a recipe's function, and the types of these parameters and of SHARED_OPTIONS."""
     shared = {key: get_type_hints(use)["value"] for key, use in SHARED_OPTIONS.items()}
     return inspect.signature(build).parameters, {**shared, **get_type_hints(build)}
 
@@ -362,7 +364,7 @@ def load(name: str, *, recipes_path: str | Path | None = None, **options: Any) -
     for key, value in options.items():
         if key not in (*own, *SHARED_OPTIONS):
             known = ", ".join((*own, *SHARED_OPTIONS))
-            raise ValueError(f"recipe {name} has no option {key!r}; its options are {known}")
+            raise ValueError(f"recipe {name} has no option {key!r}; the options are {known}")
         check_option(f"recipe {name}: {key}", value, hints[key])
     recipe = build(**{key: value for key, value in options.items() if key in own})
     for key, apply in SHARED_OPTIONS.items():

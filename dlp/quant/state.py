@@ -1,15 +1,15 @@
-"""The state of delayed scaling: a table with one slot for each tensor that is cast with a delayed scale.
+"""State of delayed scaling: a table with one slot for each tensor that is cast with a delayed scale.
 
-    scale      fp32 [slots]   the multiplier of casts
-    staging    fp32 [slots]   the maxima of amaxes since the last update; 0 where nothing was cast
-    history    fp32 [L, n]    for each history length and algorithm, of its n slots
+    scale      fp32 [slots]   multiplier of casts
+    staging    fp32 [slots]   maximum of the amaxes since the last update; 0 without casts
+    history    fp32 [L, n]    amaxes of earlier steps, for the n slots with the same history length and algorithm
 
-`scale` and `staging` are one tensor each over all slots, so that one all-reduce agrees on everything, and casts use views of
-them. An update is a few vectorised passes for any number of slots, on a GPU one launch.
+`scale` and `staging` are one tensor each for all slots, and casts use views of these tensors, so that one all-reduce agrees on
+all scales. An update takes a few vectorized passes for any number of slots; on a GPU an update is one launch.
 
-`ScalingState` is all of it for one model. It knows neither layers nor process groups: it maps names to slots, and the caller of
-`update` passes the reduction of the staging row. Casts of x and w in backward, and those of a recomputation, use the scales of
-their own forward (`ForwardScales`), even if the table has changed since.
+`ScalingState` is the state of one model. The class knows neither layers nor process groups: slots have names, and the caller of
+`update` passes the reduction of the staging row. Casts of x and w in backward and in recomputation use the scales of the same
+forward (`ForwardScales`), even if the table has changed since.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ SlotState = dict[str, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class _Kind:
-    """The slots with one history length and algorithm, which are neighbours in the table: their span, history [L, n], target
-    [n]."""
+    """Consecutive slots with the same history length and algorithm: span in the table, history [L, n], target [n]."""
 
     span: slice
     history: Tensor
@@ -40,9 +39,9 @@ class _Kind:
 
 
 class SlotTable:
-    """Slots by name. `names`: in table order. `scale`, `staging`: fp32 [slots], updated in place.
+    """Table of slots by name. `names`: in table order. `scale`, `staging`: fp32 [slots], updated in place.
 
-    The order follows from the names' order in `slots` and their options, so equal models have equal tables.
+    The order follows from the order of names in `slots` and from the options, so that equal models have equal tables.
     """
 
     def __init__(self, slots: Mapping[str, SlotOptions], device: torch.device | str = "cpu") -> None:
@@ -58,7 +57,7 @@ class SlotTable:
         self._kinds = [self._kind([slots[name] for name in members], members[0]) for members in kinds.values()]
 
     def __getstate__(self) -> dict[str, Any]:
-        """An update is prepared for the tensors of one table."""
+        """Return the state without the prepared update, which belongs to the tensors of this table."""
         return vars(self) | {"_update": None}
 
     def _kind(self, options: Sequence[SlotOptions], first: str) -> _Kind:
@@ -68,30 +67,35 @@ class SlotTable:
         return _Kind(slice(start, start + len(options)), history, target, options[0])
 
     def slot(self, name: str) -> ScaleSlot:
-        """The slot of this tensor: views of the table, which stay valid over updates."""
+        """Return the slot of a tensor: views of the table, which stay valid after updates."""
         i = self._index[name]
         return ScaleSlot(self.scale[i], self.staging[i])
 
     def index(self, name: str) -> int:
-        """The index of a slot in `scale` and `staging`."""
+        """Return the index of a slot in `scale` and `staging`."""
         return self._index[name]
 
     def update(self, reduced: Tensor) -> None:
-        """Update the scales. `reduced` fp32 [slots], the staging row after its MAX all-reduce, enters the histories, scales are
-        computed from these, and staging is zeroed. One launch on a GPU, if `reduced` is `staging`."""
+        """Append `reduced` to the histories, compute scales from the histories, and zero `staging`.
+
+        reduced   fp32 [slots], the staging row after the MAX all-reduce; if this is `staging`, a GPU runs one launch
+        """
         if reduced is not self.staging:
             self.staging.copy_(reduced)
         self._update = self._update or ops.delayed_updates([self._slots(kind) for kind in self._kinds])
         self._update()
 
     def _slots(self, kind: _Kind) -> ops.DelayedSlots:
-        """The tensors that an update reads and writes; their memory stays."""
+        """Return the tensors that an update reads and writes; the memory stays the same."""
         scale, staging = self.scale[kind.span], self.staging[kind.span]
         return ops.DelayedSlots(kind.history, scale, staging, kind.target, staging, kind.options.amax_compute_algo)
 
     def state_dict(self) -> SlotState:
-        """name -> copies of scale [], of history [L] (oldest second, newest last; the first is the empty staging row) and of
-        target [], the value onto which the scale maps the amax: fp8_max * 2^-margin."""
+        """Return for each name copies of scale [], history [L] and target [].
+
+        The first entry of the history is the empty staging row, the second entry is the oldest amax. The scale maps the amax to
+        the target, fp8_max * 2^-margin.
+        """
         return {
             name: {
                 "scale": self.scale[kind.span][i].clone(),
@@ -103,12 +107,12 @@ class SlotTable:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load a state by slot name. ValueError where names, history lengths or targets differ."""
+        """Load a state by slot name. Raises ValueError for different names, history lengths or targets."""
         self.load_merged([state])
 
     def load_merged(self, states: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> None:
-        """Load the states of ranks that had different scales: the maximum of their histories, and the scales computed from it,
-        or, where a history is empty, the smallest of their scales. A single state is loaded as it is."""
+        """Load the states of ranks with different scales: the maximum of the histories, and the scales that follow from this
+        maximum; for an empty history, the smallest scale. A single state is loaded unchanged."""
         for state in states:
             self._check(state)
         for kind in self._kinds:
@@ -126,14 +130,15 @@ class SlotTable:
         self.staging.zero_()
 
     def fits(self, name: str, slot: Mapping[str, Tensor]) -> bool:
-        """Whether a saved slot, of one rank or of several, has the history length and the target of the slot of this name."""
+        """Return whether a saved slot, of one or of several ranks, has the history length and target of the slot with this
+        name."""
         kind = next(kind for kind in self._kinds if self._index[name] in range(kind.span.start, kind.span.stop))
         target = kind.target[self._index[name] - kind.span.start]
         stated = slot.get("target", target)
         return slot["history"].shape[-1] == len(kind.history) and bool((stated == target).all())
 
     def load_known(self, state: Mapping[str, Mapping[str, Tensor]]) -> SlotState:
-        """Load the slots of a state that this table has, and that fit; returns the others."""
+        """Load the slots of a state that fit this table, and return the other slots."""
         known = {name for name in self.names if name in state and self.fits(name, state[name])}
         if known:
             fresh = self.state_dict()
@@ -141,41 +146,46 @@ class SlotTable:
         return {name: dict(slot) for name, slot in state.items() if name not in known}
 
     def adopt(self, other: SlotTable) -> None:
-        """Copy scale, staging and history of the slots that another table has with the same options."""
-        held = {name: (kind, i) for kind in other._kinds for i, name in enumerate(other.names[kind.span])}
+        """Copy scale, staging and history of slots with the same name and options from another table."""
+        place = {name: (kind, i) for kind in other._kinds for i, name in enumerate(other.names[kind.span])}
         for kind in self._kinds:
             for i, name in enumerate(self.names[kind.span]):
                 if other.options.get(name) == self.options[name]:
-                    old, at = held[name]
+                    old, at = place[name]
                     kind.history[:, i] = old.history[:, at]
                     self.scale[self.index(name)] = other.scale[other.index(name)]
                     self.staging[self.index(name)] = other.staging[other.index(name)]
 
     def _check(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         if missing := sorted(set(self.names) - state.keys()):
-            raise ValueError(f"saved scaling state has no slot {missing[0]!r} ({len(missing)} missing in all)")
+            raise ValueError(f"saved scaling state has no slot {missing[0]!r} ({len(missing)} slots are missing)")
         if unknown := sorted(state.keys() - set(self.names)):
             raise ValueError(
-                f"saved scaling state has a slot {unknown[0]!r} that the model lacks ({len(unknown)} in all)"
+                f"saved scaling state has a slot {unknown[0]!r} that the model does not have ({len(unknown)} such slots)"
             )
         for kind in self._kinds:
             for name, target in zip(self.names[kind.span], kind.target.tolist(), strict=True):
                 saved, wanted = len(state[name]["history"]), len(kind.history)
                 if saved != wanted:
                     raise ValueError(
-                        f"slot {name!r} was saved with amax_history_len {saved}, the recipe has {wanted}; "
+                        f"slot {name!r} was saved with amax_history_len {saved}, and the recipe has {wanted}; "
                         f"set amax_history_len = {saved}"
                     )
                 stated = float(state[name].get("target", target))
                 if stated != target:
                     raise ValueError(
-                        f"slot {name!r} was saved with scales that map the amax onto {stated:g}, and the recipe maps it onto "
-                        f"{target:g} (the largest value of its format, times 2^-margin); set fp8_format and margin as saved"
+                        f"slot {name!r} was saved with scales that map the amax to {stated:g}, and the recipe maps the amax to "
+                        f"{target:g} (largest value of the format times 2^-margin); set fp8_format and margin as saved"
                     )
 
 
 class SlotUse(NamedTuple):
-    """How one delayed scale is used. forward: by casts of forward, else of backward; agreed: ranks share it."""
+    """Use of one delayed scale.
+
+    options   options of the slot
+    forward   whether casts of forward use the scale; else casts of backward
+    agreed    whether ranks agree on the scale
+    """
 
     options: SlotOptions
     forward: bool
@@ -183,10 +193,10 @@ class SlotUse(NamedTuple):
 
 
 class ScalingState:
-    """The delayed scales of one model.
+    """Delayed scales of one model.
 
     forward, agreed   bool [slots], see `SlotUse`
-    unread            where casts record amaxes that do not count
+    unread            tensor for amaxes that do not count
 
     After a step boundary, staging starts with the amaxes of the weights that the boundary cast.
     """
@@ -199,31 +209,36 @@ class ScalingState:
         self.unread = torch.zeros((), device=device)
         self.any_agreed = any(use.agreed for use in uses)
         self._cast_by_forward = frozenset(name for name, use in slots.items() if use.forward)
-        self._gone: dict[tuple[str, SlotOptions], Tensor] = {}  # scales of slots that recipe changes have taken away
+        self._gone: dict[tuple[str, SlotOptions], Tensor] = {}  # scales of slots that recipe changes removed
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Reset what is known of forwards that read the scales."""
-        self._views: dict[str, ScaleSlot] = {}  # of the table, by name
-        self._masks: dict[tuple[bool, ...], Tensor] = {}  # bool [slots], as they were needed
-        self._held: dict[Hashable, ForwardScales] = {}  # of forwards that have run with these scales
+        """Forget the forwards that read the scales, and drop cached views and masks."""
+        self._views: dict[str, ScaleSlot] = {}  # views of the table, by name
+        self._masks: dict[tuple[bool, ...], Tensor] = {}  # bool [slots], cached
+        self._held: dict[Hashable, ForwardScales] = {}  # forwards that ran with these scales
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has scales of its own, and no forwards that are still to be differentiated."""
+        """Return the state of a copy, which has separate scales and no pending backward."""
         return vars(self) | {"_views": {}, "_masks": {}, "_held": {}}
 
     @property
     def memory(self) -> list[Tensor]:
-        """The tensors that casts read and write."""
+        """Tensors that casts read and write."""
         return [self.table.scale, self.table.staging, self.unread]
 
     def slot(
         self, name: str, record: bool, scales: ForwardScales | None = None, options: SlotOptions | None = None
     ) -> ScaleSlot:
-        """The slot for a cast of one tensor. record: its amax counts; scales: of the forward that is recomputed or
-        differentiated, which replace those of the table; options: that the cast expects. A slot of other options than the
-        table has was taken away by a recipe change under a pending backward: its scale is its last one, and its amax does not
-        count."""
+        """Return the slot for a cast of one tensor.
+
+        Args:
+            name: name of the slot.
+            record: whether the amax counts.
+            scales: scales of the forward that is recomputed or differentiated, in place of the table.
+            options: options that the cast expects. If the table has other options, a recipe change removed the slot while a
+                backward was pending: the slot has the last scale, and the amax does not count.
+        """
         if scales is not None and scales.values is not None and name in scales.state._cast_by_forward:
             return scales.slot(name)
         if options is not None and self.table.options.get(name) != options:
@@ -234,14 +249,14 @@ class ScalingState:
         return slot if record else ScaleSlot(slot.scale, self.unread)
 
     def hold(self, behind: Hashable) -> ForwardScales:
-        """The scales of a forward that begins now; see `ForwardScales`."""
+        """Return the scales of a forward that begins now (`ForwardScales`)."""
         found = self._held.get(behind)
         if found is None:
             found = self._held[behind] = ForwardScales(self, behind)
         return found
 
     def _release(self) -> None:
-        """Before the scales change: forwards that ran with them keep a copy."""
+        """Give the forwards that ran with the current scales a copy, before the scales change."""
         if self._held:
             values = self.table.scale.clone()
             for each in self._held.values():
@@ -253,15 +268,13 @@ class ScalingState:
         if not names:
             return
         chosen = tuple(name in names for name in self.table.names)
-        if (
-            chosen not in self._masks
-        ):  # kept, so that a step like others copies nothing to the device and can be captured
+        if chosen not in self._masks:  # cached, so that later steps copy nothing to the device and can be captured
             self._masks[chosen] = torch.tensor(chosen).to(self.table.staging.device)
         self.table.staging.masked_fill_(self._masks[chosen], 0.0)
 
     @contextmanager
     def restaging(self) -> Iterator[None]:
-        """A context in which tensors are cast again: their amaxes replace those that were staged of them."""
+        """Context manager for repeated casts, whose amaxes replace the staged amaxes of the same tensors."""
         staging = self.table.staging
         before = staging.clone()
         staging.zero_()
@@ -270,10 +283,10 @@ class ScalingState:
 
     @torch.no_grad()
     def update(self, agree: Callable[[Tensor], Tensor] | None = None, forward: bool | None = None) -> None:
-        """Update the scales of all slots, or of those that forward (or backward) casts.
+        """Update the scales of all slots, or only the scales of forward or backward.
 
-        agree     amaxes fp32 [slots] -> their maxima over the ranks that share scales; None: no other rank does
-        forward   None: all slots; True: those of forward; False: those of backward
+        agree     function that reduces amaxes fp32 [slots] to the maxima over ranks with common scales; None: one rank
+        forward   None: all slots; True: slots of forward; False: slots of backward
         """
         table, staging = self.table, self.table.staging
         if forward is not False:
@@ -282,9 +295,9 @@ class ScalingState:
             table.update(self._agreed(staging, agree))
             return
         chosen = self.forward == forward
-        kept, mine = torch.where(chosen, 0.0, staging), torch.where(chosen, staging, 0.0)
-        table.update(self._agreed(mine, agree))
-        staging.copy_(kept)
+        others, updated = torch.where(chosen, 0.0, staging), torch.where(chosen, staging, 0.0)
+        table.update(self._agreed(updated, agree))
+        staging.copy_(others)
 
     def _agreed(self, staged: Tensor, agree: Callable[[Tensor], Tensor] | None) -> Tensor:
         if agree is None or not self.any_agreed:
@@ -292,7 +305,7 @@ class ScalingState:
         return torch.where(self.agreed, agree(staged), staged)
 
     def replaced_by(self, new: ScalingState) -> ScalingState:
-        """`new`, a state for other slots, in which slots that are in both keep their scales and histories."""
+        """Return `new`, a state for other slots, with the scales and histories of slots that exist in both states."""
         self._release()
         new.table.adopt(self.table)
         old, now = self.table, new.table.options
@@ -305,15 +318,15 @@ class ScalingState:
 
 @dataclass(eq=False)
 class ForwardScales:
-    """The delayed scales of one forward, for its backward and its recomputation: the table, until that changes, then a copy,
-    `values` fp32 [slots]. `behind`: what must happen after its backward, which only the caller of `hold` interprets."""
+    """Delayed scales of one forward, for backward and recomputation: the table, or after a change of the table a copy, `values`
+    fp32 [slots]. `behind`: a value of the caller of `hold` that identifies the work after backward."""
 
     state: ScalingState
     behind: Hashable
     values: Tensor | None = None
 
     def slot(self, name: str) -> ScaleSlot:
-        """The slot of a cast after the table has changed; its amax is not recorded, since it has been."""
+        """Return the slot of a cast after a change of the table; the amax was recorded before, and does not count again."""
         assert self.values is not None
         scale = self.values[self.state.table.index(name)]
         return ScaleSlot(scale, self.state.unread)

@@ -1,15 +1,15 @@
-"""Measured: a quantizer that records how well each cast went.
+"""Statistics of casts, by the quantizer wrapper `Measured`.
 
     amax         largest |x|
-    scale_inv    largest multiplier back
-    underflow    share of the elements other than 0 that became 0
-    saturation   share of them beyond the largest value that their scale can hold
+    scale_inv    largest multiplier of codes
+    underflow    share of nonzero elements that became 0
+    saturation   share of nonzero elements beyond the largest value of their scale
     sqnr_db      10 log10(sum x^2 / sum (x - decoded)^2)
 
-`measured(recipe, ...)` wraps all quantizers of a recipe; the bits they make stay the same. Of what is only calibrated there is
-the amax alone. Numbers are summed on the
-device, over all casts of a tensor in a step, into two tensors that are read once a step. scale_inv and saturation are
-read off two codes of a format, its `landmarks`; a format without them lacks these numbers.
+`measured(recipe, ...)` wraps all quantizers of a recipe; the codes do not change. A tensor that is only calibrated has only an
+amax. Statistics are summed on the device over all casts of a tensor in a step, into two tensors that are read once per step.
+scale_inv and saturation are computed from two codes of the format (`Format.landmarks`), and are missing for a format without
+these codes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MAXIMA = ("amax", "scale_inv")
 
 
 class StatsTable:
-    """Numbers by name: `sums` fp64 [names, SUMS] and `maxima` fp32 [names, MAXIMA]. Casts count while `recording` is set;
-    `close` ends a step and keeps its numbers as `last`."""
+    """Table of statistics by name: `sums` fp64 [names, SUMS] and `maxima` fp32 [names, MAXIMA]. Casts count while `recording`
+    is set; `close` ends a step and stores the statistics of the step in `last`."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = {name: row for row, name in enumerate(names)}
@@ -42,7 +42,7 @@ class StatsTable:
         self.recording = True
 
     def record(self, name: str, x: Tensor, quantized: QuantizedTensor, always: bool = False) -> None:
-        """One cast of x [rows, contraction]. `always`: whether or not casts count now."""
+        """Record one cast of x [rows, contraction]; `always`: also while `recording` is not set."""
         if self.recording or always:
             sums, maxima = _measure(x.detach().float(), quantized)
             row = self.names[name]
@@ -57,7 +57,7 @@ class StatsTable:
 
 
 def _measure(x: Tensor, quantized: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    """The SUMS and MAXIMA of one cast."""
+    """Return SUMS and MAXIMA of one cast."""
     decoded, nonzero, unknown = quantized.dequantize(), x != 0, x.new_tensor(math.nan)
     saturated, scale = unknown, unknown
     if quantized.format.landmarks is not None:
@@ -69,14 +69,14 @@ def _measure(x: Tensor, quantized: QuantizedTensor) -> tuple[Tensor, Tensor]:
 
 
 def _all_codes(quantized: QuantizedTensor, code: int) -> Tensor:
-    """The values if every code were this one: what the scales are, or what they can hold."""
+    """Return the decoded values if every code were `code`: the scales, or the largest values."""
     payload = torch.full_like(quantized.payload.view(torch.uint8), code).view(quantized.payload.dtype)
     return QuantizedTensor(quantized.format, (payload, *quantized.parts[1:])).dequantize()
 
 
 @dataclass(frozen=True)
 class Measured(Wrapped):
-    """`inner`, whose casts are recorded in `table` under `name`; equal to another one of an equal `inner`."""
+    """Quantizer that records the casts of `inner` in `table` under `name`. Equality compares only `inner`."""
 
     name: str = field(compare=False)
     table: StatsTable = field(compare=False)
@@ -88,13 +88,13 @@ class Measured(Wrapped):
 
 
 def names_of(layer: str) -> list[str]:
-    """All names that the tensors of a layer can have, under any recipe."""
+    """Return all names of tensors of a layer, for any recipe."""
     return [f"{layer}.{operand}{suffix}" for operand in OPERANDS for suffix in ("", ".rowwise", ".columnwise")]
 
 
 def measured(recipe: Recipe, layer: str, table: StatsTable) -> Recipe:
-    """The recipe with all its quantizers measured, as LAYER.x, or LAYER.x.rowwise and LAYER.x.columnwise where these are
-    two casts."""
+    """Return the recipe with all quantizers measured, under the name LAYER.x, or LAYER.x.rowwise and LAYER.x.columnwise for two
+    separate casts."""
 
     def wrap(operand: str, orientation: str) -> Quantizer:
         quantizers: Operand = getattr(recipe, operand)
@@ -109,7 +109,7 @@ def measured(recipe: Recipe, layer: str, table: StatsTable) -> Recipe:
 
 
 def plain(recipe: Recipe) -> Recipe:
-    """The inverse of `measured`."""
+    """Return the recipe without `Measured`: the inverse of `measured`."""
 
     def unwrap(quantizer: Quantizer) -> Quantizer:
         return quantizer.inner if isinstance(quantizer, Measured) else quantizer
@@ -120,7 +120,7 @@ def plain(recipe: Recipe) -> Recipe:
 
 
 def summary(sums: Tensor, maxima: Tensor) -> dict[str, float | None]:
-    """The numbers of one tensor in one step, from its rows of the table; None where they cannot be known."""
+    """Return the statistics of one tensor in one step, from rows of the table; None for unknown statistics."""
     total = dict(zip(SUMS, sums.tolist(), strict=True))
     nonzero = max(total["nonzero"], 1.0)
     found = dict(zip(MAXIMA, maxima.tolist(), strict=True)) | {

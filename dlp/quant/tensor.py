@@ -1,12 +1,12 @@
-"""Formats and quantized tensors: how to read the bits, and how each part moves.
+"""Formats and quantized tensors: how to read the bits, and how each part is sharded.
 
-A GEMM operand is a matrix [rows, contraction]. A `QuantizedTensor` is that matrix as a plain record of parts: the
-payload first (codes, or the high-precision values), then the scales. The `Format` knows what the parts mean: their
-shapes, how to decode them, whether the payload may be transposed, and how each part moves when the operand is cut
-along one of its two dimensions: the part's own dimension that concatenates, or SHARED when it is equal on all ranks.
+A GEMM operand is a matrix [rows, contraction]. A `QuantizedTensor` is a plain record of the parts of this matrix: first the
+payload (codes, or high-precision values), then the scales. The `Format` defines the shapes and the decoding of the parts,
+whether the payload may be transposed, and how each part is sharded along each dimension of the operand: by the dimension of the
+part that concatenates, or SHARED for a part that is equal on all ranks.
 
-Scales have compact shapes. Where they stay on a GPU, `Format.empty` may lay them in memory as a kernel stores or reads them
-best; what a GEMM wants beyond that is made right before it, and what travels is contiguous.
+Scales have compact shapes. On a GPU, `Format.empty` may give scales the memory layout that kernels write or read fastest.
+Further layouts for GEMMs are computed right before the GEMM, and parts are contiguous in transfers.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Part:
     contraction: int | None = UNSAID
 
     def moves_along(self, dim: int) -> int | None:
-        """The dimension of this part that concatenates when the operand's dimension `dim` (0 or 1) is gathered."""
+        """Return the dimension of this part that concatenates in a gather along dimension `dim` (0 or 1) of the operand."""
         return (self.rows, self.contraction)[dim]
 
 
 def as_bytes(part: Tensor) -> Tensor:
-    """A part whose elements are bytes as uint8, which gloo sends and pickle reads back; another part as it is."""
+    """Return a part with one-byte elements as uint8, which gloo and pickle support; other parts are returned unchanged."""
     return part.view(torch.uint8) if part.dtype.itemsize == 1 else part
 
 
@@ -84,11 +84,11 @@ class QuantizedTensor:
         return rows, columns * self.format.elements_per_code
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values [rows, contraction], rounded once to `dtype`; in the basis of the format (see `Format.basis`)."""
+        """Return the values [rows, contraction], rounded once to `dtype`, in the basis of the format (`Format.basis`)."""
         return self.format.dequantize(self, dtype)
 
     def transpose(self) -> QuantizedTensor:
-        """The operand [contraction, rows] with the same values; only where the format is `transposable`."""
+        """Return the operand [contraction, rows] with the same values; only for a `transposable` format."""
         return self.format.transpose(self)
 
 
@@ -108,22 +108,22 @@ class Format:
 
     @property
     def name(self) -> str:
-        """Printed in plans and logs."""
+        """Name in plans and logs."""
         raise NotImplementedError(f"{type(self).__name__} must define name")
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts of a QuantizedTensor of this format."""
+        """Parts of a QuantizedTensor of this format."""
         raise NotImplementedError(f"{type(self).__name__} must define parts")
 
     @property
     def block(self) -> tuple[int, int]:
-        """Elements that share a scale, along (rows, contraction); 0 means the whole dimension."""
+        """Number of elements that share a scale, along (rows, contraction); 0 means the whole dimension."""
         raise NotImplementedError(f"{type(self).__name__} must define block")
 
     @property
     def multiple(self) -> tuple[int, int]:
-        """The multiples that rows and contraction must be of, so that the format can hold the matrix."""
+        """Numbers that must divide rows and contraction."""
         return 1, 1
 
     @property
@@ -133,17 +133,17 @@ class Format:
 
     @property
     def gemm_kind(self) -> str:
-        """Which row and column of the GEMM table the format takes."""
+        """Name of the format in the GEMM table (`dlp.kernels.table`)."""
         return "decode"
 
     @property
     def element(self) -> str:
-        """The element type where GEMM units distinguish it: e4m3, e5m2; else empty."""
+        """Element type, if tensor cores distinguish element types: e4m3 or e5m2; else ""."""
         return ""
 
     @property
     def basis(self) -> str:
-        """The rotation of the values along the contraction, empty for none; both operands of a GEMM must have the same."""
+        """Rotation of the values along the contraction, "" for none; both operands of a GEMM must have the same rotation."""
         return ""
 
     @property
@@ -153,41 +153,41 @@ class Format:
 
     @property
     def factors(self) -> str | None:
-        """The scale that `factored` returns besides values that are exact in bf16: "" none, "tensor" one [], "row" one [rows];
-        None: the format has no such values."""
+        """Scale that `factored` returns with values that are exact in bf16: "" no scale, "tensor" one scale [], "row" scales
+        [rows]; None: decoded values do not factor."""
         return "" if self.bf16_exact else None
 
     @property
     def landmarks(self) -> tuple[int, int] | None:
-        """The payload bytes that stand for 1 and for the largest value, before scaling, or None where there are none;
-        statistics read scales and saturation off them."""
+        """Payload bytes of 1 and of the largest value, before scaling, for statistics of scales and saturation; None: no such
+        bytes."""
         return None
 
     @property
     def clips(self) -> bool:
-        """Whether the last part says where codes were clipped, bool in the shape of the values: no gradient passes there."""
+        """Whether the last part is the mask of clipped values, bool in the shape of the values, at which no gradient passes."""
         return False
 
     @property
     def elements_per_code(self) -> int:
-        """Elements along the contraction in one entry of the payload."""
+        """Number of elements along the contraction in one entry of the payload."""
         return 1
 
     @property
     def keeps_source(self) -> bool:
-        """Whether the payload is the source tensor itself, in its own dtype."""
+        """Whether the payload is the source tensor in high precision."""
         return self.parts[0].dtype is None
 
     def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
-        """The shapes of the parts for an operand [rows, contraction]."""
+        """Return the shapes of the parts of an operand [rows, contraction]."""
         raise NotImplementedError(f"{type(self).__name__} must define part_shapes")
 
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define dequantize")
 
     def factored(self, q: QuantizedTensor) -> tuple[Tensor, Tensor | None]:
-        """Values [rows, contraction] that are exact in bf16, and the fp32 scale to multiply them by, as `factors` says; for
-        GEMMs that decode. Only where `factors` is not None."""
+        """Return values [rows, contraction] that are exact in bf16, and the fp32 scale of the values (`factors`), for GEMMs
+        that decode. `factors` must not be None."""
         return self.dequantize(q, torch.bfloat16), None
 
     def decode_parts(self, parts: Sequence[Tensor]) -> Tensor:
@@ -202,11 +202,11 @@ class Format:
         raise ValueError(f"format {self.name} cannot be transposed: quantize the transposed tensor instead")
 
     def part_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        """The dtypes of the parts, for a source of `dtype`."""
+        """Return the dtypes of the parts, for a source of `dtype`."""
         return tuple([part.dtype or dtype for part in self.parts])
 
     def moves_along(self, dim: int) -> list[int | None]:
-        """`Part.moves_along` of every part."""
+        """Return `Part.moves_along` of every part."""
         return self._moves[dim]
 
     @cached_property
@@ -214,7 +214,7 @@ class Format:
         return [[part.moves_along(dim) for part in self.parts] for dim in (0, 1)]
 
     def check(self, shape: tuple[int, int]) -> None:
-        """ValueError where the format cannot hold a matrix [rows, contraction] of this shape."""
+        """Raise ValueError if the format does not support a matrix [rows, contraction] of this shape."""
         for what, size, multiple in zip(("rows", "contraction"), shape, self.multiple, strict=True):
             if size % multiple:
                 raise ValueError(
@@ -223,29 +223,29 @@ class Format:
                 )
 
     def padded(self, x: Tensor) -> Tensor:
-        """x [rows, contraction] with zeros appended until `check` is content; x itself where it is already."""
+        """Return x [rows, contraction] zero-padded to `multiple`, or x itself without padding."""
         rows, cols = (-size % multiple for size, multiple in zip(x.shape, self.multiple, strict=True))
         return F.pad(x, (0, cols, 0, rows)) if rows or cols else x
 
     def concatenates(self, dim: int, size: int) -> bool:
-        """Whether shards with `size` rows (dim 0) or columns (dim 1) concatenate to the quantized whole, given agreed amaxes:
-        every part says how it moves, and no block is in two shards."""
+        """Return whether quantized shards with `size` rows (dim 0) or columns (dim 1) concatenate to the quantized unsharded
+        matrix, given agreed amaxes: every part defines the dimension that concatenates, and shards do not cut blocks."""
         says = all(part.moves_along(dim) != UNSAID for part in self.parts)
         return says and (self.block[dim] == 0 or size % self.block[dim] == 0) and size % self.multiple[dim] == 0
 
     def empty(self, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device) -> QuantizedTensor:
-        """Uninitialised storage for an operand of `shape`; `dtype` is the source's, used by high-precision parts."""
+        """Allocate an operand of `shape`. `dtype`: dtype of the source, for high-precision parts."""
         shapes = zip(self.parts, self.part_shapes(shape), strict=True)
         return QuantizedTensor(
             self, tuple(torch.empty(s, dtype=part.dtype or dtype, device=device) for part, s in shapes)
         )
 
     def wrap(self, parts: Any) -> QuantizedTensor:
-        """A QuantizedTensor from a sequence that begins with this format's parts."""
+        """Return a QuantizedTensor from a sequence that begins with the parts of this format."""
         return QuantizedTensor(self, tuple(parts[: len(self.parts)]))
 
     def fill(self, out: QuantizedTensor | None, *parts: Tensor) -> QuantizedTensor:
-        """The parts as a QuantizedTensor of this format, copied into `out` when given, unless they are its own."""
+        """Return the parts as a QuantizedTensor of this format; parts outside of `out` are copied into `out`, if given."""
         if out is None:
             return QuantizedTensor(self, parts)
         for destination, part in zip(out.parts, parts, strict=True):
@@ -254,7 +254,8 @@ class Format:
         return out
 
     def nbytes(self, shape: tuple[int, int], dtype: torch.dtype, *, along: int | None = None) -> int:
-        """Bytes of all parts of an operand of `shape`; `along`: of those that move when it is gathered along this dimension."""
+        """Return the number of bytes of all parts of an operand of `shape`, or with `along` only of parts that are sent in a
+        gather along this dimension."""
         return sum(
             torch.Size(size).numel() * (part.dtype or dtype).itemsize
             for part, size in zip(self.parts, self.part_shapes(shape), strict=True)
@@ -264,7 +265,7 @@ class Format:
 
 @dataclass(frozen=True)
 class HighPrecision(Format):
-    """The source values themselves (bf16 or fp32), one part; transposing is a strided view."""
+    """Format of source values (bf16 or fp32) in one part; the transpose is a strided view."""
 
     name = "hp"
     parts = (Part("values", None, rows=0, contraction=1),)
@@ -279,7 +280,7 @@ class HighPrecision(Format):
         return q.payload.to(dtype)
 
     def factored(self, q: QuantizedTensor) -> tuple[Tensor, Tensor | None]:
-        """The values themselves, which are exact in bf16 if they are stored so."""
+        """Return the values, which are exact in bf16 if the dtype is bf16."""
         return q.payload, None
 
     def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
@@ -287,5 +288,5 @@ class HighPrecision(Format):
 
 
 def blocks(size: int, block: int) -> int:
-    """How many blocks cover `size` elements, the last perhaps partially."""
+    """Return the number of blocks that cover `size` elements; the last block may be partial."""
     return -(-size // block)

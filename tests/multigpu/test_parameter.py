@@ -226,7 +226,8 @@ def cut_unevenly(rows: int) -> list[str]:
 def test_uneven_shards_are_refused_by_all_ranks(ranks, world, rows):
     """Else ranks with fewer rows would send less than the others wait for. Of 3 rows the last of 4 ranks has none."""
     expected = [
-        f"a quantized weight ({rows}, 32) has {rows} rows, which FSDP cuts unevenly over {world} ranks: leave the layer out",
+        f"a quantized weight ({rows}, 32) has {rows} rows, which FSDP cannot shard evenly over {world} ranks: exclude the "
+        "layer",
         f"0.weight: {rows} along dimension 0 are cut unevenly into {world} shards: save it on a mesh that divides them",
     ]
     for said in ranks(world).run(cut_unevenly, rows):

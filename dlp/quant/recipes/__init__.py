@@ -1,1 +1,1 @@
-"""One file per recipe, named as the user types it; each defines `recipe(**options) -> Recipe`."""
+"""Recipes, one file per recipe with the name of the recipe; each file defines `recipe(**options) -> Recipe`."""

@@ -1,7 +1,7 @@
-"""fp8_block: FP8 with a scale every 128 elements of the contraction for x and dy, every 128x128 tile for w.
+"""fp8_block: FP8 with one scale per 128 elements of the contraction for x and dy, and per 128x128 tile for w.
 
-E4M3 everywhere and power-of-two scales unless asked otherwise; sums are promoted to fp32 every 128 elements at the
-latest. (DeepSeek-V3, arXiv 2412.19437.)
+By default all operands are E4M3, and scales are powers of two. Sums are promoted to fp32 at least every 128 elements.
+(DeepSeek-V3, arXiv 2412.19437.)
 """
 
 from typing import Literal
@@ -17,8 +17,8 @@ def recipe(
     *, fp8_format: Fp8Format = "E4M3", power_of_two: bool = True, epsilon: float = 0.0, x_block_dim: Dim = 1,
     w_block_dim: Dim = 2, dy_block_dim: Dim = 1,
 ) -> Recipe:  # fmt: skip
-    """fp8_format: E4M3 or HYBRID (dy E5M2); power_of_two: scales rounded down to one; epsilon: least amax;
-    x_block_dim, w_block_dim, dy_block_dim: 1 for blocks of 1x128, 2 for 128x128; not 2 for both sides of a GEMM."""
+    """fp8_format: E4M3 or HYBRID (dy E5M2); power_of_two: round scales down to powers of two; epsilon: smallest amax;
+    x_block_dim, w_block_dim, dy_block_dim: 1 for blocks of 1x128, 2 for 128x128; one GEMM cannot multiply 2 by 2."""
     forward, backward = FP8_FORMATS[fp8_format]
     x, w, dy = (
         both(BlockScaling(element, dim == 2, power_of_two, epsilon))

@@ -1,7 +1,7 @@
-"""fp8_current: per-tensor FP8 scaled by the tensor's own amax, agreed over the ranks whose shards form one operand.
+"""fp8_current: per-tensor FP8, scaled by the amax of the tensor, on which the ranks with shards of one operand agree.
 
-Two passes over the high-precision tensor (amax, then cast). HYBRID: E4M3 for x and w, E5M2 for dy. fprop sums inside
-the tensor core, dgrad and wgrad with split accumulation. (Micikevicius et al., arXiv 2209.05433.)
+The amax and the cast read the high-precision tensor twice. HYBRID is E4M3 for x and w, and E5M2 for dy. fprop sums inside the
+tensor core; dgrad and wgrad use split accumulation. (Micikevicius et al., arXiv 2209.05433.)
 """
 
 from dlp.quant.fp8 import FP8_FORMATS, CurrentScaling, Fp8Format
@@ -10,6 +10,7 @@ from dlp.quant.recipe import Recipe, both
 
 
 def recipe(*, fp8_format: Fp8Format = "HYBRID", power_of_two: bool = False, epsilon: float = 0.0) -> Recipe:
-    """fp8_format: HYBRID (x, w E4M3, dy E5M2) or E4M3; power_of_two: round scales down to one; epsilon: least amax."""
+    """fp8_format: HYBRID (x, w E4M3, dy E5M2) or E4M3; power_of_two: round scales down to powers of two; epsilon: smallest
+    amax."""
     forward, backward = (both(CurrentScaling(element, power_of_two, epsilon)) for element in FP8_FORMATS[fp8_format])
     return Recipe("fp8_current", x=forward, w=forward, dy=backward, fprop=GemmOptions(fast_accumulation=True))

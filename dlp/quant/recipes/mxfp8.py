@@ -1,6 +1,6 @@
-"""mxfp8: FP8 with a power-of-two scale every 32 elements of the contraction, in both orientations of all operands.
+"""mxfp8: FP8 with one power-of-two scale per 32 elements of the contraction, in both orientations of all operands.
 
-E4M3 everywhere and scales rounded up unless asked otherwise: no element saturates. (Mishra et al., arXiv 2506.08027.)
+By default all operands are E4M3, and scales are rounded up, so that no element saturates. (Mishra et al., arXiv 2506.08027.)
 """
 
 from typing import Literal
@@ -15,7 +15,7 @@ def recipe(
     enable_2d_quantization: bool = False,
 ) -> Recipe:  # fmt: skip
     """fp8_format: E4M3 or HYBRID (dy E5M2); scale_rounding: ceil, or floor, the rule of OCP MX v1.0, which saturates;
-    enable_2d_quantization: one scale every 32x32 tile of w, so that both its orientations hold equal values."""
+    enable_2d_quantization: one scale per 32x32 tile of w, so that both orientations of w have equal values."""
     forward, backward = FP8_FORMATS[fp8_format]
     return Recipe(
         "mxfp8",

@@ -1,8 +1,8 @@
-"""qat: quantization-aware training: fprop, dgrad and wgrad multiply the values that codes of x and w stand for.
+"""qat: quantization-aware training: fprop, dgrad and wgrad multiply decoded values of x and w.
 
-dy stays in high precision. Gradients pass straight through the rounding of x and w, and not at all where an integer code was
-clipped. By default the weights are int4 in groups of 32 and each token is int8 with a zero point, as in torchao's
-Int8DynamicActivationIntxWeightConfig. Scales are those of whole tensors on any mesh.
+dy stays in high precision. Gradients pass straight through the rounding of x and w, except at clipped integer codes, where no
+gradient passes. By default weights are int4 in groups of 32, and each token is int8 with a zero point, as in torchao's
+Int8DynamicActivationIntxWeightConfig. On every mesh, scales equal the scales of the unsharded tensors.
 """
 
 import re
@@ -16,8 +16,8 @@ INTEGERS = re.compile(r"int([2-8]) (token|channel|group ([1-9][0-9]*))")
 
 
 def recipe(*, weight: str = "int4 group 32", activation: str = "int8 token") -> Recipe:
-    """weight: "int4 group 32", 2 to 8 bits, symmetric, or "int8 channel" for one scale a row; activation: "int8 token", with a
-    zero point; either: "none", or the name of a recipe that casts them alike, as "mxfp8"."""
+    """weight: "int4 group 32" with 2 to 8 bits, symmetric, or "int8 channel" with one scale per row; activation: "int8 token",
+    with a zero point; both also accept "none", or the name of a recipe with the same casts, such as "mxfp8"."""
     keep = both(KeepHighPrecision())
     return Recipe("qat", x=_operand("x", activation), w=_operand("w", weight), dy=keep, amax_scope="all")
 
