@@ -215,7 +215,7 @@ def _of_file(file: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read as JSON ({error}); {FROM_SHAPES}") from None
     if not isinstance(found, list) or not all(isinstance(each, dict) and each.keys() >= set(READ) for each in found):
-        raise ValueError(f"{file} is no list of GEMMs with the keys {', '.join(READ)}; {FROM_SHAPES}")
+        raise ValueError(f"{file}: is no list of GEMMs with the keys {', '.join(READ)}; {FROM_SHAPES}")
     return found
 
 
