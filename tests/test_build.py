@@ -237,7 +237,9 @@ def test_the_compiler_of_pypi_comes_before_path_and_links_the_shared_runtime(
         assert loader.find_toolchain().nvcc == f"{tmp_path}/named/bin/nvcc"
     (root / "nvvm" / "bin" / "cicc").unlink()
     (root / "lib" / "libcudart.so.13").unlink()
-    with pytest.raises(MissingError, match=r"need the packages nvidia-nvvm, nvidia-cuda-runtime for the nvcc.*dlp\[gpu\]"):
+    with pytest.raises(
+        MissingError, match=r"need the packages nvidia-nvvm, nvidia-cuda-runtime for the nvcc.*dlp\[gpu\]"
+    ):
         loader.find_toolchain()
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert loader.packaged_nvcc() is None
