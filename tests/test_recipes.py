@@ -120,7 +120,7 @@ def test_shared_options_apply_to_every_recipe():
         ("fp8_curent", {}, "unknown recipe 'fp8_curent': .* did you mean 'fp8_current'"),
         ("fp8", {}, "did you mean 'fp8_block' or 'fp8_current' or 'fp8_delayed' or 'fp8_rowwise'\\?$"),
         ("x" * 5000, {}, "^unknown recipe 'x{59}: the recipes are bf16, [a-z0-9_, ]*$"),
-        ("mxfp8", {"margin": 1}, "recipe mxfp8 has no option 'margin'; its options are fp8_format, .*amax_scope"),
+        ("mxfp8", {"margin": 1}, "recipe mxfp8 has no option 'margin'; the options are fp8_format, .*amax_scope"),
         ("mxfp8", {"scale_rounding": "up"}, "recipe mxfp8: scale_rounding must be one of ceil, floor; got 'up'"),
         ("fp8_current", {"power_of_two": 1}, "power_of_two must be true or false; got 1"),
         ("fp8_current", {"epsilon": "0"}, "epsilon must be a number; got '0'"),
@@ -191,7 +191,7 @@ def test_a_recipe_is_one_file(tmp_path: Path):
     assert load("mxfp8", recipes_path=tmp_path) == load("mxfp8")
     with pytest.raises(ValueError, match="unknown recipe 'mine'"):
         load("mine")
-    with pytest.raises(ValueError, match="recipe mine has no option 'block'; its options are element, accumulation"):
+    with pytest.raises(ValueError, match="recipe mine has no option 'block'; the options are element, accumulation"):
         load("mine", recipes_path=tmp_path, block=32)
     with pytest.raises(ValueError, match="nowhere' is not a folder"):
         names(tmp_path / "nowhere")
