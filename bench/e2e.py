@@ -42,8 +42,9 @@ from bench.e2e_subjects import BASELINE, EAGER, GRAPH, HP_GATHER, PEERS, Subject
 from bench.files import add_files, write_files
 from bench.where import longest_kernels
 from dlp.comm.mesh import shutdown, world_size
-from launch.config.run_config import Config, command_line, validate_world
-from launch.config.sections import SCHEMA
+from launch.config.groups import SCHEMA
+from launch.config.rules import validate_world
+from launch.config.run_config import Config, command_line
 from launch.ranks.process_exit import refuse
 from launch.settings import overrides
 from launch.settings.schema import ConfigError, check, integer, setting

@@ -33,8 +33,8 @@ from dlp.quant.gemm import support
 from dlp.quant.quantizer import Wrapped
 from dlp.quant.recipe import GEMMS, OPERANDS, Operand, Recipe
 from dlp.quant.tensor import QuantizedTensor
+from launch.config.groups import SCHEMA
 from launch.config.run_config import Config, command_line, count
-from launch.config.sections import SCHEMA
 from launch.ranks.process_exit import StopFlag, refuse
 from launch.settings import overrides
 from launch.train import make_mesh, start

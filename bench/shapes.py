@@ -32,7 +32,8 @@ from dlp.parallel.style import shard_sizes
 from dlp.quant.gemm import DECODES, decoded_dtype
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS
 from dlp.quant.tensor import Format
-from launch.config.run_config import Config, command_line, count, make_parser, validate_world
+from launch.config.rules import validate_world
+from launch.config.run_config import Config, command_line, count, make_parser
 from launch.models.modules import DTYPES
 from launch.training.build import plan_for
 

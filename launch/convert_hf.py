@@ -28,7 +28,7 @@ from launch.common.units import said_bytes
 from launch.config.run_config import count, from_text
 from launch.models.families import EMBEDDING, HEAD, UNREAD, their_names
 from launch.models.modules import Llama
-from launch.models.rope import ORIGINAL
+from launch.models.rope_scaling import ORIGINAL
 from launch.models.settings import Model
 from launch.settings.schema import toml_lines
 from launch.weights import safetensors_folder, weights_only

@@ -13,13 +13,12 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from launch.config.files import refuse_early
+from launch.config.early import refuse_early
 
 if __name__ == "__main__":
-    refuse_early(sys.argv[1:])  # torch takes seconds to import
+    refuse_early(sys.argv[1:], ranks=False)  # torch takes seconds to import
 
 import torch
 from torch.distributed import run as torchrun
@@ -27,7 +26,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from launch.checkpoint.manifest import other_weights, read_manifest, resolve
-from launch.config.run_config import Config, command_line, count, make_parser, to_toml, validate_world
+from launch.config.rules import choose, sizes_of_tp
+from launch.config.run_config import Config, command_line, count, make_parser, to_toml
 from launch.data.sources import open_sources
 from launch.ranks.loopback_store import BACKEND, HOST, meet_on_loopback
 from launch.ranks.process_exit import is_refusal, leave
@@ -41,43 +41,6 @@ def devices_here() -> tuple[int, str]:
     """How many ranks this machine has room for, and what they run on."""
     gpus = torch.cuda.device_count()
     return (gpus, "GPU") if gpus else (min(CPU_RANKS, os.cpu_count() or 1), "CPU core")
-
-
-def choose(config: Config, ranks: Sequence[int], tps: Sequence[int]) -> tuple[int, int]:
-    """The first (ranks, tp) that the config fits, by ranks, then by tp. Raises the first one's ConfigError if none."""
-    for each in ranks:
-        for tp in tps:
-            if not _misfit(config, each, tp):
-                return each, tp
-    raise _misfit(config, ranks[0], tps[0]) or AssertionError("it fits, and was not chosen")
-
-
-def _misfit(config: Config, ranks: int, tp: int) -> ValueError | None:
-    try:
-        validate_world(replace(config, mesh=replace(config.mesh, tp=tp)), ranks)
-    except ValueError as error:
-        return error
-    return None
-
-
-def sizes_of_tp(config: Config, arguments: Sequence[str]) -> list[int]:
-    """The sizes of tp to try: the one of the command line alone, or that of the config and its divisors, largest first."""
-    tp = config.mesh.tp
-    asked = any(each.partition("=")[0] == "--mesh.tp" for each in arguments)
-    return [tp] if asked else [size for size in range(tp, 0, -1) if tp % size == 0]
-
-
-def on_one_rank(config: Config, arguments: Sequence[str]) -> tuple[Config, list[str]]:
-    """The config of a process that no launcher started, which is the only rank: tp as that rank allows, and what to print.
-    Raises ConfigError for a tp of the command line, or another setting, that does not fit one rank."""
-    _, tp = choose(config, [1], sizes_of_tp(config, arguments))
-    if tp == config.mesh.tp:
-        return config, []
-    remark = (
-        f"using tp = {tp} instead of {config.mesh.tp}: a process without torchrun is the only rank; make pretrain, or torchrun "
-        f"--nproc-per-node {config.mesh.tp}, starts more"
-    )
-    return replace(config, mesh=replace(config.mesh, tp=tp)), [remark]
 
 
 def remarks(config: Config, chosen: tuple[int, int], devices: int, kind: str) -> Iterator[str]:

@@ -13,10 +13,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from launch.config.files import refuse_early
+from launch.config.early import refuse_early
 
 if __name__ == "__main__":
-    refuse_early(sys.argv[1:])  # torch takes seconds to import
+    refuse_early(sys.argv[1:], ranks=True)  # torch takes seconds to import
 
 import torch
 import torch.distributed as dist
@@ -33,11 +33,11 @@ from dlp.parallel.traffic.predict import Unpredictable
 from launch.checkpoint.background_saver import describe as describe_saves
 from launch.checkpoint.save_load import SaveError
 from launch.common.devices import NAMES, board_of, kind_of
-from launch.config.run_config import Config, command_line, count, make_parser, to_toml, validate_world
+from launch.config.rules import on_one_rank, validate_world
+from launch.config.run_config import Config, command_line, count, make_parser, to_toml
 from launch.estimate.memory_check import check_fits, planned
 from launch.estimate.step_time import forecast_or_reason
 from launch.estimate.timeline_picture import write_timeline
-from launch.local import on_one_rank
 from launch.models.parallel import describe_fused
 from launch.ranks import rank_objects
 from launch.ranks.hang_watch import HangWatch, Place

@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from dlp.comm.mesh import TP, TRANSPORTS, WORLD
+from dlp.optim.encodings import ENCODINGS
+from launch.config import early
 from launch.config import run_config as configuration
 from launch.config.__main__ import docs
 from launch.config.files import CONFIGS
-from launch.config.run_config import load, make_parser, to_toml, validate_world
-from launch.config.sections import SCHEMA, Group, Train
-from launch.settings.schema import ConfigError, rule_of
+from launch.config.groups import SCHEMA, Group
+from launch.config.rules import validate_world
+from launch.config.run_config import load, make_parser, to_toml
+from launch.config.sections import Train
+from launch.settings.schema import ConfigError, choice, rule_of
 from launch.train import check_restarts
 from launch.training.build import build, plan_for
 from launch.training.cuda_graph import describe_graph, replays_steps
@@ -389,15 +394,50 @@ def test_styles_that_a_llama_cannot_run_are_refused(arguments: str, sentence: st
     assert str(caught.value).startswith(sentence)
 
 
-@pytest.mark.parametrize("program", ["launch.train", "launch.local"])
-def test_a_config_that_is_none_is_refused_before_torch_is_imported(program: str, tmp_path: Path) -> None:
+LATE = ("unknown recipe", "recipe bf16 has no option", "[[groups]] 'edges': ")  # `dlp` knows recipes and patterns
+
+
+def test_settings_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """Programs check the command line by `early`, which says what `load` says. A module `torch` that raises stands for torch."""
+    for arguments, sentence in PAIRS:
+        if not any(late in sentence for late in LATE) and sentence.startswith(("--", "tiny.toml")):
+            with pytest.raises(ConfigError, match=re.escape(sentence.removesuffix("..."))):
+                early.check(shlex.split(arguments))
     (tmp_path / "torch.py").write_text("raise AssertionError('torch is imported')")
     (tmp_path / "broken.toml").write_text("[train")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    for name, said in (("nosuch", "no such config"), ("broken.toml", "not a TOML"), ("binary.toml", "not a TOML")):
-        ended = subprocess.run(
-            [sys.executable, "-m", program, name, "--plan"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path},
-            capture_output=True, text=True,
-        )  # fmt: skip
-        assert ended.returncode == 1 and ended.stderr.startswith(f"{name}: {said}"), ended.stderr
+    cases = [
+        ("nosuch --plan", "nosuch: no such config"),
+        ("broken.toml", "broken.toml: not a TOML"),
+        ("binary.toml", "binary.toml: not a TOML"),
+        ("tiny --train.lr fast", "--train.lr: expected a number > 0, got 'fast'\n"),
+    ]
+    ranks = [
+        ("tiny --mesh.tp 2", "tiny.toml: [mesh] world size 1 is not a multiple of dp_replicate 1 x tp 2 = 2, so"),
+        ("tiny --plan --world 3", "tiny.toml: [mesh] world size 3 is not a multiple of"),
+        ("RANK=0 WORLD_SIZE=3 tiny", "tiny.toml: [mesh] world size 3 is not a multiple of"),
+        (
+            "RANK=0 WORLD_SIZE=16 tiny --train.global_batch=4",
+            "tiny.toml: [train] global_batch: expected a multiple of micro_",
+        ),
+    ]
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    for program, asked in (("launch.train", [*cases, *ranks]), ("launch.local", cases)):
+        for line, said in asked:
+            given = dict(word.split("=") for word in line.split() if word[0].isupper())
+            words = [word for word in line.split() if not word[0].isupper()]
+            ended = subprocess.run(
+                [sys.executable, "-m", program, *words], cwd=tmp_path, env=outside | path | given,
+                capture_output=True, text=True,
+            )  # fmt: skip
+            assert ended.returncode == 1 and ended.stderr.startswith(said), (line, ended.stderr)
+
+
+def test_choices_that_are_declared_without_torch_are_those_of_dlp() -> None:
+    rules = {each.name: rule_of(each).words for cls in SCHEMA.values() for each in dataclasses.fields(cls)}
+    assert rules["transport"] == choice(*TRANSPORTS).words
+    assert rules["amax_group"] == choice("auto", TP, "tp+dp", WORLD).words
+    assert rules["optimizer"] == choice("adamw", "muon", *ENCODINGS).words
+    plain, full = ([each.name for each in dataclasses.fields(cls)] for cls in (early.SCHEMA["groups"], Group))
+    assert sorted(plain) == sorted(full)

@@ -15,7 +15,7 @@ from dlp.parallel.linear.spec import OPTIONS, LayerOptions
 from dlp.parallel.model.groups import FIELDS, LayerGroup, Resolved, resolve
 from dlp.parallel.style import style
 from dlp.quant.patterns import match_names, must_match
-from launch.config.sections import Group
+from launch.config.groups import Group
 
 ROOT = Path(__file__).parent.parent
 

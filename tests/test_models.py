@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import dlp
 from dlp import ops
-from launch.config.run_config import load, validate_world
+from launch.config.rules import validate_world
+from launch.config.run_config import load
 from launch.models.families import FAMILIES, their_names
 from launch.models.initial_weights import init_weights
 from launch.models.kv_cache import KeyValues

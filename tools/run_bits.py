@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 import dlp
 from dlp.comm.mesh import shutdown, world_size
 from dlp.quant.recipe import names
+from launch.config.groups import SCHEMA
 from launch.config.run_config import Config, command_line
-from launch.config.sections import SCHEMA
 from launch.settings import overrides
 from launch.train import make_mesh
 from launch.training.build import Built, build

@@ -7,8 +7,8 @@ python -m launch.config --docs                                 prints docs/confi
 import sys
 from collections.abc import Sequence
 
+from launch.config.groups import SCHEMA
 from launch.config.run_config import command_line, make_parser, to_toml
-from launch.config.sections import SCHEMA
 from launch.settings.schema import ConfigError, markdown_table
 
 DOCS = """\

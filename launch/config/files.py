@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.ranks.process_exit import refuse
 from launch.settings.schema import ConfigError, brief
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+DEFAULT = "tiny"
 
 
 def find(name_or_path: str | Path) -> Path:
@@ -39,17 +38,3 @@ def parse(text: str, name: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name}: not a TOML file: {error}; correct this place") from None
-
-
-def refuse_early(arguments: Sequence[str]) -> None:
-    """End a program whose first argument names no config, or a file that is no TOML. Programs call this before they import
-    torch, which takes seconds; everything else is checked by `run_config`."""
-    if not arguments or arguments[0].startswith("-"):
-        return
-    try:
-        path = find(arguments[0])
-        parse(read_text(path), path.name)
-    except ConfigError as error:
-        refuse(str(error))
-    except OSError:
-        return  # `run_config` names the file that cannot be read

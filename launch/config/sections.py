@@ -1,16 +1,13 @@
 """Settings of a training run: names, ranges, defaults and descriptions, one class for each section of the TOML file.
 
-docs/config.md and `--help` are generated from these classes. Rules across settings are in run_config.py; the section [model]
-is in launch/models/settings.py.
+docs/config.md and `--help` are generated from these classes. Rules across settings are in rules.py; the section [model] is in
+launch/models/settings.py, and the switches of layers in groups.py. This file does not import torch, so that programs refuse
+wrong settings before the seconds that the import of torch takes.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from dlp.comm.mesh import TP, TRANSPORTS, WORLD
-from dlp.optim.encodings import ENCODINGS
-from dlp.parallel.linear.spec import LayerOptions
-from dlp.parallel.model.groups import FIELDS
 from launch.models.settings import Model
 from launch.settings.schema import Rule, Section, choice, flag, integer, number, numbers, setting, text, texts
 
@@ -26,7 +23,7 @@ class Mesh(Section):
         flag(), "sequence parallelism: between layers, tokens are sharded over the tp ranks", True
     )
     transport: str = setting(
-        choice(*TRANSPORTS),
+        choice("auto", "nccl", "mapped"),
         "carrier of transfers over tp; mapped: memory that the GPUs of one host map from each other; auto: mapped where all tp "
         "ranks can map each other's memory, else NCCL (gloo on CPUs)",
         "auto",
@@ -37,7 +34,7 @@ class Mesh(Section):
         None,
     )
     amax_group: str = setting(
-        choice("auto", TP, "tp+dp", WORLD),
+        choice("auto", "tp", "tp+dp", "world"),
         "ranks that share scales; auto: only the ranks that correctness requires",
         "auto",
     )
@@ -115,7 +112,7 @@ class Train(Section):
     )
     seed: int = setting(integer(">= 0"), "seed of the initial weights and of the order of the data", 0)
     optimizer: str = setting(
-        choice("adamw", "muon", *ENCODINGS),
+        choice("adamw", "muon", "adamw8bit", "adamw4bit", "adamwfp8"),
         "muon: Muon for matrices of blocks, AdamW for other parameters; adamw8bit, adamw4bit, adamwfp8: optimizer states "
         "stored in 8 or 4 bits, by torchao",
         "adamw",
@@ -302,7 +299,7 @@ OVERLAP = Rule("auto, a strategy's name or { fprop = ..., dgrad = ..., wgrad = .
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Choices(Section):
+class Choices(Section):
     """Settings of a group that come before the options of layers."""
 
     name: str = setting(text(), "name in messages, in the plan and in --groups.NAME.key")
@@ -317,10 +314,13 @@ class _Choices(Section):
     )
     overlap: str | dict[str, str] | None = setting(OVERLAP, "overlap strategy: schedule of GEMMs and transfers", None)
 
+    def title(self) -> str:
+        return f"[[groups]] {self.name!r}"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Group(LayerOptions, _Choices):
-    """Settings of layers, chosen by name. For each layer and key the last matching group that sets the key wins."""
+class Schedule(Section):
+    """Settings of a group that come after the options of layers."""
 
     swap: tuple[dict[str, Any], ...] | None = setting(
         SWAP,
@@ -332,26 +332,20 @@ class Group(LayerOptions, _Choices):
         flag(), "record scale, underflow, saturation and SQNR of each cast in the metrics", None
     )
 
-    def title(self) -> str:
-        return f"[[groups]] {self.name!r}"
 
-    def layer_fields(self) -> dict[str, Any]:
-        """Return the options of this group that are options of `dlp.LayerGroup`."""
-        return {name: value for name in FIELDS if (value := getattr(self, name, None)) is not None}
+@dataclass(frozen=True, kw_only=True)
+class PlainGroup(Schedule, Choices):
+    """Group of layers as programs check it before they import torch. `groups.Group` takes the switches from `dlp`."""
 
-    def recipes(self) -> list[str | dict[str, Any]]:
-        """Return all recipes that this group names."""
-        return [
-            recipe for recipe in (self.recipe, *(entry["recipe"] for entry in self.swap or ())) if recipe is not None
-        ]
+    delay_wgrad: bool | None = setting(flag(), "a switch of layers", None)
+    save_original_input: bool | None = setting(flag(), "a switch of layers", None)
 
 
-SCHEMA: dict[str, type[Section]] = {
+SECTIONS: dict[str, type[Section]] = {
     "mesh": Mesh,
     "model": Model,
     "data": Data,
     "train": Train,
     "checkpoint": Checkpoint,
     "run": Run,
-    "groups": Group,
 }

@@ -15,7 +15,8 @@ from dlp.optim.encodings import ENCODINGS
 from dlp.parallel.traffic.predict import Unpredictable, Workload
 from launch.common.devices import BOARDS, kind_of
 from launch.common.units import said_bytes
-from launch.config.run_config import Config, parallel_dims, validate_world
+from launch.config.rules import validate_world
+from launch.config.run_config import Config, parallel_dims
 from launch.estimate.memory import Memory, memory
 from launch.settings.schema import ConfigError
 from launch.training import wire_bytes

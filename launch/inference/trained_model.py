@@ -15,7 +15,8 @@ from dlp.comm.mesh import AXES, ParallelDims, world_size
 from dlp.parallel.weight.local import local_values
 from launch.checkpoint import save_load
 from launch.checkpoint.manifest import CheckpointError, other_weights, read_manifest
-from launch.config.run_config import Batch, Config, count, from_text, recipe_files
+from launch.config.rules import Batch
+from launch.config.run_config import Config, count, from_text, recipe_files
 from launch.models.modules import Llama
 from launch.settings import overrides
 from launch.settings.schema import ConfigError

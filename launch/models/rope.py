@@ -1,6 +1,6 @@
 """Rotary embeddings (Su et al., arXiv 2104.09864) and the ways to stretch them over longer contexts.
 
-A scaling is the table of Hugging Face's config.json, whose `rope_type` names a row of `SCALINGS`:
+A scaling is the table of Hugging Face's config.json (`rope_scaling`), whose `rope_type` names a row of `FREQUENCIES`:
 
     linear   every frequency divided by `factor`                                                  (arXiv 2306.15595)
     llama3   waves longer than the original context divided, short ones kept, a ramp between      (arXiv 2407.21783)
@@ -26,7 +26,7 @@ def rotary_table(
     dims = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     frequencies, scale = theta ** -(dims / head_dim), 1.0
     if scaling is not None:
-        frequencies, scale = SCALINGS[scaling["rope_type"]][0](frequencies, theta, scaling)
+        frequencies, scale = FREQUENCIES[scaling["rope_type"]](frequencies, theta, scaling)
     angles = torch.outer(positions.float(), frequencies)
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos() * scale, angles.sin() * scale
@@ -64,21 +64,8 @@ def _yarn(frequencies: Tensor, theta: float, scaling: Scaling) -> tuple[Tensor, 
     return frequencies * (kept + (1 - kept) / factor), scale
 
 
-ORIGINAL = "original_max_position_embeddings"
-SCALINGS: dict[str, tuple[Callable[[Tensor, float, Scaling], tuple[Tensor, float]], set[str], set[str]]] = {
-    "linear": (_linear, {"factor"}, set()),
-    "llama3": (_llama3, {"factor", "low_freq_factor", "high_freq_factor", ORIGINAL}, set()),
-    "yarn": (_yarn, {"factor", ORIGINAL}, {"beta_fast", "beta_slow", "attention_factor"}),
-}  # its frequencies and the scale of cosines and sines; the keys it needs; those it may have
-
-
-def is_scaling(value: Any) -> bool:
-    """Whether a table is one of these, with numbers > 0."""
-    kind = value.get("rope_type")
-    if kind not in SCALINGS:
-        return False
-    _, needed, allowed = SCALINGS[kind]
-    keys = value.keys() - {"rope_type"}
-    return needed <= keys <= needed | allowed and all(
-        type(value[key]) in (int, float) and value[key] > 0 for key in keys
-    )
+FREQUENCIES: dict[str, Callable[[Tensor, float, Scaling], tuple[Tensor, float]]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}  # the frequencies of a scaling, and the factor of cosines and sines

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.models.families import FAMILIES
-from launch.models.rope import SCALINGS, is_scaling
+from launch.models.rope_scaling import SCALINGS, is_scaling
 from launch.settings.schema import Rule, Section, choice, flag, integer, number, setting
 
 SCALING = Rule(

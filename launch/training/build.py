@@ -21,7 +21,8 @@ from dlp.comm.mesh import ParallelDims
 from dlp.kernels import loader
 from dlp.kernels.table import device_kind
 from dlp.parallel.weight.fsdp2 import set_grad_wire
-from launch.config.run_config import Batch, Config, parallel_dims, validate_world
+from launch.config.rules import Batch, validate_world
+from launch.config.run_config import Config, parallel_dims
 from launch.config.sections import Mesh
 from launch.models.attention import Choice
 from launch.models.initial_weights import init_weights

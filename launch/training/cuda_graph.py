@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dlp.parallel.model.graph import WARM_UP
-from launch.config.run_config import Config, cannot_capture
+from launch.config.rules import cannot_capture
+from launch.config.run_config import Config
 from launch.settings.schema import ConfigError
 
 

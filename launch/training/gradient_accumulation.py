@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from dlp import Plan
 from launch.common.units import said_bytes
-from launch.config.run_config import Batch, Config
+from launch.config.rules import Batch
+from launch.config.run_config import Config
 from launch.training.optimizer import state_bytes
 
 # Of a rank, where it is not known: the smallest board of its kind; on a CPU, where ranks share a machine, a rule

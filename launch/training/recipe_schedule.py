@@ -17,7 +17,7 @@ from dlp import Plan
 from dlp.parallel.model import boundary
 from dlp.quant.patterns import must_match
 from dlp.quant.recipe import as_recipe
-from launch.config.sections import Group
+from launch.config.groups import Group
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ from dlp.parallel.traffic.predict import (
     step_traffic,
 )
 from launch.common.units import said_bytes, said_seconds
-from launch.config.run_config import Config, parallel_dims, validate_world
+from launch.config.rules import validate_world
+from launch.config.run_config import Config, parallel_dims
 from launch.models.modules import DTYPES
 from launch.ranks.links import OWN, link_of, slow_tp
 from launch.training.build import Built

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.models.families import FAMILIES, KEYS, UNSUPPORTED, Family
-from launch.models.rope import ORIGINAL, SCALINGS
+from launch.models.rope_scaling import ORIGINAL, SCALINGS
 from launch.models.settings import Model
 
 CONFIG = "config.json"
@@ -159,7 +159,7 @@ def _positions(given: Mapping[str, Any], family: Family) -> tuple[float, dict[st
         return theta, None
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise ValueError(f"its positions are scaled by rope_type {kind!r}, expected one of {', '.join(SCALINGS)}")
-    if ORIGINAL in SCALINGS[kind][1]:
+    if ORIGINAL in SCALINGS[kind][0]:
         longest = given.get(LONGEST, dict(family.optional)[LONGEST])
         numbers[ORIGINAL] = _one(given, ORIGINAL, default=longest)
     if numbers.get("truncate") is True:  # the default of transformers, and the only way here

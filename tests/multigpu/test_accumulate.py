@@ -12,7 +12,8 @@ from torch import nn
 
 import dlp
 from dlp.parallel.weight import fsdp2 as fsdp
-from launch.config.run_config import Batch, Config, load
+from launch.config.rules import Batch
+from launch.config.run_config import Config, load
 from launch.train import plan_text
 from launch.training.gradient_accumulation import Accumulation, accumulation
 from launch.training.wire_bytes import WARM

@@ -1,0 +1,220 @@
+"""Rules across settings, and whether a mesh and a batch fit a number of ranks; without torch.
+
+`Settings` is a configuration as programs check it before they import torch. `run_config.Config` adds the checks of recipes and
+layer groups, for which `dlp` is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, TypeVar
+
+from launch.config.sections import SECTIONS, Checkpoint, Data, Mesh, Run, Train
+from launch.models.settings import Model
+from launch.settings.schema import ConfigError, Section, brief, read
+
+NAMES = (*SECTIONS, "groups")
+S = TypeVar("S", bound="Settings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All sections of a configuration. `source`: name of the file in messages; not compared."""
+
+    mesh: Mesh
+    model: Model
+    data: Data
+    train: Train
+    checkpoint: Checkpoint
+    run: Run
+    groups: tuple[Any, ...]
+    source: str = field(default="config", compare=False)
+
+    def __post_init__(self) -> None:
+        for holds, sentence in _agreements(self):
+            if not holds:
+                raise ConfigError(f"{self.source}: {sentence}")
+
+
+def build(kind: type[S], group: type[Section], tables: Mapping[str, Any], name: str) -> S:
+    """Return the configuration in the tables of a TOML file.
+
+    Args:
+        kind: Settings, or a class derived from Settings.
+        group: The class of an entry of [[groups]].
+        tables: The tables, after overrides.
+        name: The name of the file in messages.
+
+    Raises:
+        ConfigError: A setting, or several settings together, cannot be used.
+    """
+    try:
+        sections: dict[str, Any] = {key: read(cls, tables.get(key, {}), f"[{key}]") for key, cls in SECTIONS.items()}
+        groups = [read(group, table, f"[[groups]] {place}") for place, table in enumerate(tables["groups"], start=1)]
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    return kind(source=name, groups=tuple(groups), **sections)
+
+
+def _agreements(config: Settings) -> Iterator[tuple[bool, str]]:
+    """Yield (whether the rule holds, message) for each rule across settings that does not depend on the number of ranks."""
+    mesh, model, train = config.mesh, config.model, config.train
+    yield (mesh.dp_replicate, mesh.dp_shard) != (-1, -1), "[mesh] dp_replicate, dp_shard: expected one -1, got two"
+    yield (
+        model.heads % model.kv_heads == 0,
+        f"[model] kv_heads: expected a divisor of heads = {model.heads}, got {model.kv_heads}",
+    )
+    yield model.head_dim % 2 == 0, f"[model] head_dim: expected an even number, got {model.head_dim}"
+    window = model.sliding_window or train.sequence
+    yield (
+        train.sequence <= window,
+        f"[train] sequence: expected at most [model] sliding_window = {window}, got {train.sequence}: attention here sees "
+        f"all tokens of a sequence",
+    )
+    for name in ("heads", "kv_heads", "ffn", "vocab"):
+        size = getattr(model, name)
+        yield size % mesh.tp == 0, f"[mesh] tp: expected a divisor of [model] {name} = {size}, got {mesh.tp}"
+    tokens = abs(train.micro_batch) * train.sequence
+    yield (
+        not mesh.sequence_parallel or tokens % mesh.tp == 0,
+        f"[mesh] tp: expected a divisor of [train] micro_batch x sequence = {tokens} under sequence_parallel, "
+        f"got {mesh.tp}",
+    )
+    yield (
+        train.global_batch % train.micro_batch == 0,
+        f"[train] global_batch: expected a multiple of micro_batch = {train.micro_batch}, got {train.global_batch}",
+    )
+    yield (
+        train.recompute_every == 1 or train.checkpointing != "none",
+        f'[train] recompute_every: expected 1 while checkpointing = "none" runs no block again, got {train.recompute_every}; '
+        f'set checkpointing = "selective" or "full"',
+    )
+    yield (
+        train.profile <= train.steps,
+        f"[train] profile: expected one of the {train.steps} steps, or 0, got {train.profile}",
+    )
+    yield (
+        not (model.fused and train.compile),
+        "[model] fused: expected false with [train] compile = true, which fuses norms and gates by itself and keeps less "
+        "memory, got true; set one of them to false",
+    )
+    why_not = cannot_capture(config)
+    yield train.cuda_graph is not True or not why_not, f"[train] cuda_graph = true: {why_not}"
+    for group in config.groups:
+        steps = [entry["at_step"] for entry in group.swap or ()]
+        twice = next((step for step in steps if steps.count(step) > 1), None)
+        yield twice is None, f"{group.title()}: swap: expected steps that differ, got {twice} twice"
+    names = [group.name for group in config.groups]
+    yield len(set(names)) == len(names), f"[[groups]] name: expected names that differ, got {', '.join(names)}"
+
+
+def cannot_capture(config: Settings) -> str:
+    """Return why steps cannot be captured as a CUDA graph, with the setting to change; "" if steps can be captured."""
+    measured = [group.name for group in config.groups if group.stats]
+    if measured:
+        return f"statistics are read in each step of group {', '.join(measured)}; leave stats out of the group"
+    if config.data.reset_attention:
+        return "the number of documents changes with each step; set [data] reset_attention = false"
+    if config.train.sentinel:
+        return "the sentinel looks at each module of some steps; set [train] sentinel = 0"
+    return ""
+
+
+def check_shape(tables: dict[str, Any], source: str) -> None:
+    """Raise ConfigError for an unknown section, a section that is no table, and a file without groups."""
+    for name, table in tables.items():
+        if name not in NAMES:
+            raise ConfigError(f"{source}: [{brief(name)}]: unknown section, expected one of {', '.join(NAMES)}")
+        if name != "groups" and not isinstance(table, dict):
+            raise ConfigError(f"{source}: {name}: expected a table, [{name}], got {brief(repr(table))}")
+    groups = tables.get("groups")
+    if not (isinstance(groups, list) and groups and all(isinstance(group, dict) for group in groups)):
+        raise ConfigError(f"{source}: [[groups]]: expected one or more such tables, each a group of layers")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Partition of the sequences of a step.
+
+    micro      sequences of a microbatch
+    num_micro  microbatches of each data-parallel rank
+    dp_size    data-parallel ranks
+    """
+
+    micro: int
+    num_micro: int
+    dp_size: int
+
+
+def mesh_sizes(config: Settings, world_size: int) -> dict[str, int]:
+    """Return dp_replicate, dp_shard and tp for `world_size` ranks; raise ConfigError if the mesh does not fit this number."""
+    mesh = config.mesh
+    sizes = {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "tp": mesh.tp}
+    open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
+    rest = {axis: size for axis, size in sizes.items() if size != -1}
+    ranks, product = prod(rest.values()), " x ".join(f"{axis} {size}" for axis, size in rest.items())
+    begin = f"{config.source}: [mesh] world size {world_size} is not"
+    if open_axis is None and ranks != world_size:
+        raise ConfigError(f"{begin} {product}: start {ranks} ranks, or use -1 for an axis of dp")
+    if open_axis is not None:
+        if world_size % ranks:
+            raise ConfigError(
+                f"{begin} a multiple of {product} = {ranks}, so {open_axis} = -1 cannot be filled: start a multiple of it by "
+                f"torchrun --nproc-per-node, or take a smaller axis"
+            )
+        sizes[open_axis] = world_size // ranks
+    return sizes
+
+
+def validate_world(config: Settings, world_size: int) -> Batch:
+    """Return the batch for `world_size` ranks; raise ConfigError if mesh or batch do not fit this number."""
+    micro_batch, global_batch = config.train.micro_batch, config.train.global_batch
+    sizes = mesh_sizes(config, world_size)
+    dp_size = sizes["dp_replicate"] * sizes["dp_shard"]
+    least = abs(micro_batch)  # -1 stands for at least one sequence
+    if global_batch % (least * dp_size):
+        raise ConfigError(
+            f"{config.source}: [train] global_batch: expected a multiple of micro_batch {least} x "
+            f"{dp_size} data-parallel ranks, got {global_batch}"
+        )
+    micro = global_batch // dp_size if micro_batch == -1 else micro_batch
+    return Batch(micro, global_batch // (micro * dp_size), dp_size)
+
+
+def choose(config: Settings, ranks: Sequence[int], tps: Sequence[int]) -> tuple[int, int]:
+    """The first (ranks, tp) that the config fits, by ranks, then by tp. Raises the first one's ConfigError if none."""
+    for each in ranks:
+        for tp in tps:
+            if not _misfit(config, each, tp):
+                return each, tp
+    raise _misfit(config, ranks[0], tps[0]) or AssertionError("it fits, and was not chosen")
+
+
+def _misfit(config: Settings, ranks: int, tp: int) -> ValueError | None:
+    try:
+        validate_world(replace(config, mesh=replace(config.mesh, tp=tp)), ranks)
+    except ValueError as error:
+        return error
+    return None
+
+
+def sizes_of_tp(config: Settings, arguments: Sequence[str]) -> list[int]:
+    """The sizes of tp to try: the one of the command line alone, or that of the config and its divisors, largest first."""
+    tp = config.mesh.tp
+    asked = any(each.partition("=")[0] == "--mesh.tp" for each in arguments)
+    return [tp] if asked else [size for size in range(tp, 0, -1) if tp % size == 0]
+
+
+def on_one_rank(config: S, arguments: Sequence[str]) -> tuple[S, list[str]]:
+    """The config of a process that no launcher started, which is the only rank: tp as that rank allows, and what to print.
+    Raises ConfigError for a tp of the command line, or another setting, that does not fit one rank."""
+    _, tp = choose(config, [1], sizes_of_tp(config, arguments))
+    if tp == config.mesh.tp:
+        return config, []
+    remark = (
+        f"using tp = {tp} instead of {config.mesh.tp}: a process without torchrun is the only rank; make pretrain, or torchrun "
+        f"--nproc-per-node {config.mesh.tp}, starts more"
+    )
+    return replace(config, mesh=replace(config.mesh, tp=tp)), [remark]

@@ -1,0 +1,24 @@
+"""Tables of settings that scale rotary embeddings, as `rope_scaling` of Hugging Face's config.json; without torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ORIGINAL = "original_max_position_embeddings"
+SCALINGS: dict[str, tuple[set[str], set[str]]] = {
+    "linear": ({"factor"}, set()),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", ORIGINAL}, set()),
+    "yarn": ({"factor", ORIGINAL}, {"beta_fast", "beta_slow", "attention_factor"}),
+}  # rope_type -> required keys, optional keys
+
+
+def is_scaling(value: Any) -> bool:
+    """Return whether a table has a known rope_type and numbers > 0 for the keys of this type."""
+    kind = value.get("rope_type")
+    if kind not in SCALINGS:
+        return False
+    needed, allowed = SCALINGS[kind]
+    keys = value.keys() - {"rope_type"}
+    return needed <= keys <= needed | allowed and all(
+        type(value[key]) in (int, float) and value[key] > 0 for key in keys
+    )
