@@ -398,7 +398,7 @@ LATE = ("unknown recipe", "recipe bf16 has no option", "[[groups]] 'edges': ")  
 
 
 def test_settings_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    """Programs check the command line by `early`, which says what `load` says. A module `torch` that raises stands for torch."""
+    """Programs check the command line by `early`, which says what `load` says. A `torch` that raises stands for torch."""
     for arguments, sentence in PAIRS:
         if not any(late in sentence for late in LATE) and sentence.startswith(("--", "tiny.toml")):
             with pytest.raises(ConfigError, match=re.escape(sentence.removesuffix("..."))):

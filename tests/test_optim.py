@@ -91,12 +91,12 @@ def test_what_cannot_be_made_is_refused():
     with pytest.raises(ValueError, match=r"holds 2-D parameters; got shape \(4,\)"):
         dlp.optim.Muon([{"params": nn.Linear(4, 4).bias, "matrices": True}])
     model = nn.Linear(4, 4)
-    with pytest.raises(
-        TypeError, match="AdamW has no grad_scale: clip its gradients with torch.nn.utils.clip_grad_norm_"
-    ):
+    with pytest.raises(TypeError, match="AdamW has no grad_scale: clip its gradients with dlp.optim.clip_grad_norm_"):
         dlp.optim.clip_(torch.optim.AdamW(model.parameters()), 1.0)
     with pytest.raises(ValueError, match="max_norm must be positive; got 0"):
         dlp.optim.clip_(dlp.optim.AdamWFp8(model.parameters()), 0)
+    with pytest.raises(ValueError, match="clip_grad_norm_: max_norm must be positive; got nan"):
+        dlp.optim.clip_grad_norm_(model, float("nan"))
 
 
 def resumed_on_shards(folder: str, kind: str) -> list[str]:

@@ -1,11 +1,20 @@
-"""clip_: clipping by the norm of all gradients inside of an optimizer's step, without waiting for the device."""
+"""Clipping by the norm of all gradients.
+
+clip_               inside of the step of an optimizer of `dlp.optim`, without waiting for the device
+clip_grad_norm_     before the step of any optimizer; plain parameters may stand beside DTensors
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from dlp.parallel.weight.local import local_values
 
 
 @torch.no_grad()
@@ -35,13 +44,60 @@ def clip_(optimizer: Optimizer, max_norm: float) -> Tensor:
     if not hasattr(optimizer, "grad_scale") or not hasattr(optimizer, "found_inf"):
         raise TypeError(
             f"dlp.optim.clip_: {type(optimizer).__name__} has no grad_scale: clip its gradients with "
-            f"torch.nn.utils.clip_grad_norm_"
+            f"dlp.optim.clip_grad_norm_"
         )
     if not max_norm > 0:
         raise ValueError(f"dlp.optim.clip_: max_norm must be positive; got {max_norm}")
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    total = torch.nn.utils.get_total_norm(grads)
-    norm = (total.full_tensor() if isinstance(total, DTensor) else total).float()
+    norm = _total_norm(grads, optimizer.found_inf.device)
     optimizer.grad_scale.copy_((norm / max_norm).clamp(min=1.0).nan_to_num(1.0))
     optimizer.found_inf.copy_((~norm.isfinite()).float())
     return norm
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Clip the gradients of these parameters to a largest norm of all gradients as one vector.
+
+    As `torch.nn.utils.clip_grad_norm_`, which raises "got mixed torch.Tensor and DTensor" for a model to which a module was
+    added after `dlp.convert`, and for DTensors on several meshes. A plain parameter counts once: all ranks must have the same
+    gradient of this parameter. All ranks call this function.
+
+    Args:
+        parameters: a module, or parameters; those without a gradient are left out.
+        max_norm: largest norm.
+
+    Returns:
+        Norm before clipping, fp32 [], equal on all ranks that share the DTensors.
+
+    Raises:
+        ValueError: for a max_norm that is not positive.
+
+    Examples:
+        >>> model = nn.Linear(64, 64)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> model(torch.randn(16, 64)).sum().backward()
+        >>> norm = dlp.optim.clip_grad_norm_(model, 1.0)
+        >>> optimizer.step()
+    """
+    if not max_norm > 0:
+        raise ValueError(f"dlp.optim.clip_grad_norm_: max_norm must be positive; got {max_norm}")
+    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    grads = [p.grad for p in ([given] if isinstance(given, Tensor) else given) if p.grad is not None]
+    if not grads:
+        return torch.zeros(())
+    norm = _total_norm(grads, grads[0].device)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in map(local_values, grads):
+        grad.mul_(factor.to(grad.device))
+    return norm
+
+
+def _total_norm(grads: list[Tensor], device: torch.device) -> Tensor:
+    """Norm of all gradients, fp32 []. torch computes norms of DTensors on one mesh, or of plain tensors, at a time."""
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for grad in grads:
+        by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+    totals = [torch.nn.utils.get_total_norm(alike) for alike in by_mesh.values()]
+    norms = [(total.full_tensor() if isinstance(total, DTensor) else total).float().to(device) for total in totals]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

@@ -467,6 +467,43 @@ def with_a_head() -> list[str]:
 def test_a_head_that_was_added_is_named_with_what_will_fail(ranks):
     for late, early in ranks(2).run(with_a_head):
         assert late.startswith(
-            "2 parameters (1.weight, ...) were added after dlp.convert and are no DTensors, so that clip_grad"
+            "2 parameters (1.weight, ...) were added after dlp.convert and are no DTensors, so that torch's clip_grad"
         )
+        assert late.endswith("clip by dlp.optim.clip_grad_norm_, or add modules before dlp.convert")
         assert "added after" not in early
+
+
+def clipped(mesh: Any) -> tuple[list[float], list[Tensor], str]:
+    """Norms and gradients clipped, where a plain head stands beside DTensors, and torch's error; mesh None: in plain torch."""
+    torch.manual_seed(4)
+    model, head = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)), nn.Linear(SIZE, 4)
+    model, head = model.to(worker.device()), head.to(worker.device())
+    if mesh is not None:
+        groups = [{"name": name, "match": [each], "style": name} for name, each in (("column", "0"), ("row", "1"))]
+        dlp.convert(model, groups, mesh)
+    model.append(head)
+    x = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(5)).to(worker.device())
+    model(x).square().sum().backward()
+    if mesh is None:
+        norms, error = [nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()], ""
+    else:
+        with pytest.raises(RuntimeError) as raised:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        error = str(raised.value)
+        optimizer = dlp.optim.AdamWFp8(model.parameters(), lr=1e-3)
+        norms = [dlp.optim.clip_(optimizer, 0.5).item(), dlp.optim.clip_grad_norm_(model, 0.5).item()]
+    grads = [p.grad for p in model.parameters()]
+    return norms, [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads], error
+
+
+def clipped_both() -> tuple[Any, Any]:
+    return clipped(None), clipped(worker.mesh(tp=2))
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_a_head_that_was_added_are_clipped_with_the_others(ranks):
+    for ((norm,), plain, _), (norms, made, error) in ranks(2).run(clipped_both):
+        assert "got mixed torch.Tensor and DTensor" in error
+        assert norm > 1 and norms == pytest.approx([norm] * 2, rel=1e-6)
+        for one, other in zip(plain, made, strict=True):
+            assert_close(other, one, 1e-6)

@@ -356,8 +356,8 @@ def note_added(session: Session, model: nn.Module) -> None:
     if plain:
         session.note(
             f"{len(plain)} parameters ({plain[0]}, ...) were added after dlp.convert and are no DTensors, so that "
-            f"clip_grad_norm_ of all gradients raises 'got mixed torch.Tensor and DTensor': add modules before dlp.convert, or "
-            f"clip these parameters apart"
+            f"torch's clip_grad_norm_ of all gradients raises 'got mixed torch.Tensor and DTensor': clip by "
+            f"dlp.optim.clip_grad_norm_, or add modules before dlp.convert"
         )
 
 
