@@ -23,34 +23,39 @@ from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.weight.held import HeldWeight
 from dlp.parallel.weight.local import local_values, shards_of
 from dlp.quant.parameter import QuantizedParameter
+from dlp.quant.quantizer import Quantizer
 from dlp.quant.tensor import Part, QuantizedTensor
 
 FORMAT = "format"
 
 
 class Held(NamedTuple):
-    """A quantized weight by name: its parts on this rank, and the parameter whose placement on the mesh they have."""
+    """A quantized weight by name: parts on this rank, the parameter whose placement on the mesh the parts have, and the
+    quantizer of x; None: x stays in high precision."""
 
     name: str
     q: QuantizedTensor
     parameter: Tensor
+    activation: Quantizer | None
 
 
-def _held(model: nn.Module) -> Iterator[Held]:
+def held_weights(model: nn.Module) -> Iterator[Held]:
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             for weight in module.core.weights:
                 if isinstance(weight, HeldWeight) and weight.member.module is module:
                     fmt = weight.recipe.w.rowwise.format
-                    yield Held(f"{name}.{weight.member.weight}", fmt.wrap(weight.parts), weight.parameter)
+                    x = weight.recipe.x.rowwise
+                    activation = None if x.format.keeps_source else x
+                    yield Held(f"{name}.{weight.member.weight}", fmt.wrap(weight.parts), weight.parameter, activation)
             continue
         for key, parameter in module.named_parameters(recurse=False):
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if isinstance(local, QuantizedParameter):
-                yield Held(f"{name}.{key}" if name else key, local.quantized, parameter)
+                yield Held(f"{name}.{key}" if name else key, local.quantized, parameter, local.use.activation)
 
 
-def _scales(model: nn.Module) -> Iterator[tuple[str, Tensor, ParallelLinear | None]]:
+def static_scales(model: nn.Module) -> Iterator[tuple[str, Tensor, ParallelLinear | None]]:
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             if (scale := scale_of(module.core)) is not None and isinstance(next(iter(module.core.weights)), HeldWeight):
@@ -114,13 +119,13 @@ def quantized_state_dict(model: nn.Module) -> dict[str, Tensor]:
         True
     """
     found: dict[str, Tensor] = {}
-    weights = {held.name: held for held in _held(model)}
+    weights = {held.name: held for held in held_weights(model)}
     for name, held in weights.items():
         for part, tensor in zip(held.q.format.parts, held.q.parts, strict=True):
-            found[f"{name}.{part.name}"] = _whole(held, part, tensor)
+            found[f"{name}.{part.name}"] = whole_part(held, part, tensor)
         found[f"{name}.{FORMAT}"] = _bytes_of(held)
-    found |= {name: scale.clone() for name, scale, _ in _scales(model)}
-    others = [*model.named_parameters(), *_buffers(model)]
+    found |= {name: scale.clone() for name, scale, _ in static_scales(model)}
+    others = [*model.named_parameters(), *saved_buffers(model)]
     for name, tensor in others:
         if name not in weights:
             found[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
@@ -139,7 +144,7 @@ def _format_of(held: Held) -> str:
     return held.q.format.name + (f" of {rows} x {columns}" if padded else "")
 
 
-def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """The persistent buffers of a model."""
     saved = set()
     for prefix, module in model.named_modules():
@@ -148,7 +153,7 @@ def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
 
 
-def _whole(held: Held, part: Part, tensor: Tensor) -> Tensor:
+def whole_part(held: Held, part: Part, tensor: Tensor) -> Tensor:
     if not isinstance(held.parameter, DTensor):
         return tensor.detach().clone()
     placements = _placements(held, part)
@@ -183,13 +188,13 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
         >>> dlp.load_quantized_state_dict(model, dlp.quantized_state_dict(model))
     """
     into: dict[str, tuple[Tensor, Tensor | None, list[Placement]]] = {}
-    weights = {held.name: held for held in _held(model)}
+    weights = {held.name: held for held in held_weights(model)}
     for name, held in weights.items():
         spread = held.parameter if isinstance(held.parameter, DTensor) else None
         for part, tensor in zip(held.q.format.parts, held.q.parts, strict=True):
             into[f"{name}.{part.name}"] = tensor, spread, _placements(held, part) if spread is not None else []
-    into |= {name: (scale, None, []) for name, scale, _ in _scales(model)}
-    for name, tensor in [*model.named_parameters(), *_buffers(model)]:
+    into |= {name: (scale, None, []) for name, scale, _ in static_scales(model)}
+    for name, tensor in [*model.named_parameters(), *saved_buffers(model)]:
         if name not in weights:
             spread = tensor if isinstance(tensor, DTensor) else None
             into[name] = local_values(tensor), spread, list(tensor.placements) if isinstance(tensor, DTensor) else []
@@ -229,7 +234,7 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
             )
     for name, (tensor, _, _) in into.items():
         tensor.copy_(found[name])
-    for name, _, layer in _scales(model):
+    for name, _, layer in static_scales(model):
         if layer is not None:
             set_scale(layer.core, found[name])
 

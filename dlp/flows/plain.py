@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dlp.flows.compressed_models import SavesCodes
 from dlp.flows.frozen import Mode, calibrated, cast_of_x, check_mode
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.weight.parameters import check_finite, check_is_parameter, check_plain, check_unshared
@@ -28,7 +29,8 @@ def quantize_(
 ) -> nn.Module:  # fmt: skip
     """Quantize weights of `nn.Linear` modules in place, in a model that is not converted.
 
-    Call `quantize_` before sharding, compiling and saving.
+    Call `quantize_` before sharding, compiling and saving. Afterwards `model.save_pretrained`, if the model has one, writes
+    compressed-tensors (`dlp.save_compressed`).
 
     Args:
         model: plain model.
@@ -64,18 +66,8 @@ def quantize_(
     for name, weight in weights.items():
         chosen[name].weight = nn.Parameter(weight, requires_grad=False)
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = _SavesNoCodes()  # type: ignore[assignment]
+        model.save_pretrained = SavesCodes(model)  # type: ignore[assignment]
     return model
-
-
-class _SavesNoCodes:
-    """In the place of a model's `save_pretrained`, whose format has no codes. ValueError when it is called."""
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        raise ValueError(
-            "save_pretrained: the model was quantized by dlp.quantize_, and safetensors take values: save it before, or save "
-            "its codes (torch.save(dlp.quantized_state_dict(model), ...)), to be loaded by dlp.load_quantized_state_dict"
-        )
 
 
 def _is_torchaos(config: Any) -> bool:

@@ -1,0 +1,298 @@
+"""Layout of compressed-tensors, the format in which vLLM and transformers read codes: one linear, its tensors and its scheme.
+
+    format of dlp          tensors, after NAME.                                      scheme (format, strategy)
+    fp8 per tensor         weight e4m3 [N, K], weight_scale fp32 [1]                 float-quantized, tensor
+    fp8 per row            weight e4m3 [N, K], weight_scale fp32 [N, 1]              float-quantized, channel
+    fp8 in 128x128 tiles   weight e4m3 [N, K], weight_scale fp32 [N/128, K/128]      float-quantized, block
+    fp8 in blocks of 1x128 weight e4m3 [N, K], weight_scale fp32 [N, K/128]          float-quantized, group
+    mxfp8                  weight e4m3 [N, K], weight_scale uint8 [N, K/32]          mxfp8-quantized, group
+    nvfp4                  weight_packed uint8 [N, K/2], weight_scale e4m3 [N, K/16],
+                           weight_global_scale fp32 [1] = 2688 / amax                nvfp4-pack-quantized, tensor_group
+    int8 rows, x in int8   weight int8 [N, K], weight_scale fp32 [N, 1]              int-quantized, channel
+    other integers         weight_packed int32 [N, ceil(K bits / 32)], weight_scale fp32 [N, 1] or [N, K/group],
+                           weight_shape int64 [2], weight_zero_point int32           pack-quantized, channel or group
+
+Codes are copied, never computed again. Scales of tiles are repeated for each row where the layout has no tiles (mxfp8, nvfp4).
+A number that the layout stores only as a rounded reciprocal (the amax of nvfp4, a static scale of x) also stands in the header
+of the safetensors file, as `float.hex`, so that `decode` returns the exact codes and scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dlp.quant.fp8 import CurrentScaling, Fp8Tensor
+from dlp.quant.fp8_block import BlockScaling, Fp8Block
+from dlp.quant.fp8_rowwise import Fp8Rowwise, RowwiseScaling
+from dlp.quant.integers import Int, IntScaling, pack, unpack
+from dlp.quant.mxfp8 import Mxfp8, MxScaling
+from dlp.quant.nvfp4 import FACTOR, Nvfp4
+from dlp.quant.quantizer import Quantizer
+from dlp.quant.tensor import Format, QuantizedTensor
+
+METHOD = "compressed-tensors"
+AMAX, X_SCALE = "weight_amax", "x_scale"  # names in the header of the file
+NAMES = (
+    "weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_shape", "weight_zero_point", "input_scale",
+)  # fmt: skip
+FLOATS = (Fp8Tensor, Fp8Rowwise, Fp8Block)
+
+
+class Encoded(NamedTuple):
+    """Tensors of one linear by the name after its module's, and the exact numbers for the header, fp32 []."""
+
+    tensors: dict[str, Tensor]
+    exact: dict[str, Tensor]
+
+
+def encode(q: QuantizedTensor, shape: tuple[int, int], *, x_in_codes: bool, x_scale: Tensor | None = None) -> Encoded:
+    """Quantized weight -> tensors of the layout.
+
+    q           the rowwise operand of w; its rows may be padded
+    shape       (N, K) of the weight
+    x_in_codes  x is quantized, which decides the layout of int8
+    x_scale     fp32 [], multiplier of a static x
+
+    ValueError for a format or a padded contraction that the layout does not have.
+    """
+    fmt, (rows, columns) = q.format, shape
+    if q.shape[1] != columns:
+        raise ValueError(
+            f"compressed-tensors has no padding: a contraction of {columns} is not a multiple of {fmt.multiple[1]}, which "
+            f"{fmt.name} needs; export this model without codes"
+        )
+    _check_format(fmt)
+    codes, scale = q.parts[0][:rows], q.parts[1]
+    made, exact = dict[str, Tensor](), dict[str, Tensor]()
+    if isinstance(fmt, Nvfp4):
+        made = {"weight_packed": codes, "weight_scale": _each_row(scale, fmt.block[0], rows)}
+        amax = q.parts[2].float()
+        made["weight_global_scale"] = torch.where(amax == 0, 1.0, 1 / (amax * FACTOR)).reshape(1)
+        exact = {AMAX: amax}
+    elif isinstance(fmt, Mxfp8):
+        made = {"weight": codes, "weight_scale": _each_row(scale, fmt.block[0], rows)}
+    elif isinstance(fmt, Int):
+        made = _encode_integers(fmt, codes, scale, q.parts[2:], shape, x_in_codes)
+    else:
+        two_dim = isinstance(fmt, Fp8Block)
+        made = {"weight": codes, "weight_scale": scale if two_dim else scale.reshape(-1, 1 if scale.dim() else 1)}
+        if isinstance(fmt, Fp8Tensor):
+            made["weight_scale"] = scale.reshape(1)
+    if x_scale is not None:
+        made["input_scale"], exact[X_SCALE] = (1 / x_scale).float().reshape(1), x_scale.float()
+    return Encoded({name: tensor.contiguous() for name, tensor in made.items()}, exact)
+
+
+def _check_format(fmt: Format) -> None:
+    known = isinstance(fmt, (*FLOATS, Mxfp8, Nvfp4, Int)) and fmt.element != "e5m2" and not fmt.basis
+    if not known:
+        raise ValueError(
+            f"compressed-tensors has no layout for {fmt.name}; choose fp8_current, fp8_rowwise, fp8_block, mxfp8, nvfp4, int8 "
+            f"or integers in groups, or save codes with dlp.quantized_state_dict"
+        )
+
+
+def _each_row(scale: Tensor, block: int, rows: int) -> Tensor:
+    """Scales of tiles [N / block, C] -> scales of each row [N, C]; bytes, because FP8 types have no repeat."""
+    return scale.view(torch.uint8).repeat_interleave(block, 0)[:rows].view(scale.dtype) if block > 1 else scale[:rows]
+
+
+def _encode_integers(
+    fmt: Int, codes: Tensor, scale: Tensor, zero: tuple[Tensor, ...], shape: tuple[int, int], x_in_codes: bool
+) -> dict[str, Tensor]:
+    scales = scale if fmt.group else scale[:, None]
+    if _plain_int8(fmt, x_in_codes):
+        return {"weight": codes, "weight_scale": scales}
+    made = {
+        "weight_packed": pack_dense(unpack(codes, fmt.bits), fmt.bits), "weight_scale": scales,
+        "weight_shape": torch.tensor(shape),
+    }  # fmt: skip
+    if zero:
+        made["weight_zero_point"] = pack_dense(zero[0].reshape(scales.shape).t(), fmt.bits).t()
+    return made
+
+
+def _plain_int8(fmt: Int, x_in_codes: bool) -> bool:
+    return fmt.bits == 8 and fmt.symmetric and not fmt.group and x_in_codes
+
+
+def pack_dense(codes: Tensor, bits: int) -> Tensor:
+    """Signed codes int8 [rows, C] -> int32 [rows, ceil(C bits / 32)]: code i, minus the smallest code, at bit i * bits of its
+    row, least significant bit first, without gaps."""
+    counted = (codes.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
+    counted = F.pad(counted, (0, -counted.shape[1] % 32))  # 32 codes fill `bits` words
+    rows, groups = counted.shape[0], counted.shape[1] // 8
+    places = torch.arange(bits, device=codes.device, dtype=torch.uint8)
+    stream = ((counted[..., None] >> places) & 1).reshape(rows, groups * bits, 8)
+    packed = (stream << torch.arange(8, device=codes.device, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return packed.view(torch.int32)[:, : -(-codes.shape[1] * bits // 32)].contiguous()
+
+
+def unpack_dense(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """The inverse of `pack_dense`: int8 [rows, columns]."""
+    stored = packed.contiguous().view(torch.uint8)
+    stream = ((stored[..., None] >> torch.arange(8, device=packed.device, dtype=torch.uint8)) & 1).flatten(1)
+    stream = stream[:, : columns * bits].reshape(len(packed), columns, bits)
+    counted = (stream << torch.arange(bits, device=packed.device, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return (counted.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
+
+
+def decode(tensors: Mapping[str, Tensor], weights: Mapping[str, Any], exact: Mapping[str, float]) -> QuantizedTensor:
+    """Tensors of one linear -> quantized weight.
+
+    tensors  by the name after the module's
+    weights  the `weights` of the scheme in config.json
+    exact    numbers of the header by name, if dlp wrote the file
+    """
+    scale, strategy = tensors["weight_scale"], weights["strategy"]
+    if weights["type"] == "int":
+        return _decode_integers(tensors, weights)
+    if "weight_packed" in tensors:
+        given = tensors.get("weight_global_scale", torch.ones(1)).float()
+        amax = torch.tensor(exact[AMAX]) if AMAX in exact else (1 / (given * FACTOR)).reshape(())
+        return QuantizedTensor(Nvfp4(), (tensors["weight_packed"], scale, amax.to(scale.device)))
+    codes = tensors["weight"]
+    if scale.dtype == torch.uint8:
+        return QuantizedTensor(Mxfp8(), (codes, scale))
+    scale = scale.float()
+    if strategy == "tensor":
+        return QuantizedTensor(Fp8Tensor(), (codes, scale.reshape(())))
+    if strategy == "channel":
+        return QuantizedTensor(Fp8Rowwise(), (codes, scale.reshape(-1)))
+    exact_scales = bool(((scale.view(torch.int32) & 0x7FFFFF) == 0).all())  # powers of two
+    return QuantizedTensor(Fp8Block(tile=strategy == "block", power_of_two=exact_scales), (codes, scale))
+
+
+def _decode_integers(tensors: Mapping[str, Tensor], weights: Mapping[str, Any]) -> QuantizedTensor:
+    bits, group = int(weights["num_bits"]), int(weights.get("group_size") or 0)
+    group = 0 if weights["strategy"] == "channel" else group
+    fmt, scale = Int(bits, group, bool(weights["symmetric"])), tensors["weight_scale"].float()
+    rows = scale.shape[0]
+    if "weight_packed" in tensors:
+        codes = unpack_dense(tensors["weight_packed"], bits, int(tensors["weight_shape"][1]))
+    else:
+        codes = tensors["weight"]
+    parts = [pack(codes, bits), scale if group else scale.reshape(-1)]
+    if not fmt.symmetric:
+        zero = unpack_dense(tensors["weight_zero_point"].t(), bits, rows).t()
+        parts.append((zero if group else zero.reshape(-1)).contiguous())
+    return QuantizedTensor(fmt, tuple(parts))
+
+
+# Schemes: the tables of config.json
+
+
+def scheme(fmt: Format, activation: Quantizer | None, *, static: bool = False) -> dict[str, Any]:
+    """The scheme of a linear, as a group of `quantization_config` has it, without targets.
+
+    fmt         format of the weight
+    activation  quantizer of x; None: x stays in high precision
+    static      x has a static scale
+    """
+    x = None if activation is None else _x_args(activation, static)
+    if isinstance(fmt, Nvfp4):
+        weights = _args(4, "float", "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")
+        return {"weights": weights, "input_activations": None, "format": "nvfp4-pack-quantized"}
+    if isinstance(fmt, Mxfp8):
+        weights, layout = _args(8, "float", "group", group_size=32, scale_dtype="torch.uint8"), "mxfp8-quantized"
+    elif isinstance(fmt, Int):
+        strategy = {"strategy": "group", "group_size": fmt.group} if fmt.group else {"strategy": "channel"}
+        weights = _args(fmt.bits, "int", symmetric=fmt.symmetric, **strategy)
+        layout = "int-quantized" if _plain_int8(fmt, activation is not None) else "pack-quantized"
+    else:
+        how = {Fp8Tensor: {"strategy": "tensor"}, Fp8Rowwise: {"strategy": "channel"}}.get(type(fmt))
+        if how is None:
+            tile = fmt.block[0] > 1
+            how = {"strategy": "block", "block_structure": [128, 128]} if tile else _group(128)
+        weights, layout = _args(8, "float", **how), "naive-quantized" if x is None else "float-quantized"
+    return {"weights": weights, "input_activations": x, "format": layout}
+
+
+def _group(size: int) -> dict[str, Any]:
+    return {"strategy": "group", "group_size": size}
+
+
+def _args(bits: int, kind: str, strategy: str = "tensor", **more: Any) -> dict[str, Any]:
+    return {
+        "num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "group_size": None, "dynamic": False, **more,
+    }  # fmt: skip
+
+
+def _x_args(activation: Quantizer, static: bool) -> dict[str, Any] | None:
+    """`input_activations`; None for casts of x that the format cannot state."""
+    if static:
+        return _args(8, "float")
+    if isinstance(activation, IntScaling):
+        return _args(activation.bits, "int", "token", dynamic=True, symmetric=activation.symmetric)
+    if isinstance(activation, MxScaling):
+        return _args(8, "float", dynamic=True, scale_dtype="torch.uint8", **_group(32))
+    if isinstance(activation, BlockScaling):
+        return _args(8, "float", dynamic=True, **_group(128))
+    if isinstance(activation, RowwiseScaling):
+        return _args(8, "float", "token", dynamic=True)
+    return _args(8, "float", dynamic=True) if isinstance(activation.format, Fp8Tensor) else None
+
+
+def quantization_config(schemes: Mapping[str, Mapping[str, Any]], linears: list[str]) -> dict[str, Any]:
+    """`quantization_config` of config.json.
+
+    schemes  scheme of each quantized linear
+    linears  names of all linears; those without a scheme are listed in `ignore`
+    """
+    groups: list[tuple[Mapping[str, Any], list[str]]] = []
+    for name, each in schemes.items():
+        for known, names in groups:
+            if known == each:
+                names.append(name)
+                break
+        else:
+            groups.append((each, [name]))
+    one = len(groups) == 1
+    tables = {
+        f"group_{i}": {"targets": ["Linear"] if one else names, "output_activations": None, **each}
+        for i, (each, names) in enumerate(groups)
+    }
+    layouts = sorted({str(each["format"]) for each, _ in groups})
+    return {
+        "quant_method": METHOD, "format": layouts[0] if len(layouts) == 1 else "mixed-precision",
+        "quantization_status": "compressed", "global_compression_ratio": None, "kv_cache_scheme": None,
+        "ignore": [name for name in linears if name not in schemes], "config_groups": tables,
+    }  # fmt: skip
+
+
+def scheme_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The group of `quantization_config` that holds for a linear: by its name, a pattern (`re:`), or the class.
+
+    ValueError for a linear that no group matches."""
+    import re
+
+    found = None
+    for group in config["config_groups"].values():
+        for target in group["targets"]:
+            if target == name or (target.startswith("re:") and re.match(target[3:], name)):
+                return group  # type: ignore[no-any-return]
+            found = group if target == "Linear" else found
+    if found is None:
+        raise ValueError(
+            f"{name} has codes, and no group of quantization_config names this layer; fetch config.json again"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def activation_of(x: Mapping[str, Any] | None) -> Quantizer | None:
+    """The quantizer of x that `input_activations` states, with the default options of dlp; None: x stays as it is."""
+    if x is None or x["dynamic"] == "local":
+        return None
+    if x["type"] == "int":
+        return IntScaling(int(x["num_bits"]), symmetric=bool(x["symmetric"]), narrow=bool(x["symmetric"]))
+    if x.get("group_size") == 32:
+        return MxScaling()
+    by_strategy: dict[str, Quantizer] = {
+        "group": BlockScaling(), "token": RowwiseScaling(), "tensor": CurrentScaling(),
+    }  # fmt: skip
+    return by_strategy[x["strategy"]]

@@ -1,0 +1,310 @@
+"""Folders of compressed-tensors: codes of a quantized model out, and into a plain model again.
+
+    dlp.quantize_(model, "nvfp4")
+    model.save_pretrained(folder)                  a model of transformers; any other: dlp.save_compressed(model, folder)
+    dlp.load_compressed(plain, folder, "nvfp4")    the same codes, and the same forward
+
+`dlp.flows.compressed` has the layout. Files have at most `FILE_BYTES`; rank 0 writes, and all ranks gather.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dlp.flows import compressed
+from dlp.flows.codes import Held, held_weights, saved_buffers, static_scales, whole_part
+from dlp.flows.frozen import SCALE, Mode, cast_of_x, check_mode
+from dlp.parallel.linear.modules import ParallelLinear
+from dlp.parallel.weight.local import fill
+from dlp.quant import recipe as recipes
+from dlp.quant.fake import deployed
+from dlp.quant.fp8 import static
+from dlp.quant.gemm import GemmOptions
+from dlp.quant.parameter import QuantizedParameter
+from dlp.quant.quantized_linear import Use
+from dlp.quant.tensor import QuantizedTensor
+
+CONFIG, FILE_BYTES = "config.json", 4 << 30
+
+
+@torch.no_grad()
+def save_compressed(model: nn.Module, folder: str | Path, config: Mapping[str, Any] | None = None) -> str:
+    """Write a model with quantized weights as a folder of compressed-tensors.
+
+    All ranks call `save_compressed`; rank 0 writes the complete model.
+
+    Args:
+        model: model after `dlp.quantize_` or `dlp.freeze`.
+        folder: folder, created if it does not exist.
+        config: content of config.json besides `quantization_config`; None: `model.config.to_dict()` if the model has a config.
+
+    Returns:
+        A sentence with the number of layers and the bytes of codes and of other tensors.
+
+    Raises:
+        ValueError: before anything is written, for a model without codes, and for a format that compressed-tensors lacks.
+        ImportError: without the package safetensors.
+
+    Examples:
+        >>> model = dlp.quantize_(nn.Sequential(nn.Linear(64, 64)), "int8")
+        >>> dlp.save_compressed(model, "codes")
+        '1 layers as codes (4352 bytes), 1 other tensors (256 bytes), in codes'
+    """
+    held = {each.name.removesuffix(".weight"): each for each in held_weights(model)}
+    if not held:
+        raise ValueError("save_compressed: no layer of the model holds codes; call dlp.quantize_ or dlp.freeze first")
+    scales = {name.removesuffix(f".{SCALE}"): scale for name, scale, _ in static_scales(model)}
+    schemes = {}
+    for name, each in held.items():
+        try:
+            _encoded(each, scales.get(name), torch.device("meta"))
+        except ValueError as error:
+            raise ValueError(f"save_compressed: {name}: {error}") from None
+        schemes[name] = compressed.scheme(each.q.format, each.activation, static=name in scales)
+    writer = _Writer(Path(folder)) if not dist.is_initialized() or dist.get_rank() == 0 else None
+    sizes = {True: 0, False: 0}
+    others = {name: tensor for name, tensor in _other_tensors(model) if name.removesuffix(".weight") not in held}
+    for name, each in held.items():
+        made = _encoded(each, scales.get(name))
+        tensors = {f"{name}.{key}": tensor for key, tensor in made.tensors.items()}
+        sizes[True] += _add(writer, tensors, {f"{name}.{key}": value for key, value in made.exact.items()})
+    for name, tensor in others.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        sizes[False] += _add(writer, {name: whole.detach()}, {})
+    if writer is not None:
+        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | ParallelLinear)]
+        text = dict(config) if config is not None else _config_of(model)
+        text["quantization_config"] = compressed.quantization_config(schemes, linears)
+        writer.close(text)
+    codes, rest = sizes[True], sizes[False]
+    return f"{len(held)} layers as codes ({codes} bytes), {len(others)} other tensors ({rest} bytes), in {folder}"
+
+
+def _encoded(held: Held, scale: Tensor | None, device: torch.device | None = None) -> compressed.Encoded:
+    """The tensors of a layer; on the meta device, their shapes on this rank."""
+    if device is not None:
+        parts = tuple(part.to(device) for part in held.q.parts)
+        shape, scale = held.q.shape if isinstance(held.parameter, DTensor) else tuple(held.parameter.shape), None
+    else:
+        fmt = held.q.format
+        parts = tuple(whole_part(held, part, each) for part, each in zip(fmt.parts, held.q.parts, strict=True))
+        shape = tuple(held.parameter.shape)
+    q = QuantizedTensor(held.q.format, parts)
+    return compressed.encode(q, shape, x_in_codes=held.activation is not None, x_scale=scale)  # type: ignore[arg-type]
+
+
+def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, shared ones once, without static scales of x."""
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in saved_buffers(model) if not name.endswith(SCALE))
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    config = getattr(model, "config", None)
+    return dict(config.to_dict()) if hasattr(config, "to_dict") else {}
+
+
+def _add(writer: _Writer | None, tensors: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> int:
+    if writer is not None:
+        writer.add({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, exact)
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+class _Writer:
+    """Files of safetensors of at most FILE_BYTES each, and their index."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.tensors, self.header = folder, dict[str, Tensor](), dict[str, str]()
+        self.files: list[list[str]] = []
+        self.bytes = self.total = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, tensors: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if self.tensors and self.bytes + size > FILE_BYTES:
+            self._write()
+        self.tensors |= tensors
+        self.header |= header(exact)
+        self.bytes += size
+
+    def _write(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self.tensors, str(self._path(len(self.files))), metadata={"format": "pt", **self.header})
+        self.files.append(list(self.tensors))
+        self.total += self.bytes
+        self.tensors, self.header, self.bytes = {}, {}, 0
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f".part-{number}.safetensors"
+
+    def close(self, config: Mapping[str, Any]) -> None:
+        self._write()
+        count, places = len(self.files), dict[str, str]()
+        for i, names in enumerate(self.files):
+            name = "model.safetensors" if count == 1 else f"model-{i + 1:05}-of-{count:05}.safetensors"
+            self._path(i).replace(self.folder / name)
+            places |= dict.fromkeys(names, name)
+        if count > 1:
+            index = {"metadata": {"total_size": self.total}, "weight_map": places}
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        (self.folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def header(exact: Mapping[str, Tensor]) -> dict[str, str]:
+    """Exact numbers as text for the header of a safetensors file."""
+    return {name: float(value).hex() for name, value in exact.items()}
+
+
+class SavesCodes:
+    """`save_pretrained` of a model that `dlp.quantize_` has quantized: `save_compressed` in its place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, save_directory: str | Path, **options: Any) -> None:
+        """Raises ValueError for options of `save_pretrained` that would be lost."""
+        lost = sorted(options.keys() - {"is_main_process", "safe_serialization", "max_shard_size"})
+        if lost:
+            raise ValueError(
+                f"save_pretrained: the model was quantized by dlp.quantize_ and is saved as compressed-tensors, where "
+                f"{lost[0]!r} has no meaning; leave the option out, or save the model before dlp.quantize_"
+            )
+        save_compressed(self.model, save_directory)
+        if (generation := getattr(self.model, "generation_config", None)) is not None:
+            generation.save_pretrained(save_directory)
+
+
+# Reading
+
+
+class Folder:
+    """Folder of compressed-tensors: its tables and tensors by name. ValueError for a folder of another kind."""
+
+    def __init__(self, folder: str | Path) -> None:
+        from safetensors import safe_open
+
+        self.path, self.files, self.exact = Path(folder), dict[str, Path](), dict[str, float]()
+        try:
+            self.config = json.loads((self.path / CONFIG).read_text())["quantization_config"]
+        except (OSError, KeyError, ValueError):
+            raise ValueError(f"{folder}: no {CONFIG} with a quantization_config; name a folder of codes") from None
+        if self.config.get("quant_method") != compressed.METHOD:
+            method = self.config.get("quant_method")
+            raise ValueError(f"{folder}: quant_method is {method!r}, expected {compressed.METHOD!r}; convert it first")
+        for file in sorted(self.path.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                self.files |= dict.fromkeys(opened.keys(), file)
+                texts = opened.metadata() or {}
+                ends = (compressed.AMAX, compressed.X_SCALE)
+                self.exact |= {name: float.fromhex(text) for name, text in texts.items() if name.endswith(ends)}
+
+    def layers(self) -> list[str]:
+        """Names of the layers that hold codes."""
+        return [name.removesuffix(".weight_scale") for name in self.files if name.endswith(".weight_scale")]
+
+    def tensor(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.files[name], framework="pt") as opened:
+            found: Tensor = opened.get_tensor(name)
+            return found
+
+    def layer(self, name: str) -> tuple[QuantizedTensor, Mapping[str, Any], Tensor | None]:
+        """The weight of a layer, its scheme, and the static multiplier of x, fp32 []."""
+        scheme = compressed.scheme_of(self.config, name)
+        given = {key: self.tensor(f"{name}.{key}") for key in compressed.NAMES if f"{name}.{key}" in self.files}
+        exact = {
+            key: self.exact[f"{name}.{key}"] for key in (compressed.AMAX, compressed.X_SCALE) if f"{name}.{key}" in self.exact
+        }  # fmt: skip
+        scale = None
+        if "input_scale" in given and not (scheme["input_activations"] or {"dynamic": True})["dynamic"]:
+            own = exact.get(compressed.X_SCALE)
+            scale = (1 / given["input_scale"].float()).reshape(()) if own is None else torch.tensor(own)
+        return compressed.decode(given, scheme["weights"], exact), scheme, scale
+
+    def others(self) -> list[str]:
+        """Names of all tensors that belong to no layer with codes."""
+        own = {f"{layer}.{key}" for layer in self.layers() for key in compressed.NAMES}
+        return [name for name in self.files if name not in own]
+
+
+RecipeOf = Callable[[str], Any]
+
+
+@torch.no_grad()
+def load_compressed(
+    model: nn.Module, folder: str | Path, recipe: Any = None, *, mode: Mode | None = None
+) -> list[str]:  # fmt: skip
+    """Load a folder of compressed-tensors into a plain model; linears with codes in the folder keep these codes.
+
+    Args:
+        model: plain model with the layer names of the folder, with memory.
+        folder: folder that `dlp.save_compressed`, `launch.convert_hf export --codes` or another program wrote.
+        recipe: recipe that says how x is quantized, as in training, or a function from the name of a layer to a recipe; None:
+            x is quantized as config.json says, with default options.
+        mode: "weight_only": x stays in high precision; "dynamic" or "static": as of `dlp.quantize_`; None: as config.json says.
+
+    Returns:
+        Names of the layers that hold codes.
+
+    Raises:
+        ValueError: for missing or unknown tensors, other shapes, and a recipe whose weights have another format.
+        ImportError: without the package safetensors.
+
+    Examples:
+        >>> model = dlp.quantize_(nn.Sequential(nn.Linear(64, 64)), "int8")
+        >>> saved = dlp.save_compressed(model, "codes")
+        >>> dlp.load_compressed(nn.Sequential(nn.Linear(64, 64)), "codes")
+        ['0']
+    """
+    read, modules = Folder(folder), dict(model.named_modules())
+    own: dict[str, Tensor] = {**dict(model.named_parameters(remove_duplicate=False)), **dict(saved_buffers(model))}
+    layers, loaded = read.layers(), set[int]()
+    for name in layers:
+        if not isinstance(modules.get(name), nn.Linear):
+            raise ValueError(f"{folder}: {name} has codes, and the model has no nn.Linear {name}; load the model of the folder")
+    for name in read.others():
+        if name not in own:
+            raise ValueError(f"{folder}: {name} is in the files, and the model has no such tensor; load the model of the folder")
+        loaded.add(id(own[name]))
+    weights = {id(modules[name].weight) for name in layers}
+    missing = [name for name, tensor in own.items() if id(tensor) not in loaded | weights]
+    if missing:
+        raise ValueError(f"{folder}: no file has {missing[0]} ({len(missing)} in all); name the folder of this model")
+    for name in layers:
+        _load_layer(read, name, modules[name], recipe, mode)
+    for name in read.others():
+        fill(own[name], read.tensor(name).to(own[name].device, own[name].dtype))
+    return layers
+
+
+def _load_layer(read: Folder, name: str, module: Any, recipe: Any, mode: Mode | None) -> None:
+    q, scheme, scale = read.layer(name)
+    if q.shape != tuple(module.weight.shape):
+        raise ValueError(f"{read.path}: {name} is {list(q.shape)} in the files and {list(module.weight.shape)} in the model")
+    stated, options = compressed.activation_of(scheme["input_activations"]), GemmOptions()
+    mode = mode or ("static" if scale is not None else "weight_only" if stated is None and recipe is None else "dynamic")
+    activation = None if mode == "weight_only" else static() if mode == "static" else stated
+    if recipe is not None:
+        given = callable(recipe) and not isinstance(recipe, recipes.Recipe)
+        made = deployed(recipes.as_recipe(recipe(name) if given else recipe).for_layer(name))
+        check_mode(made, mode, name)
+        wanted = made.w.rowwise.format
+        if type(wanted) is not type(q.format) or wanted.element != q.format.element:
+            raise ValueError(f"{read.path}: {name} holds {q.format.name}, and {made} has weights of {wanted.name}")
+        activation, options = cast_of_x(made, mode), made.fprop
+    if mode == "static" and scale is None:
+        raise ValueError(f"{read.path}: {name} has no static scale of x; choose mode 'dynamic' or 'weight_only'")
+    moved = QuantizedTensor(q.format, tuple(part.to(module.weight.device) for part in q.parts))
+    use = Use(q.format, activation, options)
+    scale = scale.to(module.weight.device) if mode == "static" and scale is not None else None
+    module.weight = nn.Parameter(QuantizedParameter(moved, module.weight.dtype, use, scale), requires_grad=False)
