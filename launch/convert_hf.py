@@ -2,6 +2,7 @@
 
     python -m launch.convert_hf import FOLDER CHECKPOINT              safetensors and config.json -> checkpoint, config.toml
     python -m launch.convert_hf export CHECKPOINT FOLDER [--dtype bf16]     back, for `transformers`
+    python -m launch.convert_hf export CHECKPOINT FOLDER --codes            weights as the codes of their recipes, for vLLM
 
 Names map by the tables of `launch/models/families.py`. A checkpoint is for any mesh, and keeps the dtype that was read; an
 exported folder has one dtype, by default that of the checkpoint. What is missing, of another shape, or left over is refused
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from dlp.flows.compressed import quantization_config
 from launch.common.atomic_io import new_folder
 from launch.common.units import said_bytes
 from launch.config.run_config import count, from_text
@@ -33,6 +35,8 @@ from launch.models.settings import Model
 from launch.settings.schema import toml_lines
 from launch.weights import safetensors_folder, weights_only
 from launch.weights.hf_config import CONFIG, config_json, read_config
+from launch.weights.export_tensors import Source
+from launch.weights.trained_codes import coded_linears
 
 TOKENIZER = "tokenizer.json"
 FILE_BYTES = 4 << 30
@@ -164,7 +168,9 @@ def sha256(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def export(checkpoint: Path, folder: Path, dtype: str | None, positions: int | None, limit: int = FILE_BYTES) -> str:
+def export(
+    checkpoint: Path, folder: Path, dtype: str | None, positions: int | None, limit: int = FILE_BYTES, *, codes: bool = False
+) -> str:  # fmt: skip
     """Write a folder for `transformers`.
 
     Args:
@@ -173,6 +179,7 @@ def export(checkpoint: Path, folder: Path, dtype: str | None, positions: int | N
         dtype: One of `NAMES`; None for the dtype of the checkpoint, or fp32 where its tensors have several.
         positions: The longest context that config.json states; None for the length of the training.
         limit: Bytes of a file, and so of the tensors that are in memory at once.
+        codes: Write the weights of linears whose recipe quantizes weights as compressed-tensors.
 
     Returns:
         What was done, in a sentence.
@@ -187,21 +194,32 @@ def export(checkpoint: Path, folder: Path, dtype: str | None, positions: int | N
             f"checkpoint and the manifest of one run"
         )
     dtype = dtype or _one_dtype(reader.dtypes(parameters))
-    ours = {theirs[name]: name for name in parameters}
-    tensors = {theirs[name]: each.to(getattr(torch, NAMES[dtype])) for name, each in parameters.items()}
+    coded = coded_linears(reader, model) if codes else {}
+    source = Source(reader, parameters, theirs, getattr(torch, NAMES[dtype]), coded)
+    tensors = source.tensors
     if positions is None:
         positions = longest(model, reader.opened.manifest["config"])
+    config = config_json(model, NAMES[dtype], positions)
+    if coded:
+        schemes = {source.layer(name): linear.scheme() for name, linear in coded.items()}
+        config["quantization_config"] = quantization_config(schemes, source.linears())
     with new_folder(folder) as work, progress("export", tensors) as bar:
 
         def load(names: Sequence[str]) -> dict[str, Tensor]:
-            found = reader.read({ours[name]: tensors[name] for name in names})
             bar.update(sum(tensors[name].nbytes for name in names))
-            return {name: found[ours[name]] for name in names}
+            return source.load(names)
 
-        safetensors_folder.write(work, tensors, load, limit)
-        (work / CONFIG).write_text(json.dumps(config_json(model, NAMES[dtype], positions), indent=2) + "\n")
+        safetensors_folder.write(work, tensors, load, limit, source.header)
+        (work / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     size = sum(tensor.nbytes for tensor in tensors.values())
-    return f"{len(tensors)} tensors, {said_bytes(size)} of {dtype}, of a {model.family} in {folder}"
+    if not coded:
+        return f"{len(tensors)} tensors, {said_bytes(size)} of {dtype}, of a {model.family} in {folder}"
+    plain = sum(parameter.numel() for parameter in parameters.values()) * getattr(torch, NAMES[dtype]).itemsize
+    formats = ", ".join(sorted({linear.quantizer.format.name for linear in coded.values()}))
+    return (
+        f"{len(coded)} linears as codes of {formats}, {said_bytes(size)} in all, of a {model.family} in {folder}; without "
+        f"--codes {said_bytes(plain)} of {dtype}"
+    )
 
 
 def _one_dtype(found: set[torch.dtype]) -> str:
@@ -231,6 +249,9 @@ def main(arguments: Sequence[str]) -> None:
     writing.add_argument("out", type=Path, metavar="FOLDER", help="the folder to make")
     writing.add_argument("--dtype", choices=NAMES, help="of all tensors [that of the checkpoint: fp32 for a run's]")
     writing.add_argument("--positions", type=count, help="the longest context that config.json claims [as trained]")
+    writing.add_argument(
+        "--codes", action="store_true", help="weights as the codes that the training forward multiplied (compressed-tensors)"
+    )
     options = parser.parse_args(arguments)
     if options.out.exists():
         raise ValueError(f"{options.out}: exists already; remove it or choose another folder")
@@ -238,7 +259,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.command == "import":
         print(import_folder(options.source, options.out))
     else:
-        print(export(options.source, options.out, options.dtype, options.positions))
+        print(export(options.source, options.out, options.dtype, options.positions, codes=options.codes))
 
 
 if __name__ == "__main__":

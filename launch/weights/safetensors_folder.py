@@ -92,12 +92,14 @@ def read(entry: Entry, name: str) -> Tensor:
 
 
 def write(
-    folder: Path, tensors: Mapping[str, Tensor], load: Callable[[Sequence[str]], dict[str, Tensor]], limit: int
-) -> None:
+    folder: Path, tensors: Mapping[str, Tensor], load: Callable[[Sequence[str]], dict[str, Tensor]], limit: int,
+    header: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
     """Write files of at most `limit` bytes, or of one larger tensor, and their index.
 
     tensors  shapes and dtypes, without memory
     load     function that returns the tensors of one file
+    header   text for the headers of the files, read after `load` of the file, which may add to it
     """
     torch_part = need("safetensors.torch", "safetensors", f"{folder}: a folder of safetensors")
     parts = list(_split(tensors, limit))
@@ -106,7 +108,8 @@ def write(
         file = ONE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
         (folder / file).touch()
         mode = (folder / file).stat().st_mode  # as the user's umask has it: safetensors gives its files 0600
-        torch_part.save_file(load(names), folder / file, metadata={"format": "pt"})
+        loaded = load(names)
+        torch_part.save_file(loaded, folder / file, metadata={"format": "pt", **(header or {})})
         (folder / file).chmod(mode)
         places.update(dict.fromkeys(names, file))
     if len(parts) > 1:

@@ -115,6 +115,16 @@ class Reader:
         fill(self.path, self.opened, found, no_dist=True)
         return found
 
+    def recipe_state(self) -> dict[str, Tensor]:
+        """Return the saved recipe state, such as delayed scales, by name."""
+        state = save_load.saved_recipes(self.path, self.opened.index, other_weights)
+        if state:
+            with _cause():
+                dcp.load(
+                    {"recipes": state}, storage_reader=dcp_files.Reader(self.path, self.opened.index), no_dist=True
+                )
+        return state
+
 
 def fill(path: Path, opened: save_load.Opened, tensors: Mapping[str, Tensor], *, no_dist: bool = False) -> None:
     """Copy weights of a checkpoint into tensors of any dtype, sharded or not; all ranks together, or one process without ranks.

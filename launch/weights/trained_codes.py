@@ -1,0 +1,127 @@
+"""Codes of a checkpoint: each linear's weight, quantized as the training forward after the last step would quantize it.
+
+A weight is rounded to the dtype of activations and cast once by the rowwise quantizer of w that the layer's recipe had at the
+step of the checkpoint, scheduled recipe changes included. Delayed scales are those of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlp.flows import compressed
+from dlp.parallel.casts import agrees
+from dlp.parallel.model.rows import LayerPlan
+from dlp.quant.fake import deployed
+from dlp.quant.quantizer import Quantizer, ScaleSlot, caps_of
+from dlp.quant.recipe import Recipe, as_recipe
+from launch.config.run_config import Config, from_text
+from launch.models.modules import DTYPES
+from launch.models.settings import Model
+from launch.training.build import meta_model, plan_for
+from launch.training.recipe_schedule import planned_swaps
+from launch.weights.weights_only import Reader
+
+
+@dataclass(frozen=True)
+class CodedLinear:
+    """A linear that is exported as codes.
+
+    recipe  recipe of the training, with codes in the place of fake quantization
+    shape   (N, K) of the weight
+    dtype   dtype of activations, to which the weight is rounded first
+    scale   fp32 [], the delayed scale of the weight; None: the quantizer computes the scales
+    """
+
+    recipe: Recipe
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    scale: Tensor | None
+
+    @property
+    def quantizer(self) -> Quantizer:
+        return self.recipe.w.rowwise
+
+    @property
+    def activation(self) -> Quantizer | None:
+        x = self.recipe.x.rowwise
+        return None if x.format.keeps_source else x
+
+    def scheme(self) -> dict[str, Any]:
+        return compressed.scheme(self.quantizer.format, self.activation)
+
+    def shapes(self) -> dict[str, Tensor]:
+        """Shapes and dtypes of the tensors of the linear, by the name after the layer's."""
+        fmt = self.quantizer.format
+        padded = fmt.padded(torch.empty(self.shape, device="meta"))
+        q = fmt.empty((padded.shape[0], padded.shape[1]), dtype=self.dtype, device=torch.device("meta"))
+        return {name: each.to("meta") for name, each in self._encoded(q).tensors.items()}
+
+    def encode(self, weight: Tensor) -> compressed.Encoded:
+        """Weight [N, K] of the checkpoint -> tensors of the layout."""
+        w = self.quantizer.format.padded(weight.to(self.dtype))
+        slot = {} if self.scale is None else {"slot": ScaleSlot(self.scale, torch.zeros_like(self.scale))}
+        return self._encoded(self.quantizer.cast(w, self.quantizer.observe(w), **slot))
+
+    def _encoded(self, q: Any) -> compressed.Encoded:
+        return compressed.encode(q, self.shape, x_in_codes=self.activation is not None)
+
+
+def coded_linears(reader: Reader, model: Model) -> dict[str, CodedLinear]:
+    """The linears of a checkpoint whose recipe quantizes weights, by name.
+
+    ValueError for a checkpoint whose recipes are unknown, for a model without such linears, for weights whose scales depended on
+    the tp rank, and for formats that compressed-tensors does not have.
+    """
+    path, manifest = reader.path, reader.opened.manifest
+    config = from_text(manifest["config"], f"the config of {path}")
+    plan = plan_for(config, manifest["world_size"], "cpu")
+    recipes = {row.name: row.recipe for row in plan.layers}
+    for swap in planned_swaps(config.groups, meta_model(config), plan):
+        if swap.at_step <= manifest["step"]:
+            recipes |= {name: as_recipe(swap.recipe).for_layer(name) for name in swap.layers}
+    for name, said in manifest["recipes"].items():
+        if str(recipes.get(name)) != said:
+            raise ValueError(
+                f"{path}: {name} was trained with {said}, and its config says {recipes.get(name)}; export without --codes, and "
+                f"quantize the folder with dlp.quantize_ and that recipe"
+            )
+    found = {}
+    for row in plan.layers:
+        recipe = deployed(recipes[row.name])
+        if not recipe.w.rowwise.format.keeps_source:
+            try:
+                found[row.name] = _coded(row, recipe, config, plan.tp, reader)
+            except ValueError as error:
+                raise ValueError(f"{path}: {row.name}: {error}") from None
+    if not found:
+        raise ValueError(f"{path}: no recipe of this checkpoint quantizes weights; export without --codes")
+    if model.tie_embeddings and (tied := next((name for name in found if name.endswith("lm_head")), None)):
+        raise ValueError(f"{path}: {tied} is the embedding, which has no codes; export without --codes")
+    return found
+
+
+def _coded(row: LayerPlan, recipe: Recipe, config: Config, tp: int, reader: Reader) -> CodedLinear:
+    quantizer, cut = recipe.w.rowwise, row.row.shard_dim
+    if tp > 1 and cut is not None:
+        shared = agrees(row.row, recipe, "w", quantizer, False, own_group=config.mesh.amax_group != "auto")
+        if caps_of(quantizer).slot is None and cut in quantizer.reduces and not shared:
+            raise ValueError(
+                f"each of {tp} tp ranks had its own scale of w in {recipe}, which the format cannot hold; train with "
+                f"recipe = {{ name = {recipe.name!r}, amax_scope = 'all' }}, or export without --codes"
+            )
+        if not quantizer.format.concatenates(cut, row.shape[cut] // tp):
+            raise ValueError(
+                f"tp = {tp} cut blocks of {quantizer.format.name}, so that scales depended on the rank; export without --codes"
+            )
+    scale = None
+    if caps_of(quantizer).slot is not None:
+        scale = reader.recipe_state().get(f"slots.{row.name}.w.scale")
+        if scale is None or scale.dim():
+            raise ValueError("the checkpoint has no delayed scale of w that all ranks share; export without --codes")
+    linear = CodedLinear(recipe, row.shape, DTYPES[config.train.dtype], scale)
+    linear.shapes()  # ValueError for what the layout does not have
+    return linear
