@@ -16,6 +16,7 @@ from launch.models.settings import Model
 from launch.settings.schema import ConfigError, Section, brief, read
 
 NAMES = (*SECTIONS, "groups")
+PIECES = 8  # microbatches of a step in invariant mode, where micro_batch = -1 and the global batch can be cut so
 S = TypeVar("S", bound="Settings")
 
 
@@ -102,12 +103,39 @@ def _agreements(config: Settings) -> Iterator[tuple[bool, str]]:
     )
     why_not = cannot_capture(config)
     yield train.cuda_graph is not True or not why_not, f"[train] cuda_graph = true: {why_not}"
+    for sentence in _against_invariant(config) if train.invariant else ():
+        yield False, f"[train] invariant = true: {sentence}"
     for group in config.groups:
         steps = [entry["at_step"] for entry in group.swap or ()]
         twice = next((step for step in steps if steps.count(step) > 1), None)
         yield twice is None, f"{group.title()}: swap: expected steps that differ, got {twice} twice"
     names = [group.name for group in config.groups]
     yield len(set(names)) == len(names), f"[[groups]] name: expected names that differ, got {', '.join(names)}"
+
+
+def _against_invariant(config: Settings) -> Iterator[str]:
+    """Yield a sentence for each setting with which bits depend on the mesh; `dlp.convert` refuses recipes and layers."""
+    mesh, model, train = config.mesh, config.model, config.train
+    if train.compile:
+        yield "compiled code adds in an order that depends on shapes; set [train] compile = false"
+    if model.fused:
+        yield "fused sequences add in an order of their own; set [model] fused = false"
+    if train.optimizer != "adamw":
+        yield f'{train.optimizer} computes on parts of matrices that depend on the mesh; set [train] optimizer = "adamw"'
+    if train.main_grads != "off":
+        yield 'wgrad GEMMs would add microbatches in order, not by the tree; set [train] main_grads = "off"'
+    if train.reduce_gradients == "step":
+        yield 'FSDP would add microbatches in order, not by the tree; set [train] reduce_gradients = "microbatch"'
+    if train.sentinel:
+        yield "the sentinel is not tested with sums by the tree; set [train] sentinel = 0"
+    if train.dtype != "bf16":
+        yield 'activations of fp32 have other bits at the end of vectors than in vectors; set [train] dtype = "bf16"'
+    if train.ledger == "always":
+        yield 'the plan does not predict the bytes of partial sums in fp32; set [train] ledger = "off"'
+    if config.data.reset_attention:
+        yield "attention within documents is not tested on parts of the heads; set [data] reset_attention = false"
+    if mesh.grad_wire not in ("auto", "fp32"):
+        yield f'gradients travel in fp32; set [mesh] grad_wire = "fp32", not "{mesh.grad_wire}"'
 
 
 def cannot_capture(config: Settings) -> str:
@@ -171,6 +199,8 @@ def mesh_sizes(config: Settings, world_size: int) -> dict[str, int]:
 def validate_world(config: Settings, world_size: int) -> Batch:
     """Return the batch for `world_size` ranks; raise ConfigError if mesh or batch do not fit this number."""
     micro_batch, global_batch = config.train.micro_batch, config.train.global_batch
+    if config.train.invariant and micro_batch == -1:  # the same on every mesh
+        micro_batch = global_batch // min(PIECES, global_batch & -global_batch)
     sizes = mesh_sizes(config, world_size)
     dp_size = sizes["dp_replicate"] * sizes["dp_shard"]
     least = abs(micro_batch)  # -1 stands for at least one sequence

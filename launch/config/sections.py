@@ -205,6 +205,12 @@ class Train(Section):
         flag(), "record the stack of each allocation for the snapshot that a GPU out of memory leaves; slower", False
     )
     deterministic: bool = setting(flag(), "equal bits in every run, on GPUs as well; slower", False)
+    invariant: bool = setting(
+        flag(),
+        "equal bits on every mesh of CPU ranks, with up to 8 ranks of tp and of dp_shard, and 2 of dp_replicate; slower, see "
+        "prove.md",
+        False,
+    )
     ledger: str = setting(
         choice("first", "always", "off"),
         "steps in which the bytes on the wire are counted and compared with the plan; first: the third step of a run and the "

@@ -104,7 +104,7 @@ def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[Llama, Plan, Batch
     groups, shared = layer_groups(config), config.mesh.amax_group
     plan = dlp.convert(
         model, groups, mesh, batch=tokens, amax_group=shared, seed=config.train.seed,
-        overlap_table=config.mesh.overlap_table,
+        overlap_table=config.mesh.overlap_table, invariant=config.train.invariant,
     )  # fmt: skip
     check_plan(plan, config.model)
     set_attention(model, attention_of(config, device_kind(mesh.device_type)))
@@ -113,7 +113,7 @@ def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[Llama, Plan, Batch
     if config.train.compile:
         compile_blocks(model.model.layers)
     if batch.dp_size > 1:
-        shard(model, mesh, DTYPES[config.train.dtype], config.mesh)
+        shard(model, mesh, None if config.train.invariant else DTYPES[config.train.dtype], config.mesh)
     return model, plan, batch
 
 
@@ -164,7 +164,7 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     dims = ParallelDims.from_mesh(mesh)
     memory = memory_here() if device.type == "cuda" else None
     waits = accumulation(config, plan, batch, dims.dp_shard, memory)
-    if batch.dp_size > 1:
+    if batch.dp_size > 1 and not config.train.invariant:
         carry_gradients(model, config, gradient_wire(config, batch.num_micro, waits.reductions))
     return Built(model, plan, mesh, device, optimizer, dims, batch, waits, swaps, graph)
 
@@ -179,8 +179,9 @@ def carry_gradients(model: Llama, config: Config, wire: str) -> None:
         set_grad_wire(model, wire)
 
 
-def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype, asked: Mesh) -> None:
-    """Apply FSDP to each block and to the rest: weights gathered quantized, or in `dtype`; gradients reduced in fp32.
+def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype | None, asked: Mesh) -> None:
+    """Apply FSDP to each block and to the rest: weights gathered quantized, or in `dtype`, None: as they are stored, in fp32;
+    gradients reduced in fp32.
     Blocks free gathered weights after forward if `asked`; the rest keeps them for backward."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     gather = asked.quantized_gather

@@ -78,4 +78,6 @@ def accumulation(config: Config, plan: Plan, batch: Batch, dp_shard: int, memory
         )
     else:
         fits, why = asked == "step", "as reduce_gradients asks"
+    if config.train.invariant:
+        fits, why = False, "[train] invariant = true adds microbatches by the tree, after their reductions"
     return Accumulation(1 if fits else micro, micro, whole, 4 * shard, why)

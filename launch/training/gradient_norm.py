@@ -6,7 +6,7 @@ norms would let replicas drift apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
@@ -15,27 +15,40 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dlp.comm import observer
+from dlp.kernels import canonical
 from launch.ranks.links import OWN
 
 
 class GradientNorm:
     """2-norm of the gradients of these parameters as one vector. A DTensor counts once, on however many ranks its parts
-    lie. Call it when all parameters have gradients."""
+    lie. Call it when all parameters have gradients. `invariant`: equal bits on every mesh, by sums of integers."""
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], invariant: bool = False) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         shards = [float(_shards(parameter)) for parameter in self._parameters]
+        self._invariant = invariant
+        self._copies = torch.tensor([[dist.get_world_size() // int(count)] for count in shards])
         self._weights = torch.tensor(shards, device=self._parameters[0].device) / dist.get_world_size()
 
     def __call__(self) -> Tensor:
         """Return the norm, fp32 [], equal on all ranks."""
         grads = [_local(parameter.grad) for parameter in self._parameters]
+        if self._invariant:
+            return self._exactly(grads)
         norms = torch.stack(torch._foreach_norm(grads, dtype=torch.float32))
         squares = norms.square().dot(self._weights)
         if dist.get_world_size() > 1:
             with observer.label(**OWN):
                 dist.all_reduce(squares)
         return squares.sqrt()
+
+    def _exactly(self, grads: Sequence[Tensor]) -> Tensor:
+        largest = torch.stack([grad.abs().amax() if grad.numel() else grad.new_zeros(()) for grad in grads]).float()
+        with observer.label(**OWN):
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            digits = canonical.square_sums(grads, largest)
+            dist.all_reduce(digits)
+        return canonical.norm_of(digits // self._copies.to(digits.device), largest)
 
 
 def _local(grad: Tensor | None) -> Tensor:

@@ -56,7 +56,7 @@ class Update:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, train: Train, device: torch.device) -> None:
         self._optimizer, self._clip = optimizer, train.clip
-        self._norm = GradientNorm(model.parameters())
+        self._norm = GradientNorm(model.parameters(), train.invariant)
         self.spikes = SpikeFilter(train.skip_spikes, device)
 
     def __call__(self) -> Tensor:

@@ -49,6 +49,7 @@ from launch.report.recorder import Recorder, Stopwatch
 from launch.report.run_dir import RunDir, move_aside
 from launch.training import initial_scales
 from launch.training.build import Built
+from launch.training.invariant_loss import sum_of_pieces
 from launch.training.learning_rate import learning_rate, rate_remarks
 from launch.training.nonfinite_origin import origin
 from launch.training.recipe_schedule import some
@@ -182,7 +183,8 @@ class Trainer:
         tokens, targets, *documents = batch
         logits = self.built.model(tokens, Documents(*documents) if documents else None)
         z_loss = self.config.train.z_loss if torch.is_grad_enabled() else 0.0
-        return dlp.cross_entropy(logits, targets, self.built.mesh, z_loss=z_loss)
+        invariant = self.config.train.invariant
+        return dlp.cross_entropy(logits, targets, self.built.mesh, z_loss=z_loss, invariant=invariant)
 
     def valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
         """Return the number of targets of the global batch that count, fp32 []."""
@@ -243,7 +245,7 @@ class Trainer:
         """Compute the gradients of a step; return this rank's part of the loss, fp32 []."""
         model = self.built.model
         valid = self.valid_tokens(batches)
-        total = torch.zeros((), device=self.built.device)
+        losses: list[Tensor] = []
         watched = self.sentinel.due(self.recipes.steps + 1) and not self.wire.watches
         alone = len(batches) == 1  # else gradients are not complete after the first microbatch
         if watched:
@@ -257,17 +259,27 @@ class Trainer:
                 self.sentinel.close(sums, loss, gradients=alone)
             else:
                 loss = self.microbatch(batch, valid, lap)
-            total += loss
+            losses.append(loss)
             lap("backward")
         if watched:
             self.sentinel.compare(sums, self.recipes.steps + 1, self.built.device)
+        return self.total(losses)
+
+    def total(self, losses: Sequence[Tensor]) -> Tensor:
+        """Return this rank's part of the sum of the losses of microbatches, fp32 []."""
+        if self.config.train.invariant:
+            return sum_of_pieces(losses, self.built.dims)
+        total = torch.zeros((), device=self.built.device)
+        for loss in losses:
+            total += loss
         return total
 
     def microbatch(self, batch: Batch, valid: Tensor, lap: Callable[[str], None] = lambda part: None) -> Tensor:
         """Run forward and backward of one microbatch; return its part of the loss, fp32 []."""
         loss = self.loss(batch) / valid
         lap("forward")
-        (loss * self.built.batch.dp_size).backward()  # FSDP averages over its ranks; the sum is wanted
+        averaged = 1 if self.config.train.invariant else self.built.batch.dp_size  # FSDP averages; the sum is wanted
+        (loss * averaged).backward()
         dlp.backward_dw(self.built.model)
         return loss.detach()
 
@@ -356,14 +368,15 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> float:
         """Return the mean loss over the validation batches, in nats per token."""
-        totals = torch.zeros(2, device=self.built.device)
+        totals, losses = torch.zeros(2, device=self.built.device), list[Tensor]()
         for step in range(self.config.train.eval_batches):
             for batch in self.batches(self.validation_data, step):
-                totals[0] += self.loss(batch)
+                losses.append(self.loss(batch))
                 totals[1] += (batch[1] != IGNORED).sum()
             self.stop.beat()
         if isinstance(self.built.model, FSDPModule):
             self.built.model.reshard()  # without a backward the root stays gathered; the next step gathers it like any other
+        totals[0] = self.total(losses)
         dist.all_reduce(totals)
         return (totals[0] / totals[1]).item()
 

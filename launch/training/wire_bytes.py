@@ -168,6 +168,8 @@ class WireWatch:
     def __init__(self, config: Config, built: Built) -> None:
         world = dist.get_world_size()
         self._mode, self._model = config.train.ledger if world > 1 else "off", built.model
+        if config.train.invariant:
+            self._mode = "off"  # the plan does not predict partial sums in fp32
         self._optimizer = config.train.optimizer
         self._load = replace(
             workload(config, world, built.accumulation.reductions),

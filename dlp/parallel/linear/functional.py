@@ -37,6 +37,7 @@ from torch import Tensor
 from dlp.comm.collectives import Pending
 from dlp.kernels.ops import LazyMatrix, Summed, rounded
 from dlp.parallel.casts import COLUMNWISE, ROWWISE
+from dlp.parallel.linear import canonical
 from dlp.parallel.linear.plan import WIRES, GradsWanted, LinearPlan, Reduction, reads_w
 from dlp.parallel.linear.quantize import (
     Columnwise,
@@ -103,14 +104,16 @@ def linear_forward(
         options, dtype, ys = spec.recipe.fprop, spec.recipe.fprop.out_dtype or x.dtype, []
         for member, weight, w, bias in zip(spec.members, weights, ws, biases, strict=True):
             features, gemm_bias = weight.shape[0], None
-            if bias is not None and plan.fprop is None:  # else each rank would add the bias: it is added after the sum
+            if (
+                bias is not None and plan.fprop is None and not spec.invariant
+            ):  # else each rank would add the bias: it is added after the sum
                 appended = w.shape[0] - features  # zeros of a padded operand
                 gemm_bias = F.pad(bias, (0, appended)) if appended else bias
             gemm = Gemm("fprop", w, dtype, gemm_bias, finish.into, options, alpha=finish.alpha, rounds=True)
             with plan.scope("fprop"):
                 result = token_gemm(spec, plan.fprop, [quantized.rowwise], [gemm], dtype)
                 y = trimmed(result if isinstance(result, Tensor) else result.wait(), features)
-            if bias is not None and plan.fprop is not None:
+            if bias is not None and (plan.fprop is not None or spec.invariant):
                 y = y + bias.to(y.dtype)
             if spec.recipe.y is not None:
                 y = through_format(bound, "y", member, y, record)
@@ -162,7 +165,14 @@ def linear_backward(
             else:
                 with plan.scope("wgrad"):
                     grads = _wgrads(bound, dy_cols, x_col, weights, ws, wanted, finish.alpha, into)
-        grads += [rounded(dy.sums(), w.dtype) for dy, w, db in zip(rows, weights, wanted.db, strict=True) if db]
+        if spec.invariant:
+            grads += [
+                canonical.bias_gradient(spec, dy, w.dtype)
+                for dy, w, db in zip(rows, weights, wanted.db, strict=True)
+                if db
+            ]
+        else:
+            grads += [rounded(dy.sums(), w.dtype) for dy, w, db in zip(rows, weights, wanted.db, strict=True) if db]
         if dx is None:
             return grads  # without dx no wgrad is delayed (`waits`)
         arrived = trimmed(dx if isinstance(dx, Tensor) else dx.wait(), weights[0].shape[1])
@@ -241,6 +251,8 @@ def token_gemm(
     dtype    of the result, and of the contribution of each rank to a reduction, unpacked
     returns  the result, or the reduction in flight
     """
+    if spec.invariant:
+        return canonical.token_gemm(spec, reduce, operands, gemms, dtype)
     total: Tensor | None = None
     for i, (a, gemm) in enumerate(zip(operands, gemms, strict=True), 1):
         gemm = gemm if total is None else replace(gemm, accumulate=total)
@@ -267,6 +279,8 @@ def contract_gemm(
     into          the tensor that dw is written or added to; None: dw is returned
     clipped       bool [N, K], which may be padded: where the weight was clipped, dw is 0
     """
+    if bound.spec.invariant:
+        return canonical.contract_gemm(bound.spec, dy, x, shape, dtype)
     options = bound.spec.recipe.wgrad
     gemm = Gemm("wgrad", x, options.out_dtype or dtype, options=options, alpha=alpha)
     exact = (dy.payload.shape[0], x.payload.shape[0]) == tuple(shape) and clipped is None

@@ -292,7 +292,10 @@ def _is_held(weight: Any, module: nn.Module) -> bool:
 
 
 def partial_names(spec: LinearSpec, members: Sequence[Member]) -> tuple[str, ...]:
-    """The parameters whose gradient on a rank covers only that rank's tokens, so that it must be summed over tp."""
+    """The parameters whose gradient on a rank covers only that rank's tokens, so that it must be summed over tp at the end of
+    backward. Invariant layers sum within backward."""
+    if spec.invariant:
+        return ()
     weights = [m.weight for m in members] if spec.style.partial_weight_grad else []
     biases = [m.bias for m in members] if spec.style.partial_bias_grad else []
     return tuple(weights + biases)

@@ -104,6 +104,7 @@ class LinearSpec:
     tokens        B*S of a microbatch, which sequence-parallel layers check x against; None: not known
     variant       appended to the names of delayed scales, for a recipe that overrides the layer's own in an autocast region
     return_bias   forward returns (y without bias, bias)
+    invariant     GEMMs and sums give equal bits on every mesh (`dlp.parallel.linear.canonical`)
 
     ValueError for a recipe, options or groups that the style cannot have.
     """
@@ -119,6 +120,7 @@ class LinearSpec:
     variant: str = ""
     options: LayerOptions = OFF
     return_bias: bool = False
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         check_recipe(self.name, self.style.gathers, self.recipe)

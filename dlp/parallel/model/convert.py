@@ -43,6 +43,7 @@ from dlp.parallel.linear.spec import LinearSpec, Overlaps
 from dlp.parallel.model.embedding import cut_vocabulary
 from dlp.parallel.model.grads import PartialGradients
 from dlp.parallel.model.groups import LayerGroup
+from dlp.parallel.model.invariant import GradientTree, Segments, check_mesh, check_plan
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan, make_plan
 from dlp.parallel.model.replicas import Replicas
 from dlp.parallel.model.session import Session, give_session
@@ -61,6 +62,7 @@ class _Target:
     amax_group: ProcessGroup | None
     tokens: int | None
     runtime: Session
+    invariant: bool = False
     shared: dict[int, nn.Parameter] = field(default_factory=dict)  # by id of the old one: ties stay tied
 
     def move(self, module: nn.Module, key: str, shard_dim: int | None) -> None:
@@ -92,7 +94,7 @@ def amax_process_group(dims: ParallelDims, amax_group: str | ProcessGroup) -> Pr
 def convert(
     model: nn.Module, groups: Sequence[LayerGroup | Mapping[str, Any]], mesh: DeviceMesh, *,
     batch: tuple[int, int] | None = None, amax_group: str | ProcessGroup = "auto", seed: int = 0,
-    overlap_table: Times | str | Path | None = None,
+    overlap_table: Times | str | Path | None = None, invariant: bool = False,
 ) -> Plan:  # fmt: skip
     """Make a model parallel over the tp axis of a mesh, in place, and quantize its linears by layer groups.
 
@@ -110,6 +112,8 @@ def convert(
         seed: seed of stochastic rounding.
         overlap_table: times by which overlap = "auto" is decided: a file of `dlp.parallel.tune`, which rank 0 reads, or
             `Times` that all ranks have read; None: "auto" is "serial".
+        invariant: equal bits on every mesh of CPU ranks, see docs/prove.md. `dlp.fully_shard` then sums gradients instead of
+            averaging. Pass `invariant=True` to `dlp.cross_entropy` as well.
 
     Returns:
         The printable `Plan`.
@@ -117,7 +121,7 @@ def convert(
     Raises:
         ValueError: before anything is changed, for a group that matches no layer or has no effect, a size that tp does not
             divide, siblings that cannot run as one layer, sequence parallelism without `batch`, modules that would compute
-            something else afterwards, and ranks whose plans differ.
+            something else afterwards, ranks whose plans differ, and, with `invariant`, for what has no fixed order of sums.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
@@ -131,22 +135,28 @@ def convert(
         torch.Size([16, 64])
     """
     dims = ParallelDims.from_mesh(mesh)
+    if invariant:
+        check_mesh(dims, mesh.device_type, amax_group)
     tp = dims.tp_mesh
     times = auto.load(overlap_table, together=True) if isinstance(overlap_table, str | Path) else overlap_table
     by = auto.transport_name(dims.group(TP), mesh.device_type)
     plan = make_plan(
         model, groups, dims.tp, device_type=mesh.device_type, batch=batch, overlap_table=times, transport=by
     )
+    if invariant:
+        plan = check_plan(plan, model, batch)
     if plan.times is not None:
         auto.check_together(plan.choices())
     check_alike(_rows_of(plan), dist.group.WORLD, "dlp.convert")
     tokens = batch[0] * batch[1] if batch is not None else None
     group = amax_process_group(dims, amax_group)
     groups_of_axes = {axis: dims.group(axis) for axis in AXES}
+    dp = dims.dp_rank, dims.dp_size
     runtime = Session(
-        seed=seed, amax_group=group or dist.group.WORLD, dp=(dims.dp_rank, dims.dp_size), groups=groups_of_axes
+        seed=seed, amax_group=group or dist.group.WORLD, dp=(0, 1) if invariant else dp, groups=groups_of_axes
     )
-    target = _Target(model, tp, group, tokens, runtime)
+    runtime.pieces = dp if invariant else (0, 1)
+    target = _Target(model, tp, group, tokens, runtime, invariant)
     names = {id(module): name for name, module in model.named_modules()}
     sets = _layers_that_run_as_one(plan)
     specs = [_spec_of(target, rows) for rows in sets]  # all of them, for what they refuse, before the first change
@@ -161,6 +171,11 @@ def convert(
     for name in plan.left_out.keys() - {other.name for other in plan.others}:
         replicate(model.get_submodule(name), name, inside=target.inside(plan, name))
     model.partial_gradients = runtime.sum_partial(PartialGradients(model, dims.group(TP)))
+    if invariant:
+        for module in model.modules():
+            vars(module)["dlp_invariant"] = True
+        model.gradient_tree = GradientTree(model)
+        runtime.check_gradients = model.gradient_tree.check_announced
     runtime.replicas = Replicas(model, [slot.path for slot in runtime.sums.slots], groups_of_axes)
     model.register_forward_hook(explain(names), always_call=True)
     runtime.plan = plan
@@ -197,6 +212,7 @@ def _spec_of(target: _Target, rows: Sequence[LayerPlan]) -> LinearSpec:
     return LinearSpec(
         name, first.row, first.recipe, Overlaps.named(first.overlap), target.tp.get_group(), target.amax_group, target.tokens,
         tuple(row.name for row in rows), options=first.options, return_bias=first.return_bias,
+        invariant=target.invariant,
     )  # fmt: skip
 
 
@@ -240,6 +256,11 @@ def _convert_other(target: _Target, row: OtherPlan, inside: tuple[nn.Module, ...
     replicate(
         module, row.name, on_shards=row.sequence_parallel, reads_cut=row.reads_cut, token_rows=rows, inside=inside
     )
+    vectors = all(p is None or p.dim() == 1 for p in module._parameters.values())
+    if target.invariant and vectors and row.style == "replicated":
+        shared = target.tp.get_group() if row.partial else None
+        module.segments = Segments(row.name, -2 if row.reads_cut else 0, shared)  # type: ignore[assignment]
+        module.tp_partial = ()  # type: ignore[assignment]
 
 
 class ReplicatedMixin(SpreadModule):
@@ -252,6 +273,7 @@ class ReplicatedMixin(SpreadModule):
     tp_sums: PartialGradients | None = None
     token_rows: int | None = None
     layer_name: str = ""
+    segments: Segments | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
@@ -266,6 +288,9 @@ class ReplicatedMixin(SpreadModule):
             if isinstance(parameter, DTensor):  # no longer one where a module around this one is left out
                 self._parameters[name] = local(parameter, self.layer_name, before=before)
         try:
+            if self.segments is not None:
+                plain = {name: self._parameters[name] for name in held}
+                return self.segments.run(super().forward, self._parameters, plain, (*args, *kwargs.values()))
             return super().forward(*args, **kwargs)
         finally:
             for name, parameter in held.items():

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.comm import traced
 from dlp.comm.mesh import tp_group_of
-from dlp.kernels import ops
+from dlp.kernels import canonical, ops
 from dlp.parallel.model.vocabulary import outside, refuse
 from dlp.parallel.weight.local import fill, local
 from dlp.parallel.weight.parameters import SpreadModule
@@ -246,11 +246,14 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, counts: Tensor, group: ProcessGroup | None, z_loss: float
-    ) -> Tensor:
+        ctx: Any, logits: Tensor, targets: Tensor, counts: Tensor, group: ProcessGroup | None, z_loss: float, invariant: bool
+    ) -> Tensor:  # fmt: skip
         column = targets if group is None else targets - group.rank() * logits.shape[1]  # of this rank, if it is one
-        lse, picked = ops.log_sum_exp(logits, column)
-        if group is not None and group.size() > 1:
+        if invariant:
+            lse, picked = _segments_of_vocabulary(logits, column, group)
+        else:
+            lse, picked = ops.log_sum_exp(logits, column)
+        if not invariant and group is not None and group.size() > 1:
             both = traced.all_gather(torch.stack([lse, picked])[None], group, "cross_entropy", "fprop")
             lse, picked = both[:, 0].logsumexp(0), both[:, 1].sum(0)
         ctx.save_for_backward(logits, column, counts, lse)
@@ -260,17 +263,29 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         logits, column, counts, lse = ctx.saved_tensors
         weight = _times(grad, counts)
         if ctx.z_loss == 0:
-            return ops.softmax_gradient(logits, column, lse, weight), None, None, None, None
+            return ops.softmax_gradient(logits, column, lse, weight), None, None, None, None, None
         more = _times(2 * ctx.z_loss * lse * grad, counts)  # of the softmax, not of what is taken off at the target
         gradient = ops.softmax_gradient(logits, column, lse, weight + more)
         mine = ~outside(column, logits.shape[1])
         at = torch.where(mine, column, 0).unsqueeze(1)
         gradient.scatter_add_(1, at, torch.where(mine, more, 0.0).to(gradient.dtype).unsqueeze(1))
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None
+
+
+def _segments_of_vocabulary(logits: Tensor, column: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """logsumexp of each row of the whole vocabulary and its logit at the target, fp32 [M], from the canonical segments of the
+    vocabulary, so that kernels get equal shapes on every mesh."""
+    count = canonical.segments_on_rank(logits.shape[1], 1 if group is None else group.size())
+    width = logits.shape[1] // count
+    parts = [ops.log_sum_exp(part.contiguous(), column - i * width) for i, part in enumerate(logits.split(width, 1))]
+    both = torch.stack([torch.stack(part) for part in parts])
+    if group is not None:
+        both = traced.all_gather(both, group, "cross_entropy", "fprop")
+    return both[:, 0].logsumexp(0), both[:, 1].sum(0)
 
 
 def _times(values: Tensor, counts: Tensor) -> Tensor:
@@ -280,7 +295,7 @@ def _times(values: Tensor, counts: Tensor) -> Tensor:
 
 def cross_entropy(
     logits: Tensor, targets: Tensor, tp: DeviceMesh | ProcessGroup | None = None, *, ignore_index: int = IGNORED,
-    z_loss: float = 0.0,
+    z_loss: float = 0.0, invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the cross entropy summed over tokens, for logits whose vocabulary is sharded over tp.
 
@@ -293,6 +308,7 @@ def cross_entropy(
         tp: ranks that share the vocabulary; None: this rank has the complete vocabulary.
         ignore_index: tokens with this target add nothing to the loss and get no gradient, whatever their logits are.
         z_loss: weight of the squared logsumexp of each token, which keeps logits from drifting (arXiv 2204.02311).
+        invariant: equal bits for every number of ranks, as by `dlp.convert(..., invariant=True)`.
 
     Shape:
         - logits: [M, V/tp]
@@ -326,5 +342,5 @@ def cross_entropy(
     wrong = counted & outside(flat, vocabulary)
     refuse("cross_entropy", flat, wrong, f"targets are in [0, {vocabulary}), or ignore_index ({ignore_index})")
     counts = counted.float().masked_fill_(wrong, torch.nan)
-    loss: Tensor = _CrossEntropy.apply(logits, flat, counts, group, z_loss)
+    loss: Tensor = _CrossEntropy.apply(logits, flat, counts, group, z_loss, invariant)
     return loss

@@ -38,6 +38,7 @@ from dlp.comm.collectives import ReduceCodec
 from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
 from dlp.kernels.ops import sum_in_order
 from dlp.parallel.casts import Cast
+from dlp.parallel.linear.canonical import TREE
 from dlp.parallel.linear.plan import WIRES
 from dlp.parallel.linear.state import StepState, in_backward
 from dlp.parallel.weight.base import LayerWeights, Values, Weight, note_reasons, refresh, weights_in
@@ -71,7 +72,7 @@ def fully_shard(
     """Shard parameters of a module over dp_shard by FSDP2, and replicate them over dp_replicate where dp_replicate > 1.
 
     Call `fully_shard` after `dlp.convert`, for each block and then for the model. Gradients are averaged over data-parallel
-    ranks, as by `torch.distributed.fsdp.fully_shard`.
+    ranks, as by `torch.distributed.fsdp.fully_shard`; those of an invariant model are summed.
 
     Args:
         module: FSDP unit.
@@ -95,6 +96,9 @@ def fully_shard(
     dims = ParallelDims.from_mesh(mesh)
     _check_order(module)
     _check_values(module, fsdp2_keywords.get("ignored_params") or ())
+    invariant = getattr(module, "dlp_invariant", False)
+    if invariant:
+        _check_fp32(fsdp2_keywords.get("mp_policy"))
     fsdp2_keywords = _with_integer(module, dims.dp_shard, quantize_from_master, fsdp2_keywords)
     for layer in [weights.layer for weights in weights_in(module)]:
         if layer.spec.options.delay_wgrad:
@@ -105,6 +109,11 @@ def fully_shard(
     if state is not None:
         state.hook_first(module)  # FSDP has put a hook that gathers in front
     refused = _refused(fsdp2_keywords) if quantized_gather else "quantized_gather=False"
+    if invariant:
+        refused = "invariant = true casts values where they are used"
+        for unit in module.modules():
+            if isinstance(unit, fsdp.FSDPModule):
+                _sum_by_tree(unit)
     early = module.register_forward_pre_hook(_before_attach)
     module.dlp_gathering = Gathering(dims.group(DP_SHARD), quantize_from_master, refused, early)  # type: ignore[assignment]
     for owner, name, record in managed(module):
@@ -114,6 +123,24 @@ def fully_shard(
         if sums is not None:
             sums.fsdp[id(owner), name] = record
     return cast(nn.Module, sharded)
+
+
+def _check_fp32(policy: fsdp.MixedPrecisionPolicy | None) -> None:
+    """ValueError where gradients of an invariant model would be rounded before FSDP adds them."""
+    dtypes = () if policy is None else (policy.param_dtype, policy.reduce_dtype)
+    narrow = [dtype for dtype in dtypes if dtype not in (None, torch.float32)]
+    if narrow:
+        raise ValueError(
+            f"invariant = true: FSDP would round gradients to {narrow[0]} on several ranks and not on one; leave param_dtype and "
+            f"reduce_dtype out of mp_policy"
+        )
+
+
+def _sum_by_tree(unit: fsdp.FSDPModule) -> None:
+    """Let FSDP add the gradients of a unit by the tree, without dividing them: powers of two would move denormals."""
+    unit.set_custom_reduce_scatter(CodecReduceScatter(TREE))
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
 
 
 def _check_order(module: nn.Module) -> None:
@@ -485,6 +512,10 @@ def set_grad_wire(model: nn.Module, wire: str, computed: torch.dtype | None = No
         raise ValueError(f"gradients that travel as computed take the wire 'hp'; got {wire!r}: leave computed out")
     if wire not in WIRES:
         raise ValueError(f"unknown gradient wire {wire!r:.60}: the wires are {', '.join(WIRES)}")
+    if getattr(model, "dlp_invariant", False):
+        raise ValueError(
+            "invariant = true: gradients travel in fp32 and are added by the tree; leave set_grad_wire out"
+        )
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.set_custom_reduce_scatter(CodecReduceScatter(WIRES[wire], computed))

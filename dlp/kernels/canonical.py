@@ -1,0 +1,141 @@
+"""Sums whose bits do not depend on how ranks cut a tensor, nor on the kernel that adds.
+
+A sum over a dimension is divided into canonical segments, each a contiguous part of equal length of the dimension as it is on
+one rank. A segment is summed exactly and rounded once to fp32; the segments are added in fp32 by a binary tree:
+
+    s0   s1   s2   s3   s4   s5   s6   s7        SEGMENTS, or the largest smaller power of two that divides the dimension
+      └┬─┘      └┬─┘      └┬─┘      └┬─┘
+       └────┬────┘         └────┬────┘           a rank that holds an aligned power of two of them owns a subtree
+            └─────────┬─────────┘
+
+Exact: within a chunk of at most CHUNK terms, the values of a row are rounded to integers times one power of two, so that the
+largest has BITS bits. Products and their sums are integers below 2^53, which fp64 holds: every order of addition, every
+blocking of the GEMM and every device gives the same bits. The rounding of an operand is 2^-23 of the largest value of its row
+in the chunk, as coarse as the rounding of an fp32 sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+SEGMENTS = 8
+CHUNK = 512  # terms of a sum that is exact: 2^CHUNK_BITS products of 2 BITS bits each fill the 53 bits of fp64
+BITS = 22
+MANTISSA = 53
+DIGIT = 2.0**30
+
+
+def segments_on_rank(size: int, ranks: int = 1) -> int:
+    """Number of segments on each of `ranks` ranks, of a dimension with `size` elements on each. ValueError where a segment
+    would lie on several ranks."""
+    whole = size * ranks
+    found = min(SEGMENTS, whole & -whole) // ranks
+    if size and not found:
+        raise ValueError(
+            f"invariant = true: a sum over {whole} terms has {min(SEGMENTS, whole & -whole)} canonical segments, which "
+            f"{ranks} ranks cannot share; use a power of two of at most {SEGMENTS} ranks"
+        )
+    return max(found, 1)
+
+
+def tree(parts: Sequence[Tensor]) -> Tensor:
+    """Sum of a power of two of tensors by a binary tree of neighbours."""
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def pairwise(parts: Iterable[Tensor]) -> Tensor:
+    """Sum of any number of tensors by the tree, in the order in which they come: a stack holds sums of powers of two of them, as
+    the digits of a binary number."""
+    stack: list[tuple[int, Tensor]] = []
+    for total in parts:
+        count = 1
+        while stack and stack[-1][0] == count:
+            total, count = stack.pop()[1] + total, 2 * count
+        stack.append((count, total))
+    total = stack[-1][1]
+    for _, left in stack[-2::-1]:
+        total = left + total
+    return total
+
+
+def products(pairs: Sequence[tuple[Tensor, Tensor]], segments: int) -> Tensor:
+    """Sum over i of a_i [rows, C_i] @ b_i [cols, C_i].T -> fp32 [rows, cols]; each C_i is cut into `segments` segments.
+
+    The products of one segment are added in the order of i, then the segments by the tree."""
+    return tree([_segment(pairs, index, segments) for index in range(segments)])
+
+
+def _segment(pairs: Sequence[tuple[Tensor, Tensor]], index: int, segments: int) -> Tensor:
+    total: Tensor | None = None
+    for a, b in pairs:
+        length = a.shape[1] // segments
+        for start in range(index * length, (index + 1) * length, CHUNK):
+            part = slice(start, min(start + CHUNK, (index + 1) * length))
+            product = _exact_product(a[:, part], b[:, part])
+            total = product if total is None else total.add_(product)
+    if total is None:  # no terms
+        return torch.zeros(len(pairs[0][0]), len(pairs[0][1]), device=pairs[0][0].device)
+    return total
+
+
+def _exact_product(a: Tensor, b: Tensor) -> Tensor:
+    """a [rows, C] @ b [cols, C].T of at most CHUNK terms, exact for the rounded operands -> fp32 [rows, cols]."""
+    (left, left_unit), (right, right_unit) = _integers(a, BITS), _integers(b, BITS)
+    product = left @ right.t()
+    return product.mul_(left_unit[:, None]).mul_(right_unit).float()
+
+
+def _integers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """x [rows, C] -> integers of at most `bits` bits in fp64 [rows, C], and the power of two [rows] that they count."""
+    exponent = _exponents(x.abs().amax(1))
+    return (x.double() * _power_of_two(bits - exponent)[:, None]).round_(), _power_of_two(exponent - bits)
+
+
+def _exponents(largest: Tensor) -> Tensor:
+    """The smallest e with values below 2^e, int64; 0 for values that are not finite."""
+    return torch.where(largest.isfinite(), torch.frexp(largest.float()).exponent, 0).long()
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent, int64 -> fp64, exact."""
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
+def row_sums(x: Tensor, segments: int) -> Tensor:
+    """x [rows, features] summed over rows, which are cut into `segments` segments -> fp32 [features]."""
+    length = len(x) // segments
+    bits = min(40, MANTISSA - max(length - 1, 0).bit_length())
+    sums = []
+    for part in x.split(max(length, 1)) if length else [x]:
+        integers, unit = _integers(part.t(), bits) if len(part) else (part.t().double(), x.new_ones(x.shape[1]))
+        sums.append((integers.sum(1) * unit).float())
+    return tree(sums)
+
+
+def square_sums(tensors: Sequence[Tensor], largest: Tensor) -> Tensor:
+    """Sums of squares of the elements of each tensor as digits of 30 bits, int64 [tensors, 3], which may be added in any order.
+
+    largest: fp32 [tensors], at least the largest magnitude of each whole tensor, of which ranks may hold parts."""
+    scales, digits = _power_of_two(-_exponents(largest)), []
+    for tensor, scale in zip(tensors, scales, strict=True):
+        rest, sums = (tensor.double() * scale).square_(), []
+        for _ in range(3):
+            rest = rest * DIGIT
+            digit = rest.floor()
+            rest = rest - digit
+            sums.append(digit.long().sum())
+        digits.append(torch.stack(sums))
+    return torch.stack(digits)
+
+
+def norm_of(digits: Tensor, largest: Tensor) -> Tensor:
+    """The 2-norm, fp32 [], of tensors with these `square_sums`. Not finite where `largest` is not."""
+    places = torch.tensor([DIGIT**-1, DIGIT**-2, DIGIT**-3], dtype=torch.float64, device=digits.device)
+    squares = (digits * places).sum(1) * _power_of_two(2 * _exponents(largest))
+    norm = squares.sum().sqrt().float()
+    return torch.where(largest.isfinite().all(), norm, largest.sum())

@@ -1,0 +1,84 @@
+"""GEMMs and sums of an invariant linear: equal bits on every mesh (`dlp.kernels.canonical`).
+
+    fprop, dgrad   a contraction that tp cuts: each rank adds the segments that it holds; partial sums travel in fp32 and are
+                   added by the upper part of the tree, then rounded once
+    wgrad, db      a sum over tokens; where tp cuts the tokens, the parts are added over tp here, not at the end of backward
+
+Siblings are added segment by segment, so that the order does not depend on where tp cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dlp.comm import collectives
+from dlp.comm.collectives import AS_IT_IS, Own, Parts, ReduceCodec
+from dlp.kernels import canonical
+from dlp.kernels.ops import LazyMatrix, rounded
+from dlp.parallel.linear.plan import Reduction
+from dlp.parallel.linear.quantize import Rowwise, trimmed
+from dlp.parallel.linear.spec import LinearSpec
+from dlp.quant.gemm import Gemm
+from dlp.quant.tensor import QuantizedTensor
+
+RANKS = (1, 2, 4, 8)  # of an axis: a rank owns a subtree of the segments
+
+
+def _total(parts: Parts, dtype: torch.dtype, own: Own | None = None) -> Tensor:
+    assert own is None, "contributions through mapped memory are not added by the tree"
+    return canonical.tree(parts[0].unbind()).to(dtype)
+
+
+TREE = ReduceCodec(AS_IT_IS.pack, _total, AS_IT_IS.kinds)  # fp32 contributions, added by the tree over ranks
+
+
+def all_reduce(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum of fp32 tensors over the ranks of `group`, added by the tree."""
+    return x if group is None else collectives.all_reduce(x, group, TREE).wait()
+
+
+def token_gemm(
+    spec: LinearSpec, reduce: Reduction | None, operands: Sequence[Rowwise | None], gemms: Sequence[Gemm], dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """`dlp.parallel.linear.functional.token_gemm`."""
+    ranks, pairs = 1 if reduce is None else spec.tp, []
+    for a, gemm in zip(operands, gemms, strict=True):
+        assert a is not None, "this orientation was not asked for"
+        if gemm.accumulate is not None or gemm.alpha != 1.0:
+            raise ValueError(
+                f"{spec.name}: invariant = true: fused operations add to a GEMM in another order; use plain modules"
+            )
+        pairs.append((_values(a if isinstance(a, QuantizedTensor) else a.whole()), _values(gemm.b)))
+    segments = min(canonical.segments_on_rank(a.shape[1], ranks) for a, _ in pairs)
+    total = canonical.products(pairs, segments)
+    if reduce is None:
+        return rounded(total, dtype)
+    assert spec.group is not None
+    if reduce.how == "all":
+        return rounded(all_reduce(total, spec.group), dtype)
+    return rounded(collectives.reduce_scatter(total, spec.group, TREE).wait(), dtype)
+
+
+def contract_gemm(
+    spec: LinearSpec, dy: QuantizedTensor, x: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """dw [N, K] = dy.T @ x, complete on every rank. dy, x: columnwise operands [N, M] and [K, M], which may be padded."""
+    partial = spec.style.partial_weight_grad
+    segments = canonical.segments_on_rank(dy.shape[1], spec.tp if partial else 1)
+    dw = trimmed(canonical.products([(_values(dy), _values(x))], segments), shape[1], shape[0])
+    return rounded(all_reduce(dw, spec.group if partial else None), dtype)
+
+
+def bias_gradient(spec: LinearSpec, dy: Tensor | LazyMatrix, dtype: torch.dtype) -> Tensor:
+    """db [N] = sum of dy [M, N] over tokens, complete on every rank."""
+    values, partial = dy.matrix if isinstance(dy, LazyMatrix) else dy, spec.style.partial_bias_grad
+    db = canonical.row_sums(values, canonical.segments_on_rank(len(values), spec.tp if partial else 1))
+    return rounded(all_reduce(db, spec.group if partial else None), dtype)
+
+
+def _values(operand: QuantizedTensor) -> Tensor:
+    return operand.dequantize(torch.float32)

@@ -1,0 +1,293 @@
+"""`dlp.convert(..., invariant=True)`: equal bits on every mesh.
+
+    GEMMs, biases     `dlp.parallel.linear.canonical`
+    replicated norms  run once for each canonical segment of tokens or heads, so that every kernel gets tensors of equal shapes on
+                      every mesh; gradients of the segments are added by the tree (`in_segments`)
+    microbatches      a microbatch is the unit of sums over tokens. Microbatch g of data-parallel rank d is piece g x D + d of
+                      the global batch. FSDP adds D neighbours by the tree; `GradientTree` adds those sums over microbatches
+
+A mesh therefore changes nothing but how many pieces of the same size a rank computes. What cannot be invariant is refused by
+name (`check_plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
+
+from dlp.comm.mesh import ParallelDims
+from dlp.kernels import canonical
+from dlp.parallel.linear.canonical import RANKS, all_reduce
+from dlp.parallel.linear.state import in_backward
+from dlp.parallel.model.grads import local_grad, set_grad
+from dlp.parallel.model.plan import Plan
+from dlp.parallel.model.rows import LayerPlan, scope_notes
+from dlp.parallel.style import shard_sizes
+from dlp.parallel.weight.fsdp2 import Managed, managed
+from dlp.quant.recipe import GEMMS, Recipe
+
+RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "int8")
+_ENGINE = torch.autograd.Variable._execution_engine
+
+
+# What is refused
+
+
+def check_mesh(dims: ParallelDims, device_type: str, amax_group: Any) -> None:
+    """ValueError for a mesh, device or amax group that has no invariant mode."""
+    if device_type != "cpu":
+        raise ValueError(
+            f"invariant = true runs on CPU ranks; this mesh is on {device_type}, where attention, norms and embeddings add in "
+            f"orders of their own: leave it out"
+        )
+    sizes = {"tp": dims.tp, "dp_shard": dims.dp_shard, "dp_replicate": dims.dp_replicate}
+    for axis, size in sizes.items():
+        if size not in RANKS:
+            raise ValueError(
+                f"invariant = true: {axis} = {size}: a sum is a tree of {canonical.SEGMENTS} segments, of which each rank owns a "
+                f"subtree; use {', '.join(map(str, RANKS))}"
+            )
+    if dims.dp_replicate > 2:
+        raise ValueError(
+            f"invariant = true: dp_replicate = {dims.dp_replicate}: FSDP adds gradients of more than 2 replicas in an order of "
+            f"its own; use dp_replicate 1 or 2, and dp_shard for the rest"
+        )
+    if amax_group != "auto":
+        raise ValueError(
+            f'invariant = true: amax_group = {amax_group!r} would share scales between microbatches of several ranks; use "auto"'
+        )
+
+
+def check_plan(plan: Plan, model: nn.Module, batch: tuple[int, int] | None) -> Plan:
+    """The plan of an invariant model: amaxes are agreed wherever tp cuts what a scale spans, and GEMMs run with strategy
+    "serial". ValueError for a layer that cannot be invariant."""
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("dlp.ops"):
+            raise ValueError(
+                f"invariant = true: {name or 'the model'} is a {type(module).__name__} of dlp.ops, whose fusions add in an order "
+                f"of their own; use plain modules ([model] fused = false)"
+            )
+    layers = tuple(_checked(row, plan.tp, batch) for row in plan.layers)
+    kinds = {name: module for name, module in model.named_modules()}
+    for other in plan.others:
+        matrices = [key for key, p in kinds[other.name]._parameters.items() if p is not None and p.dim() != 1]
+        if other.partial and (matrices or other.style != "replicated"):
+            raise ValueError(
+                f"invariant = true: {other.name} ({other.kind}) computes on a part of the tokens or heads of one rank, which is "
+                f"invariant only for modules whose parameters are vectors, such as norms; convert it, or take it out of the "
+                f"sequence-parallel groups"
+            )
+    return replace(plan, layers=layers, times=None)
+
+
+def _checked(row: LayerPlan, tp: int, batch: tuple[int, int] | None) -> LayerPlan:
+    asked, style = row.recipe, row.row
+    recipe = replace(asked, amax_scope="all")
+    why = _refused(row, asked)
+    if why is None:
+        local = shard_sizes(style, *row.shape, tp, row.name)
+        tokens = None if batch is None else batch[0] * batch[1] // (tp if style.cut_x == 0 else 1)
+        why = next(scope_notes(recipe, style, local, tokens), None) if tp > 1 else None
+        cut, unit = ("in_features", recipe.units[2]) if style.shard_dim == 1 else ("out_features", recipe.units[1])
+        if why is None and tp > 1 and style.shard_dim is not None and local[style.shard_dim] % unit:
+            why = f"tp leaves {local[style.shard_dim]} {cut} to a rank, no multiple of {unit}, to which GEMMs of {recipe} pad"
+        if why is None and tp > 1 and style.partial_weight_grad and (tokens is None or tokens % recipe.units[0]):
+            why = f"its {tokens} tokens on a rank are no multiple of {recipe.units[0]}, to which GEMMs of {recipe} pad"
+    if why is not None:
+        raise ValueError(f"invariant = true: {row.name}: {why}")
+    return replace(row, recipe=recipe, overlap="serial", choices=())
+
+
+def _refused(row: LayerPlan, recipe: Recipe) -> str | None:
+    """Why a layer cannot be invariant on any mesh; None: it can."""
+    if recipe.name not in RECIPES or recipe.y is not None or recipe.dx is not None or recipe.x.clips or recipe.w.clips:
+        return f"recipe {recipe}: the recipes are {', '.join(RECIPES)}"
+    wires = [gemm for gemm in GEMMS if getattr(recipe, gemm).wire != "hp"]
+    if wires:
+        return f"{recipe} carries partial sums of {wires[0]} as {getattr(recipe, wires[0]).wire}; they travel in fp32: leave wire out"
+    if row.made_by_hand:
+        return "it was constructed explicitly; let dlp.convert make it from an nn.Linear"
+    if row.options.delay_wgrad:
+        return "delay_wgrad = true adds weight gradients after backward; leave it out"
+    if row.overlap not in ("auto", "serial") and set(
+        row.overlap.values() if isinstance(row.overlap, dict) else [row.overlap]
+    ) != {"serial"}:
+        return f"overlap = {row.overlap!r}: partial sums are added by the tree, not in chunks; use serial"
+    return None
+
+
+# Replicated modules
+
+
+class _Fan(torch.autograd.Function):
+    """A parameter as `count` views, whose gradients are added by the tree, then over the ranks of `group`."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, count: int, group: ProcessGroup | None) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(parameter.view_as(parameter) for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        total = all_reduce(canonical.tree([grad.float() for grad in grads]), ctx.group)
+        return total.to(grads[0].dtype), None, None
+
+
+class Segments:
+    """How a replicated module runs in segments. dim: the dimension of x that is cut, 0: tokens, -2: heads; group: the ranks that
+    share the dimension; None: this rank has all of it."""
+
+    def __init__(self, name: str, dim: int, group: ProcessGroup | None) -> None:
+        self.name, self.dim, self.group = name, dim, group
+        self.checked = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Segments:
+        return self
+
+    def run(
+        self, forward: Callable[..., Tensor], parameters: dict[str, Any], held: Mapping[str, Any], inputs: tuple[Any, ...]
+    ) -> Tensor:  # fmt: skip
+        """The module's result for x, computed segment by segment. `parameters`: those that `forward` reads; `held`: this
+        rank's plain tensors of them. ValueError for a module that computes something else on segments."""
+        if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
+            raise ValueError(
+                f"invariant = true: {self.name} must be called with one tensor; got {len(inputs)} arguments"
+            )
+        (x,) = inputs
+        matrix = x.reshape(-1, x.shape[-1]) if self.dim == 0 else x
+        size, ranks = matrix.shape[self.dim], 1 if self.group is None else self.group.size()
+        count = canonical.segments_on_rank(size, ranks)
+        fans = {name: _Fan.apply(p, count, self.group) for name, p in held.items() if p is not None}
+        ys = []
+        for i, part in enumerate(matrix.chunk(count, self.dim)):
+            parameters.update({name: fan[i] for name, fan in fans.items()})
+            ys.append(forward(part.contiguous()))
+        y = torch.cat(ys, self.dim)
+        if not self.checked:
+            self._check(forward, matrix, y)
+        return y.view(x.shape)
+
+    @torch.no_grad()
+    def _check(self, forward: Callable[..., Tensor], matrix: Tensor, y: Tensor) -> None:
+        """ValueError for a module whose result on all tokens is another one than on segments."""
+        whole = forward(matrix)
+        if whole.shape != y.shape or not torch.allclose(whole.float(), y.float(), rtol=0.02, atol=1e-3, equal_nan=True):
+            raise ValueError(
+                f"invariant = true: {self.name} does not compute each token by itself, so that it cannot run on segments of "
+                f"tokens; leave its parameters out (convert = false)"
+            )
+        self.checked = True
+
+
+# Gradients of several microbatches
+
+
+class GradientTree:
+    """Adds gradients of the microbatches of a step by a binary tree.
+
+    A backward leaves the gradient of one microbatch; `parameter.grad` is the sum so far:
+
+        microbatch   0     1      2          3                      stack   sums of 1, 2, 4, ... microbatches, as the digits of
+        grad         g0  g0+g1  (g0+g1)+g2  (g0+g1)+(g2+g3)                 a binary number
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._task: int | None = None
+        self._stacks: dict[
+            int, list[tuple[int, Tensor | None]]
+        ] = {}  # by place among `_stored`: (microbatches, their sum)
+        self._given: dict[int, Tensor] = {}
+        self._versions: dict[int, int] = {}
+        self._stored: list[nn.Parameter] = []
+        self._records: list[Managed] = []
+        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._watch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientTree:
+        raise ValueError("an invariant model cannot be copied: copy it before dlp.convert")
+
+    def check_announced(self) -> None:
+        """Called where a layer computes gradients. RuntimeError in a backward that did not begin at an output of the model."""
+        if self._task is None:
+            raise RuntimeError(
+                "invariant = true: gradients of microbatches are added in a fixed order, so the loss must come from calling the "
+                "converted model itself, as model(...), and from tensors in what it returns"
+            )
+
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        if in_backward():
+            return
+        self._task = None
+        if not self._stored:
+            self._records = [record for _, _, record in managed(model)]
+            sharded = {(id(owner), name): record.stored for owner, name, record in managed(model)}
+            named = [
+                sharded.get((id(module), name), parameter)
+                for module in model.modules()
+                for name, parameter in module._parameters.items()
+                if parameter is not None
+            ]
+            self._stored = [p for p in {id(p): p for p in named}.values() if p.requires_grad]
+        if self._given and all(self._stored[i].grad is None for i in self._given):  # zero_grad
+            self._stacks, self._given = {}, {}
+
+    def _watch(self, model: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._begin)
+
+    def _begin(self, grad: Tensor) -> None:
+        """The backward reached an output of the model: once per backward, take the sums back from the parameters."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        self._task = task
+        if not all(record.reduces for record in self._records):
+            raise RuntimeError(
+                "invariant = true: FSDP must reduce the gradients of each microbatch, since sums of microbatches are not added in "
+                "the order of backward: leave set_requires_gradient_sync(False) out"
+            )
+        for i, parameter in enumerate(self._stored):
+            given, grad_now = self._given.get(i), local_grad(parameter)
+            if grad_now is not given or (given is not None and given._version != self._versions[i]):
+                raise RuntimeError(
+                    "invariant = true: gradients were set or changed between two backwards: call "
+                    "zero_grad(set_to_none=True) for all parameters, or for none"
+                )
+            parameter.grad = None
+        _ENGINE.queue_callback(self._after_fsdp)
+
+    def _after_fsdp(self) -> None:
+        """FSDP has queued its own last callback by now; queue behind it, so that sharded gradients exist."""
+        _ENGINE.queue_callback(self._end)
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        self._task, self._given = None, {}
+        for i, parameter in enumerate(self._stored):
+            stack = self._stacks.setdefault(i, [])
+            count, total = 1, local_grad(parameter)
+            while stack and stack[-1][0] == count:
+                total, count = _sum(stack.pop()[1], total), 2 * count
+            stack.append((count, total))
+            for _, left in stack[-2::-1]:
+                total = _sum(left, total)
+            parameter.grad = None
+            if total is not None:
+                set_grad(parameter, total)
+                self._given[i], self._versions[i] = total, total._version
+
+
+def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """left + right; None is a gradient that was not computed."""
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
