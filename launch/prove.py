@@ -64,7 +64,7 @@ def shrunk(model: Model, size: Size) -> Model:
     )
 
 
-def provable(config: Config, size: Size) -> tuple[Config, list[str]]:
+def provable(config: Config, size: Size, exact: bool = False) -> tuple[Config, list[str]]:
     """The config as it is proved, and a sentence for each setting that is changed for that."""
     changes: dict[str, Any] = {"micro_batch": -1, "global_batch": SEQUENCES, "init_from": None}
     changes["sequence"] = min(config.train.sequence, TOKENS)
@@ -80,6 +80,11 @@ def provable(config: Config, size: Size) -> tuple[Config, list[str]]:
         remarks.append(
             f'[train] optimizer = "adamw": {config.train.optimizer} encodes averages by shard, which no mesh shares'
         )
+    mesh = replace(config.mesh, dp_replicate=1, dp_shard=1, tp=1)
+    if exact:
+        changes |= {"invariant": True, "reduce_gradients": "auto", "sentinel": 0, "main_grads": "off", "ledger": "off"}
+        mesh = replace(mesh, grad_wire="auto")
+        remarks.append("[train] invariant = true: only then can meshes have equal bits")
     model = shrunk(config.model, size)
     if model.fused:
         model = replace(model, fused=False)
@@ -90,8 +95,7 @@ def provable(config: Config, size: Size) -> tuple[Config, list[str]]:
             f"kv_heads = {model.kv_heads}, head_dim = {model.head_dim}, vocab = {model.vocab}"
         )
     data = replace(config.data, reset_attention=False)
-    alone = replace(config.mesh, dp_replicate=1, dp_shard=1, tp=1)
-    return replace(config, model=model, train=replace(config.train, **changes), data=data, mesh=alone), remarks
+    return replace(config, model=model, train=replace(config.train, **changes), data=data, mesh=mesh), remarks
 
 
 class _Updating:
@@ -110,7 +114,8 @@ def on_mesh(config: Config, mesh: DeviceMesh, case: MeshCase) -> Config:
     asked = replace(
         config.mesh, **dict(zip(AXES, mesh.shape, strict=True)), sequence_parallel=case.sequence_parallel  # type: ignore[arg-type]
     )  # fmt: skip
-    train = replace(config.train, micro_batch=micro, reduce_gradients="step")
+    reduces = config.train.reduce_gradients if config.train.invariant else "step"
+    train = replace(config.train, micro_batch=micro, reduce_gradients=reduces)
     return replace(config, mesh=asked, train=train)
 
 
@@ -136,7 +141,8 @@ def tokens_of(config: Config, step: int) -> Tensor:
 def loss(config: Config, model: Any, batch: Tensor, mesh: DeviceMesh) -> Tensor:
     """The mean loss of a microbatch, as the training loop computes it."""
     tokens, targets = batch[:, :-1], batch[:, 1:].reshape(-1)
-    return dlp.cross_entropy(model(tokens), targets, mesh, z_loss=config.train.z_loss) / targets.numel()
+    z_loss, invariant = config.train.z_loss, config.train.invariant
+    return dlp.cross_entropy(model(tokens), targets, mesh, z_loss=z_loss, invariant=invariant) / targets.numel()
 
 
 def bytes_of(config: Config, model: Any, mesh: DeviceMesh, case: MeshCase) -> Traffic:
@@ -164,7 +170,7 @@ def prove_config(config: Config, meshes: Sequence[str], *, steps: int = STEPS, e
     """`dlp.prove` of a config as it is; see `provable`."""
     names = list(fitting(meshes, config))
     build_model, batch = partial(model_on, config), partial(tokens_of, config)
-    wire = partial(bytes_of, config)
+    wire = None if config.train.invariant else partial(bytes_of, config)
     return dlp.prove(build_model, batch, partial(loss, config), meshes=names, steps=steps, exact=exact, wire=wire)
 
 
@@ -174,13 +180,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--steps", type=count, default=STEPS, help=f"optimizer steps; the wire is counted from the third on [{STEPS}]"
     )
-    parser.add_argument("--exact", action="store_true", help="judge by equal bits, not by bounds")
+    parser.add_argument("--exact", action="store_true", help="judge by equal bits, in invariant mode")
     parser.add_argument("--layers", type=count, default=LAYERS, help=f"blocks of the shrunk model [{LAYERS}]")
     parser.add_argument("--width", type=count, default=WIDTH, help=f"hidden size of the shrunk model [{WIDTH}]")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     try:
         options, config = command_line(parser, arguments)
-        config, remarks = provable(config, Size(options.layers, options.width))
+        config, remarks = provable(config, Size(options.layers, options.width), options.exact)
         print(*remarks, sep="\n", flush=True)
         meet_on_loopback()
         report = prove_config(config, options.meshes, steps=options.steps, exact=options.exact)

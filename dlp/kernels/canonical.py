@@ -10,8 +10,8 @@ one rank. A segment is summed exactly and rounded once to fp32; the segments are
 
 Exact: within a chunk of at most CHUNK terms, the values of a row are rounded to integers times one power of two, so that the
 largest has BITS bits. Products and their sums are integers below 2^53, which fp64 holds: every order of addition, every
-blocking of the GEMM and every device gives the same bits. The rounding of an operand is 2^-23 of the largest value of its row
-in the chunk, as coarse as the rounding of an fp32 sum.
+blocking of the GEMM and every device gives the same bits. An operand is rounded by at most 2^-22 of the largest value of its
+row in the chunk, as much as an fp32 sum rounds.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ CHUNK = 512  # terms of a sum that is exact: 2^CHUNK_BITS products of 2 BITS bit
 BITS = 22
 MANTISSA = 53
 DIGIT = 2.0**30
+ROOM = 2**22  # elements of products in fp64 that are held at a time
 
 
 def segments_on_rank(size: int, ranks: int = 1) -> int:
     """Number of segments on each of `ranks` ranks, of a dimension with `size` elements on each. ValueError where a segment
     would lie on several ranks."""
-    whole = size * ranks
-    found = min(SEGMENTS, whole & -whole) // ranks
-    if size and not found:
+    segments = min(SEGMENTS, (size * ranks) & -(size * ranks)) or 1
+    if segments % ranks and size:
         raise ValueError(
-            f"invariant = true: a sum over {whole} terms has {min(SEGMENTS, whole & -whole)} canonical segments, which "
-            f"{ranks} ranks cannot share; use a power of two of at most {SEGMENTS} ranks"
+            f"invariant = true: a sum over {size * ranks} terms has {segments} canonical segments, which {ranks} ranks cannot "
+            f"share; use a power of two of at most {SEGMENTS} ranks"
         )
-    return max(found, 1)
+    return max(segments // ranks, 1)
 
 
 def tree(parts: Sequence[Tensor]) -> Tensor:
@@ -49,8 +49,8 @@ def tree(parts: Sequence[Tensor]) -> Tensor:
 
 
 def pairwise(parts: Iterable[Tensor]) -> Tensor:
-    """Sum of any number of tensors by the tree, in the order in which they come: a stack holds sums of powers of two of them, as
-    the digits of a binary number."""
+    """Sum of any number of tensors by the tree, in the order in which they come. A stack holds sums of powers of two of them,
+    as the digits of a binary number."""
     stack: list[tuple[int, Tensor]] = []
     for total in parts:
         count = 1
@@ -67,33 +67,37 @@ def products(pairs: Sequence[tuple[Tensor, Tensor]], segments: int) -> Tensor:
     """Sum over i of a_i [rows, C_i] @ b_i [cols, C_i].T -> fp32 [rows, cols]; each C_i is cut into `segments` segments.
 
     The products of one segment are added in the order of i, then the segments by the tree."""
-    return tree([_segment(pairs, index, segments) for index in range(segments)])
+    (rows, _), (cols, _) = pairs[0][0].shape, pairs[0][1].shape
+    together = segments if segments * rows * cols <= ROOM else 1  # segments whose products are held at a time
+    sums = [_sums(pairs, range(first, first + together), segments) for first in range(0, segments, together)]
+    return tree(torch.cat(sums).unbind())
 
 
-def _segment(pairs: Sequence[tuple[Tensor, Tensor]], index: int, segments: int) -> Tensor:
-    total: Tensor | None = None
+def _sums(pairs: Sequence[tuple[Tensor, Tensor]], chosen: range, segments: int) -> Tensor:
+    """Some of the segments' sums, fp32 [segments, rows, cols]."""
+    total = pairs[0][0].new_zeros(len(chosen), len(pairs[0][0]), len(pairs[0][1]), dtype=torch.float32)
     for a, b in pairs:
-        length = a.shape[1] // segments
-        for start in range(index * length, (index + 1) * length, CHUNK):
-            part = slice(start, min(start + CHUNK, (index + 1) * length))
-            product = _exact_product(a[:, part], b[:, part])
-            total = product if total is None else total.add_(product)
-    if total is None:  # no terms
-        return torch.zeros(len(pairs[0][0]), len(pairs[0][1]), device=pairs[0][0].device)
+        left, right = (
+            x.unflatten(1, (segments, x.shape[1] // segments))[:, chosen.start : chosen.stop].transpose(0, 1)
+            for x in (a, b)
+        )
+        for left_part, right_part in zip(left.split(CHUNK, 2), right.split(CHUNK, 2), strict=True):
+            if left_part.shape[2]:
+                total += _exact_products(left_part, right_part)
     return total
 
 
-def _exact_product(a: Tensor, b: Tensor) -> Tensor:
-    """a [rows, C] @ b [cols, C].T of at most CHUNK terms, exact for the rounded operands -> fp32 [rows, cols]."""
+def _exact_products(a: Tensor, b: Tensor) -> Tensor:
+    """a [segments, rows, C], b [segments, cols, C] of at most CHUNK terms -> a @ b.T of each segment, exact for the rounded
+    operands, fp32 [segments, rows, cols]."""
     (left, left_unit), (right, right_unit) = _integers(a, BITS), _integers(b, BITS)
-    product = left @ right.t()
-    return product.mul_(left_unit[:, None]).mul_(right_unit).float()
+    return (left @ right.mT).mul_(left_unit).mul_(right_unit.mT).float()
 
 
 def _integers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """x [rows, C] -> integers of at most `bits` bits in fp64 [rows, C], and the power of two [rows] that they count."""
-    exponent = _exponents(x.abs().amax(1))
-    return (x.double() * _power_of_two(bits - exponent)[:, None]).round_(), _power_of_two(exponent - bits)
+    """x [..., C] -> integers of at most `bits` bits in fp64 [..., C], and the power of two [..., 1] that they count."""
+    exponent = _exponents(x.abs().amax(-1, keepdim=True))
+    return (x.double() * _power_of_two(bits - exponent)).round_(), _power_of_two(exponent - bits)
 
 
 def _exponents(largest: Tensor) -> Tensor:
@@ -111,9 +115,12 @@ def row_sums(x: Tensor, segments: int) -> Tensor:
     length = len(x) // segments
     bits = min(40, MANTISSA - max(length - 1, 0).bit_length())
     sums = []
-    for part in x.split(max(length, 1)) if length else [x]:
-        integers, unit = _integers(part.t(), bits) if len(part) else (part.t().double(), x.new_ones(x.shape[1]))
-        sums.append((integers.sum(1) * unit).float())
+    for part in x.split(max(length, 1)):
+        if len(part):
+            integers, unit = _integers(part.t(), bits)
+            sums.append((integers.sum(1) * unit[:, 0]).float())
+    if not sums:
+        return x.new_zeros(x.shape[1], dtype=torch.float32)
     return tree(sums)
 
 

@@ -8,7 +8,8 @@ accumulate4    4 microbatches                        tp2xdp2+sp+accumulate2    s
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,6 +82,19 @@ class MeshCase:
 ONE = MeshCase("one rank")
 
 
+def in_equal_pieces(cases: Sequence[MeshCase]) -> list[MeshCase]:
+    """The cases, each with as many microbatches as give microbatches of equal size on all meshes, so that bits can be equal.
+    ValueError for meshes whose numbers of pieces do not divide each other."""
+    pieces = max(case.pieces for case in cases)
+    odd = next((case for case in cases if pieces % case.dp), None)
+    if odd is not None:
+        raise ValueError(
+            f"mesh {odd.name!r}: bits can be equal only for microbatches of equal size, and {odd.dp} data-parallel ranks cannot "
+            f"share {pieces}; prove this mesh alone"
+        )
+    return [replace(case, accumulate=pieces // case.dp) for case in cases]
+
+
 @dataclass(frozen=True)
 class Place:
     """One rank's coordinates in a `MeshCase`. `piece`: index of its microbatch among all pieces of the global batch; None:
@@ -96,8 +110,8 @@ class Place:
         return cls(case, dims.rank(TP), dims.dp_rank)
 
     def at(self, micro: int) -> Place:
-        """The place of a microbatch of this rank."""
-        return Place(self.case, self.tp, self.dp, self.dp * self.case.accumulate + micro)
+        """The place of a microbatch of this rank, in the order of the training loop: data-parallel ranks are neighbours."""
+        return Place(self.case, self.tp, self.dp, micro * self.case.dp + self.dp)
 
     def part(self, whole: Tensor, shape: torch.Size) -> Tensor | None:
         """The part of the one-rank tensor that a rank at this place holds as an activation of `shape`; None: no cut by data

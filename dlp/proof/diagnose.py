@@ -253,7 +253,7 @@ def _pattern(place: Place, c: dict[Share, Fraction]) -> Guess | None:
     if len(values) == 1:
         return _multiple(values.pop())
     own_tp = {share for share in c if share[1] == place.tp}
-    own_dp = {share for share in c if share[0] // mesh.accumulate == place.dp or share[0] == -1}
+    own_dp = {share for share in c if share[0] % mesh.dp == place.dp or share[0] == -1}
     ones, zeros = ({share for share, each in c.items() if each == value} for value in (1, 0))
     if len(ones) + len(zeros) < len(c):
         if mesh.tp > 1 and {share for share, each in c.items() if each} == own_tp and len(values) == 2:
@@ -261,25 +261,21 @@ def _pattern(place: Place, c: dict[Share, Fraction]) -> Guess | None:
         rest = {share: each for share, each in c.items() if each not in (0, 1)}
         many = max(rest.values()) > 1
         return Guess(
-            "summed twice" if many else "divided twice", f"{_named(rest, mesh.accumulate)}, {max(rest.values())} times"
+            "summed twice" if many else "divided twice", f"{_named(rest, mesh.dp)}, {max(rest.values())} times"
         )
     for wanted, axis in ((own_tp & own_dp, "tp and dp"), (own_tp, TP), (own_dp, "dp")):
         if ones == wanted:
             over = axis if mesh.tp > 1 and mesh.dp > 1 else TP if mesh.tp > 1 else "dp"
             return Guess("missing sum", f"over {over}")
-    micros = {share[0] % mesh.accumulate for share in zeros}
-    if (
-        mesh.accumulate > 1
-        and len(micros) == 1
-        and not {share for share in ones if share[0] % mesh.accumulate in micros}
-    ):
+    micros = {share[0] // mesh.dp for share in zeros}
+    if mesh.accumulate > 1 and len(micros) == 1 and not {share for share in ones if share[0] // mesh.dp in micros}:
         return Guess("missing microbatch", f"number {micros.pop()} of {mesh.accumulate}, counted from 0")
-    return Guess("missing part", _named(zeros, mesh.accumulate))
+    return Guess("missing part", _named(zeros, mesh.dp))
 
 
-def _named(shares: set[Share] | dict[Share, Fraction], accumulate: int) -> str:
+def _named(shares: set[Share] | dict[Share, Fraction], dp: int) -> str:
     first = min(shares)
-    data = "" if first[0] < 0 else f"dp rank {first[0] // accumulate}, microbatch {first[0] % accumulate}, "
+    data = "" if first[0] < 0 else f"dp rank {first[0] % dp}, microbatch {first[0] // dp}, "
     more = f" and {len(shares) - 1} more" if len(shares) > 1 else ""
     return f"the share of {data}tp rank {first[1]}{more}"
 
@@ -321,7 +317,7 @@ def _wrong_group(case: Case) -> Guess | None:
     if not cuts or mesh.dp == 1 or case.place.piece is None:
         return None
     whole = sum_of(found, cuts[-1, case.place.tp]).reshape(case.trace.values[case.key].shape)
-    micro = case.place.piece % mesh.accumulate
+    micro = case.place.piece // mesh.dp
     parts = [case.cut(whole, Place(mesh, case.place.tp, dp).at(micro)) for dp in range(mesh.dp)]
     if any(part is None for part in parts):
         return None

@@ -18,7 +18,7 @@ from dlp.parallel.linear.state import cores
 from dlp.parallel.model.checks import check_gathered
 from dlp.parallel.weight.local import LocalWeight
 from dlp.proof.bounds import Measured, Spread, is_weight, measure, rows_of, spread, variance
-from dlp.proof.cases import Place, held, parameter_part
+from dlp.proof.cases import MeshCase, Place, held, parameter_part
 from dlp.proof.diagnose import Case, Cut, Guess, diagnose
 from dlp.proof.record import Key, Recorder, Trace, is_activation_gradient
 from dlp.proof.report import places
@@ -41,6 +41,17 @@ class Seen(NamedTuple):
         return f"{rows}, {columns}"
 
 
+def gain_of(model: nn.Module, case: MeshCase) -> int:
+    """By how much gradients are larger on a data-parallel rank than on one rank: FSDP averages; it adds those of an invariant
+    model."""
+    return 1 if is_invariant(model) else case.dp
+
+
+def is_invariant(model: nn.Module) -> bool:
+    """Whether `dlp.convert(..., invariant=True)` made the model, or a part of it."""
+    return any("dlp_invariant" in vars(module) for module in model.modules())
+
+
 class Bounds:
     """The spreads of one trace, each computed once."""
 
@@ -59,6 +70,7 @@ class Follower:
     difference over its bound."""
 
     def __init__(self, model: nn.Module, bounds: Bounds, place: Place, exact: bool) -> None:
+        self.gain = gain_of(model, place.case)
         self.trace, self._bounds, self.place, self.exact = bounds.trace, bounds, place, exact
         self.recorder = Recorder(model, self._take, self._again)
         self.micro = 0
@@ -94,7 +106,7 @@ class Follower:
                 return (at or place).part(whole, tensor.shape)
 
             self._compare(key, tensor, cut, place)
-        scaled = part * place.case.dp if is_activation_gradient(key) else part
+        scaled = part * self.gain if is_activation_gradient(key) else part
         return scaled.to(tensor.dtype, copy=True)
 
     def _again(self, key: Key, tensor: Tensor) -> Tensor:
@@ -161,7 +173,7 @@ class Follower:
         assert expected is not None
         if not tensor.numel():
             return
-        factor = place.case.dp if is_activation_gradient(key) else 1
+        factor = self.gain if is_activation_gradient(key) else 1
         given = expected * factor
         self.compared += 1
         if torch.equal(tensor, given.to(tensor.dtype)) and bool(tensor.isfinite().all()):

@@ -167,12 +167,20 @@ class Trace:
         self.values: dict[Key, Tensor] = {}
         self.modules = {plain_name(name): module for name, module in model.named_modules()}
         self.tied = tied_parameters(model)
-        self.recorder = Recorder(model, self._take, lambda key, tensor: tensor)
+        self.recorder = Recorder(model, self._take_piece, lambda key, tensor: tensor)
         self.elements = sum(parameter.numel() for parameter in model.parameters())
         self._order: dict[Key, int] = {}
 
     def _take(self, key: Key, tensor: Tensor) -> Tensor:
         self.values[key] = tensor.detach().clone()
+        return tensor
+
+    def _take_piece(self, key: Key, tensor: Tensor) -> Tensor:
+        """`_take` of a tensor of a module, joined with those of the microbatches before."""
+        before = self.values.get(key)
+        if before is None or not tensor.dim():
+            return self._take(key, tensor)
+        self.values[key] = torch.cat([before, tensor.detach()])
         return tensor
 
     def add(self, key: Key, value: Tensor) -> Tensor:

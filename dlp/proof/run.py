@@ -8,11 +8,13 @@ meshes have, on the GPUs of this machine if there are enough, else on the CPU.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,9 +34,9 @@ from dlp.parallel.model.grads import backward_dw
 from dlp.parallel.model.session import session_of
 from dlp.parallel.traffic.ledger import Ledger, LedgerError
 from dlp.parallel.traffic.predict import Traffic
-from dlp.proof.cases import MESHES, ONE, MeshCase, Place, held
+from dlp.proof.cases import MESHES, ONE, MeshCase, Place, held, in_equal_pieces
 from dlp.proof.diagnose import Guess
-from dlp.proof.follow import WHOLE, Bounds, Follower, Seen, gradients
+from dlp.proof.follow import WHOLE, Bounds, Follower, Seen, gain_of, gradients, is_invariant
 from dlp.proof.record import GRADIENT_NAMES, WEIGHT_NAMES, Key, Trace, named_parameters, recording
 from dlp.proof.report import Finding, MeshResult, Report
 
@@ -55,6 +57,7 @@ class Program(NamedTuple):
     reduction: str
     device_type: str
     wire: Wire | None = None
+    pieces: int = 1  # microbatches of the step of one rank
 
 
 def prove(  # many parameters: what is compared and how, all by keyword but three
@@ -77,7 +80,8 @@ def prove(  # many parameters: what is compared and how, all by keyword but thre
         loss: `loss(model, batch, mesh)` returns the scalar loss of a part of the batch, equal on all tp ranks.
         meshes: names of meshes, such as "tp2", "tp2+sp", "dp2", "hsdp2x2", "accumulate4", "tp2xdp2+sp".
         steps: optimizer steps. Stale weights and gradients show from the second step on.
-        exact: judge by equal bits instead of bounds.
+        exact: judge by equal bits instead of bounds. All meshes and one rank then cut a step into microbatches of equal size,
+            as many as the mesh with the most has. Models of `dlp.convert(..., invariant=True)` pass.
         reduction: "mean" or "sum": what `loss` is over the sequences of a batch.
         wire: `wire(model, mesh, case)` returns the bytes that the plan says a rank sends in a step (`dlp.wire_report` is made
             of the same `step_traffic`); they are compared with those of the last step, from the third on.
@@ -106,7 +110,9 @@ def prove(  # many parameters: what is compared and how, all by keyword but thre
     if reduction not in ("mean", "sum"):
         raise ValueError(f"dlp.prove: reduction {reduction!r}: expected mean or sum")
     cases = [MeshCase.parse(name) for name in meshes]
-    program = Program(build_model, example_batch, loss, steps, exact, reduction, device_type or "", wire)
+    cases = in_equal_pieces(cases) if exact else cases
+    pieces = cases[0].pieces if exact else 1
+    program = Program(build_model, example_batch, loss, steps, exact, reduction, device_type or "", wire, pieces)
     if dist.is_initialized() or "RANK" in os.environ:
         return prove_here(program, cases)
     report = Report(steps, exact)
@@ -175,11 +181,12 @@ def mesh_of(case: MeshCase, device: str) -> DeviceMesh:
 
 def one_rank(program: Program) -> Trace:
     """The trace of one rank, which every rank of the run makes alike."""
-    mesh = mesh_of(ONE, program.device_type)
-    model, optimizer = _built(program, mesh, ONE)
+    case = replace(ONE, accumulate=program.pieces)
+    mesh = mesh_of(case, program.device_type)
+    model, optimizer = _built(program, mesh, case)
     trace = Trace(model)
     with recording(trace.recorder):
-        _run(program, model, optimizer, mesh, ONE, trace)
+        _run(program, model, optimizer, mesh, case, trace)
     return trace
 
 
@@ -315,14 +322,15 @@ def _run(
 def _forward_backward(
     program: Program, model: nn.Module, mesh: DeviceMesh, case: MeshCase, run: Trace | Follower, step: int
 ) -> Tensor:
-    """The microbatches of a step; returns this rank's part of the loss."""
+    """The microbatches of a step; returns their parts of the loss."""
     batch = program.batch(step) if callable(program.batch) else program.batch
     place, device = Place.of(case, ParallelDims.from_mesh(mesh)), torch.device(program.device_type)
-    total = torch.zeros((), device=device)
-    mean = program.reduction == "mean"
+    losses: list[Tensor] = []
+    mean, invariant = program.reduction == "mean", is_invariant(model)
+    gain = gain_of(model, case) / (case.pieces if mean else 1)
     for micro in range(case.accumulate):
         if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(micro == case.accumulate - 1)
+            model.set_requires_gradient_sync(invariant or micro == case.accumulate - 1)
         run.recorder.microbatch()
         if isinstance(run, Follower):
             run.micro = micro
@@ -331,10 +339,10 @@ def _forward_backward(
         args = (model, part, mesh)[: len(inspect.signature(program.loss).parameters)]
         loss = program.loss(*args)
         run.begin(Key(run.recorder.step, "", "loss"), loss)
-        (loss / case.accumulate if mean else loss * case.dp).backward()
+        (loss * gain).backward()
         backward_dw(model)
-        total += loss.detach() / (case.pieces if mean else 1)
-    return total
+        losses.append(loss.detach())
+    return torch.stack(losses) / (case.pieces if mean else 1)
 
 
 @contextmanager
@@ -373,10 +381,10 @@ def _piece(each: Any, case: MeshCase, piece: int, device: torch.device) -> Any:
 def _total(own: Tensor, case: MeshCase) -> Tensor:
     """The loss over all data-parallel ranks of this copy; of tp ranks, which must have equal ones, the first that differs."""
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, float(own))
+    dist.all_gather_object(told, own.tolist())
     first = dist.get_rank() // case.ranks * case.ranks
     mine = told[first : first + case.ranks]
-    by_tp = [sum(mine[tp :: case.tp]) for tp in range(case.tp)]
+    by_tp = [math.fsum(loss for each in mine[tp :: case.tp] for loss in each) for tp in range(case.tp)]
     odd = next((each for each in by_tp if each != by_tp[0]), by_tp[0])
     return own.new_tensor(odd)
 
@@ -398,5 +406,5 @@ def _scales(run: Trace | Follower, model: nn.Module, case: MeshCase, step: int) 
     table = session_of(model).scaling.table
     for name, scale in zip(table.names, table.scale, strict=True):
         layer, _, tensor = name.rpartition(".")
-        larger = case.dp if tensor.startswith("dy") else 1
+        larger = gain_of(model, case) if tensor.startswith("dy") else 1
         run.add(Key(step, layer, f"scale of {tensor}"), scale * larger)

@@ -1,8 +1,8 @@
 """`dlp.convert(..., invariant=True)`: equal bits on every mesh.
 
     GEMMs, biases     `dlp.parallel.linear.canonical`
-    replicated norms  run once for each canonical segment of tokens or heads, so that every kernel gets tensors of equal shapes on
-                      every mesh; gradients of the segments are added by the tree (`in_segments`)
+    replicated norms  run once for each canonical segment of tokens or heads, so that every kernel gets tensors of equal
+                      shapes on every mesh; gradients of the segments are added by the tree (`Segments`)
     microbatches      a microbatch is the unit of sums over tokens. Microbatch g of data-parallel rank d is piece g x D + d of
                       the global batch. FSDP adds D neighbours by the tree; `GradientTree` adds those sums over microbatches
 
