@@ -171,6 +171,26 @@ llama3_1b
     tiny.toml: [train] profile: expected one of the 5 steps, or 0, got 6
 --train.cuda_graph true --groups.default.stats true
     tiny.toml: [train] cuda_graph = true: statistics are read in each step of group default; leave stats out of the group
+--train.invariant true --train.compile true
+    tiny.toml: [train] invariant = true: compiled code adds in an order that depends on shapes; set [train] compile = false
+--train.invariant true --model.fused true
+    tiny.toml: [train] invariant = true: fused sequences add in an order of their own; set [model] fused = false
+--train.invariant true --train.optimizer muon
+    tiny.toml: [train] invariant = true: muon computes on parts of matrices that depend on the mesh; set...
+--train.invariant true --train.main_grads grad
+    tiny.toml: [train] invariant = true: wgrad GEMMs would add microbatches in order, not by the tree; set...
+--train.invariant true --train.reduce_gradients step
+    tiny.toml: [train] invariant = true: FSDP would add microbatches in order, not by the tree; set...
+--train.invariant true --train.sentinel 8
+    tiny.toml: [train] invariant = true: the sentinel is not tested with sums by the tree; set [train] sentinel = 0
+--train.invariant true --train.dtype fp32
+    tiny.toml: [train] invariant = true: activations of fp32 have other bits at the end of vectors than in vectors; set...
+--train.invariant true --train.ledger always
+    tiny.toml: [train] invariant = true: the plan does not predict the bytes of partial sums in fp32; set...
+--train.invariant true --data.reset_attention true
+    tiny.toml: [train] invariant = true: attention within documents is not tested on parts of the heads; set...
+--train.invariant true --mesh.grad_wire bf16
+    tiny.toml: [train] invariant = true: gradients travel in fp32; set [mesh] grad_wire = "fp32", not "bf16"
 --train.cuda_graph yes
     --train.cuda_graph: expected "auto", true or false, got 'yes'
 """

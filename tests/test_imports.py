@@ -101,7 +101,7 @@ NEVER = {
     "dlp.parallel.model": ("dlp.parallel.traffic",),
 }
 
-FILES, FLOORS = 41, 11  # with code in dlp/parallel; modules in the longest chain of imports there
+FILES, FLOORS = 43, 11  # with code in dlp/parallel; modules in the longest chain of imports there
 
 Graph = Mapping[str, set[str]]  # module -> the modules that it imports
 

@@ -89,8 +89,8 @@ def in_equal_pieces(cases: Sequence[MeshCase]) -> list[MeshCase]:
     odd = next((case for case in cases if pieces % case.dp), None)
     if odd is not None:
         raise ValueError(
-            f"mesh {odd.name!r}: bits can be equal only for microbatches of equal size, and {odd.dp} data-parallel ranks cannot "
-            f"share {pieces}; prove this mesh alone"
+            f"mesh {odd.name!r}: bits can be equal only for microbatches of equal size, and {odd.dp} data-parallel ranks "
+            f"cannot share {pieces}; prove this mesh alone"
         )
     return [replace(case, accumulate=pieces // case.dp) for case in cases]
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import dlp
-from dlp.comm.mesh import AXES
+import dlp.ops
+from dlp.comm.mesh import AXES, ParallelDims
+from dlp.parallel.model.invariant import check_mesh
+from dlp.parallel.weight.fsdp2 import set_grad_wire
 from dlp.proof.cases import MeshCase
 from launch.config.run_config import load
 from launch.training.build import build
@@ -77,7 +82,7 @@ def trained(name: str, recipe: str, model: tuple[str, ...], steps: int) -> Bits:
                 8 * 32
             )
             loss.backward()
-            found.losses[step, piece] = float(loss)
+            found.losses[step, piece] = loss.item()
         for key, parameter in built.model.named_parameters():
             found.tensors[f"gradient {key} {step}"] = bits(parameter.grad)
         found.tensors[f"norm {step}"] = bits(update()[0])
@@ -117,3 +122,105 @@ def test_every_mesh_has_the_bits_of_one_rank(ranks, recipe, model, names):
     told = ranks(world).run(run, ("tp1", *names), recipe, model, 2)
     for i, name in enumerate(names, 1):
         compare(told[0][0], [each[i] for each in told], name)
+
+
+class Mixes(nn.Module):
+    """A vector that is added to sums over tokens, which no segment of tokens has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(0) + self.weight
+
+
+def net(*between: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64), *between)
+
+
+def converted(mesh: DeviceMesh, *between: nn.Module, **options: Any) -> nn.Module:
+    choices = {key: options.pop(key) for key in ("overlap", "recipe", "delay_wgrad") if key in options}
+    groups = [
+        dlp.LayerGroup("all", "**", **({"recipe": "fp8_current"} | choices)),
+        dlp.LayerGroup("up", "1", style="column"), dlp.LayerGroup("down", "3", style="row"),
+    ]  # fmt: skip
+    model = net(*between)
+    dlp.convert(model, groups, mesh, invariant=True, **options)
+    return model
+
+
+def refused() -> dict[str, str]:
+    """In a worker: the message of each refusal."""
+    tp, dp = mesh_of((1, 1, 2)), mesh_of((1, 2, 1))
+    x = torch.randn(16, 64)
+
+    def stepped(model: nn.Module, between: Any = lambda model: None) -> None:
+        for _ in range(2):
+            model(x).sum().backward()
+            between(model)
+
+    def cleared(model: nn.Module) -> None:
+        torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
+
+    def sharded(**keywords: Any) -> nn.Module:
+        return dlp.fully_shard(converted(dp), mesh=dp, **keywords)
+
+    def attached(**keywords: Any) -> None:
+        model = converted(tp)
+        dlp.attach(model, torch.optim.SGD(model.parameters()), **keywords)
+
+    def in_region() -> None:
+        with dlp.autocast(recipe="bf16"):
+            converted(tp)(x)
+
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    calls = {
+        "amax_group = 'world'": lambda: converted(tp, amax_group="world"),
+        "1: recipe qat": lambda: converted(tp, recipe="qat"),
+        "of fprop in another format than fp32": lambda: converted(tp, recipe={"name": "bf16", "wire": "fp8"}),
+        "inside a block of fp8_block": lambda: converted(tp, recipe="fp8_block"),
+        "delay_wgrad = true": lambda: converted(tp, delay_wgrad=True),
+        "overlap = 'chunked'": lambda: converted(tp, overlap="chunked"),
+        "4 is a RMSNorm of dlp.ops": lambda: converted(tp, dlp.ops.RMSNorm(64)),
+        "4 draws masks of p = 0.5": lambda: converted(tp, nn.Dropout(0.5)),
+        "4 does not compute each token by itself": lambda: converted(tp, Mixes())(x),
+        "recipes do not change": lambda: dlp.set_recipe(converted(tp), "1", "bf16"),
+        "leave recipe out of dlp.autocast": in_region,
+        "main_grads": lambda: attached(main_grads="grad"),
+        "leave set_grad_wire out": lambda: set_grad_wire(sharded(), "bf16"),
+        "would round gradients to torch.bfloat16": lambda: sharded(mp_policy=half),
+        "sharded by torch's fully_shard": lambda: fully_shard(converted(dp), mesh=dp["dp_shard"])(x),
+        "leave set_requires_gradient_sync(False) out": lambda: stepped(
+            sharded(), lambda model: model.set_requires_gradient_sync(False)
+        ),
+        "gradients were set or changed": lambda: stepped(converted(tp), cleared),
+        "must come from calling the converted model itself": lambda: converted(tp)[1](x).sum().backward(),
+    }
+    return {expected: _message(call) for expected, call in calls.items()}
+
+
+def _message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.ranks(2)
+def test_what_is_not_invariant_is_refused_by_name(ranks):
+    told = ranks(2).run(refused)[0].items()
+    wrong = {
+        expected: message
+        for expected, message in told
+        if "invariant = true: " not in message or expected not in message
+    }
+    assert not wrong
+    with pytest.raises(ValueError, match="tp = 3: a sum is a tree of 8 segments"):
+        check_mesh(ParallelDims(tp=3), "cpu", "auto")
+    with pytest.raises(ValueError, match="dp_replicate = 4: FSDP adds"):
+        check_mesh(ParallelDims(dp_replicate=4), "cpu", "auto")
+    with pytest.raises(ValueError, match="this mesh is on cuda"):
+        check_mesh(ParallelDims(), "cuda", "auto")

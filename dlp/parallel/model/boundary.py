@@ -161,6 +161,10 @@ def attach(
     if weight_cache == "forward" and any(record and record.ranks > 1 for its in records.values() for record in its):
         session.note("weight_cache = 'forward' leaves casts of shards as they are: quantized_gather = false keeps none")
     if main_grads != "off":
+        if any(core.spec.invariant for core in records):
+            raise ValueError(
+                'invariant = true: microbatches are added by the tree, not by the wgrad GEMM; set main_grads = "off"'
+            )
         add_main_grads(session, root, records, main_grads)
     gather_quantized(model)
     end = partial(_after_step, root, session, NonFiniteWatch(session.flags, on_nonfinite))

@@ -43,7 +43,7 @@ from dlp.parallel.linear.spec import LinearSpec, Overlaps
 from dlp.parallel.model.embedding import cut_vocabulary
 from dlp.parallel.model.grads import PartialGradients
 from dlp.parallel.model.groups import LayerGroup
-from dlp.parallel.model.invariant import GradientTree, Segments, check_mesh, check_plan
+from dlp.parallel.model.invariant import GradientTree, Segments, check_mesh, check_plan, holds_vectors
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan, make_plan
 from dlp.parallel.model.replicas import Replicas
 from dlp.parallel.model.session import Session, give_session
@@ -256,8 +256,7 @@ def _convert_other(target: _Target, row: OtherPlan, inside: tuple[nn.Module, ...
     replicate(
         module, row.name, on_shards=row.sequence_parallel, reads_cut=row.reads_cut, token_rows=rows, inside=inside
     )
-    vectors = all(p is None or p.dim() == 1 for p in module._parameters.values())
-    if target.invariant and vectors and row.style == "replicated":
+    if target.invariant and row.style == "replicated" and holds_vectors(module):
         shared = target.tp.get_group() if row.partial else None
         module.segments = Segments(row.name, -2 if row.reads_cut else 0, shared)  # type: ignore[assignment]
         module.tp_partial = ()  # type: ignore[assignment]

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from dlp.comm.mesh import ParallelDims
@@ -27,7 +29,7 @@ from dlp.parallel.linear.canonical import RANKS, all_reduce
 from dlp.parallel.linear.state import in_backward
 from dlp.parallel.model.grads import local_grad, set_grad
 from dlp.parallel.model.plan import Plan
-from dlp.parallel.model.rows import LayerPlan, scope_notes
+from dlp.parallel.model.rows import HELD, LayerPlan, scope_notes
 from dlp.parallel.style import shard_sizes
 from dlp.parallel.weight.fsdp2 import Managed, managed
 from dlp.quant.recipe import GEMMS, Recipe
@@ -50,8 +52,8 @@ def check_mesh(dims: ParallelDims, device_type: str, amax_group: Any) -> None:
     for axis, size in sizes.items():
         if size not in RANKS:
             raise ValueError(
-                f"invariant = true: {axis} = {size}: a sum is a tree of {canonical.SEGMENTS} segments, of which each rank owns a "
-                f"subtree; use {', '.join(map(str, RANKS))}"
+                f"invariant = true: {axis} = {size}: a sum is a tree of {canonical.SEGMENTS} segments, of which each rank owns "
+                f"a subtree; use {', '.join(map(str, RANKS))}"
             )
     if dims.dp_replicate > 2:
         raise ValueError(
@@ -60,7 +62,8 @@ def check_mesh(dims: ParallelDims, device_type: str, amax_group: Any) -> None:
         )
     if amax_group != "auto":
         raise ValueError(
-            f'invariant = true: amax_group = {amax_group!r} would share scales between microbatches of several ranks; use "auto"'
+            f"invariant = true: amax_group = {amax_group!r} would share scales between microbatches of several ranks; use "
+            f'"auto"'
         )
 
 
@@ -70,20 +73,30 @@ def check_plan(plan: Plan, model: nn.Module, batch: tuple[int, int] | None) -> P
     for name, module in model.named_modules():
         if type(module).__module__.startswith("dlp.ops"):
             raise ValueError(
-                f"invariant = true: {name or 'the model'} is a {type(module).__name__} of dlp.ops, whose fusions add in an order "
-                f"of their own; use plain modules ([model] fused = false)"
+                f"invariant = true: {name or 'the model'} is a {type(module).__name__} of dlp.ops, whose fusions add in an "
+                f"order of their own; use plain modules ([model] fused = false)"
+            )
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            raise ValueError(
+                f"invariant = true: {name} draws masks of p = {module.p} in an order that depends on the mesh; set p = 0"
             )
     layers = tuple(_checked(row, plan.tp, batch) for row in plan.layers)
     kinds = {name: module for name, module in model.named_modules()}
     for other in plan.others:
-        matrices = [key for key, p in kinds[other.name]._parameters.items() if p is not None and p.dim() != 1]
-        if other.partial and (matrices or other.style != "replicated"):
+        if other.partial and (other.style != "replicated" or not holds_vectors(kinds[other.name])):
             raise ValueError(
-                f"invariant = true: {other.name} ({other.kind}) computes on a part of the tokens or heads of one rank, which is "
-                f"invariant only for modules whose parameters are vectors, such as norms; convert it, or take it out of the "
+                f"invariant = true: {other.name} ({other.kind}) computes on a part of the tokens or heads of one rank, "
+                f"which is invariant only for modules whose parameters are vectors, such as norms; convert it, or take it out of the "
                 f"sequence-parallel groups"
             )
     return replace(plan, layers=layers, times=None)
+
+
+def holds_vectors(module: nn.Module) -> bool:
+    """Whether a module may run in segments: it has no modules inside, and its parameters are vectors."""
+    return not any(True for _ in module.children()) and all(
+        p is None or p.dim() == 1 for p in module._parameters.values()
+    )
 
 
 def _checked(row: LayerPlan, tp: int, batch: tuple[int, int] | None) -> LayerPlan:
@@ -110,14 +123,15 @@ def _refused(row: LayerPlan, recipe: Recipe) -> str | None:
         return f"recipe {recipe}: the recipes are {', '.join(RECIPES)}"
     wires = [gemm for gemm in GEMMS if getattr(recipe, gemm).wire != "hp"]
     if wires:
-        return f"{recipe} carries partial sums of {wires[0]} as {getattr(recipe, wires[0]).wire}; they travel in fp32: leave wire out"
+        return f"{recipe} carries partial sums of {wires[0]} in another format than fp32; leave wire out"
+    if HELD in row.notes:
+        return "its weight is held as codes only; leave quantized_model_init out"
     if row.made_by_hand:
         return "it was constructed explicitly; let dlp.convert make it from an nn.Linear"
     if row.options.delay_wgrad:
         return "delay_wgrad = true adds weight gradients after backward; leave it out"
-    if row.overlap not in ("auto", "serial") and set(
-        row.overlap.values() if isinstance(row.overlap, dict) else [row.overlap]
-    ) != {"serial"}:
+    asked = row.overlap.values() if isinstance(row.overlap, dict) else [row.overlap]
+    if not {*asked} <= {"auto", "serial"}:
         return f"overlap = {row.overlap!r}: partial sums are added by the tree, not in chunks; use serial"
     return None
 
@@ -140,8 +154,8 @@ class _Fan(torch.autograd.Function):
 
 
 class Segments:
-    """How a replicated module runs in segments. dim: the dimension of x that is cut, 0: tokens, -2: heads; group: the ranks that
-    share the dimension; None: this rank has all of it."""
+    """How a replicated module runs in segments. dim: the dimension of x that is cut, 0: tokens, -2: heads; group: the ranks
+    that share the dimension; None: this rank has all of it."""
 
     def __init__(self, name: str, dim: int, group: ProcessGroup | None) -> None:
         self.name, self.dim, self.group = name, dim, group
@@ -217,8 +231,8 @@ class GradientTree:
         """Called where a layer computes gradients. RuntimeError in a backward that did not begin at an output of the model."""
         if self._task is None:
             raise RuntimeError(
-                "invariant = true: gradients of microbatches are added in a fixed order, so the loss must come from calling the "
-                "converted model itself, as model(...), and from tensors in what it returns"
+                "invariant = true: gradients of microbatches are added in a fixed order, so the loss must come from calling "
+                "the converted model itself, as model(...), and from tensors in what it returns"
             )
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
@@ -226,6 +240,7 @@ class GradientTree:
             return
         self._task = None
         if not self._stored:
+            _check_units(model)
             self._records = [record for _, _, record in managed(model)]
             sharded = {(id(owner), name): record.stored for owner, name, record in managed(model)}
             named = [
@@ -252,8 +267,8 @@ class GradientTree:
         self._task = task
         if not all(record.reduces for record in self._records):
             raise RuntimeError(
-                "invariant = true: FSDP must reduce the gradients of each microbatch, since sums of microbatches are not added in "
-                "the order of backward: leave set_requires_gradient_sync(False) out"
+                "invariant = true: FSDP must reduce the gradients of each microbatch, since sums of microbatches are not added "
+                "in the order of backward: leave set_requires_gradient_sync(False) out"
             )
         for i, parameter in enumerate(self._stored):
             given, grad_now = self._given.get(i), local_grad(parameter)
@@ -284,6 +299,16 @@ class GradientTree:
             if total is not None:
                 set_grad(parameter, total)
                 self._given[i], self._versions[i] = total, total._version
+
+
+def _check_units(model: nn.Module) -> None:
+    """ValueError for units of torch's own `fully_shard`, which averages in an order of its own."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule) and "dlp_gathering" not in vars(module):
+            raise ValueError(
+                f"invariant = true: {name or 'the model'} was sharded by torch's fully_shard, which adds gradients in an order "
+                f"of its own; use dlp.fully_shard"
+            )
 
 
 def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:

@@ -131,8 +131,8 @@ def _check_fp32(policy: fsdp.MixedPrecisionPolicy | None) -> None:
     narrow = [dtype for dtype in dtypes if dtype not in (None, torch.float32)]
     if narrow:
         raise ValueError(
-            f"invariant = true: FSDP would round gradients to {narrow[0]} on several ranks and not on one; leave param_dtype and "
-            f"reduce_dtype out of mp_policy"
+            f"invariant = true: FSDP would round gradients to {narrow[0]} on several ranks and not on one; leave param_dtype "
+            f"and reduce_dtype out of mp_policy"
         )
 
 
