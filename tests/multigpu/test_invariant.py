@@ -6,6 +6,7 @@ import functools
 import hashlib
 from collections.abc import Callable
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,6 +26,7 @@ from dlp.proof.cases import MeshCase
 from launch.config.run_config import load
 from launch.training.build import build
 from launch.training.step_update import Update
+from tests import training
 
 SMALL = ("layers=1", "hidden=128", "ffn=128", "heads=4", "kv_heads=4", "head_dim=32", "vocab=128")
 QWEN3 = (
@@ -109,19 +111,49 @@ TWO, FOUR = ("tp2", "tp2+sp", "dp2"), ("tp4+sp", "tp2xdp2", "tp2xdp2+sp", "hsdp2
 
 
 @pytest.mark.parametrize(
-    ("recipe", "model", "names"),
+    ("recipe", "model", "world", "names"),
     [
-        ("fp8_current", SMALL, TWO),
-        ("nvfp4", SMALL, ("tp2+sp", "dp2")),  # stochastic rounding
-        ("fp8_delayed", QWEN3, FOUR),
+        ("fp8_current", SMALL, 2, TWO),
+        ("nvfp4", SMALL, 2, ("tp2+sp", "dp2")),  # stochastic rounding
+        ("fp8_delayed", QWEN3, 4, FOUR),
     ],
-    ids=str,
+    ids=["fp8_current", "nvfp4", "fp8_delayed"],
 )
-def test_every_mesh_has_the_bits_of_one_rank(ranks, recipe, model, names):
-    world = max(MeshCase.parse(name).ranks for name in names)
+def test_every_mesh_has_the_bits_of_one_rank(ranks, recipe, model, world, names):
     told = ranks(world).run(run, ("tp1", *names), recipe, model, 2)
     for i, name in enumerate(names, 1):
         compare(told[0][0], [each[i] for each in told], name)
+
+
+def recorded(folder: Path, data: Path, name: str, *overrides: str) -> tuple[dict[int, Any], ...]:
+    """In a worker: what a run of launch.train records."""
+    config = training.config(folder / name, data, *overrides, "--train.invariant", "true")
+    training.run(config)
+    return tuple(training.metrics(config, key) for key in ("loss", "gradient_norm", "validation_loss"))
+
+
+def runs(folder: Path, data: Path) -> list[tuple[dict[int, Any], ...]]:
+    common = (
+        "--train.steps",
+        "3",
+        "--train.eval_every",
+        "3",
+        "--checkpoint.every",
+        "0",
+        "--checkpoint.at_end",
+        "false",
+    )
+    cut = recorded(folder, data, "tp", *common)
+    return [cut, recorded(folder, data, "dp", *common, "--mesh.tp", "1", "--mesh.sequence_parallel", "false")]
+
+
+@pytest.mark.ranks(2)
+def test_runs_record_equal_numbers(ranks, tmp_path):
+    for name in ("tp", "dp"):
+        (tmp_path / name).mkdir()
+    tp, dp = ranks(2).run(runs, tmp_path, training.shards(tmp_path))[0]
+    assert tp == dp
+    assert len(tp[0]) == len(tp[1]) == 3 and tp[2]
 
 
 class Mixes(nn.Module):

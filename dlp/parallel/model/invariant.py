@@ -86,8 +86,8 @@ def check_plan(plan: Plan, model: nn.Module, batch: tuple[int, int] | None) -> P
         if other.partial and (other.style != "replicated" or not holds_vectors(kinds[other.name])):
             raise ValueError(
                 f"invariant = true: {other.name} ({other.kind}) computes on a part of the tokens or heads of one rank, "
-                f"which is invariant only for modules whose parameters are vectors, such as norms; convert it, or take it out of the "
-                f"sequence-parallel groups"
+                f"which is invariant only for modules whose parameters are vectors, such as norms; convert it, or take it out "
+                f"of the sequence-parallel groups"
             )
     return replace(plan, layers=layers, times=None)
 
