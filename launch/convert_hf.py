@@ -250,7 +250,9 @@ def main(arguments: Sequence[str]) -> None:
     writing.add_argument("--dtype", choices=NAMES, help="of all tensors [that of the checkpoint: fp32 for a run's]")
     writing.add_argument("--positions", type=count, help="the longest context that config.json claims [as trained]")
     writing.add_argument(
-        "--codes", action="store_true", help="weights as the codes that the training forward multiplied (compressed-tensors)"
+        "--codes",
+        action="store_true",
+        help="weights as the codes that the training forward multiplied (compressed-tensors)",
     )
     options = parser.parse_args(arguments)
     if options.out.exists():

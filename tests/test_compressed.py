@@ -47,7 +47,12 @@ def test_the_layout_holds_the_codes_and_the_package_reads_the_same_values(case: 
     assert torch.equal(back.dequantize(torch.float32), values[:144])
     if not (case == "mxfp8-2d" or case == "nvfp4"):  # scales of tiles, once for each row
         assert back.format == q.format
-        assert all(torch.equal(a.view(torch.uint8) if a.dtype.itemsize == 1 else a, b.view(torch.uint8) if b.dtype.itemsize == 1 else b) for a, b in zip(back.parts, q.parts, strict=True))
+        assert all(
+            torch.equal(
+                a.view(torch.uint8) if a.dtype.itemsize == 1 else a, b.view(torch.uint8) if b.dtype.itemsize == 1 else b
+            )
+            for a, b in zip(back.parts, q.parts, strict=True)
+        )
     theirs = pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
@@ -103,7 +108,9 @@ def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="no layer of the model holds codes"):
         dlp.save_compressed(model(), tmp_path / "a")
     odd = dlp.quantize_(nn.Sequential(nn.Linear(40, 32)), "mxfp8")
-    with pytest.raises(ValueError, match=r"0: compressed-tensors has no padding: a contraction of 40 is not a multiple of 32"):
+    with pytest.raises(
+        ValueError, match=r"0: compressed-tensors has no padding: a contraction of 40 is not a multiple of 32"
+    ):
         dlp.save_compressed(odd, tmp_path / "a")
     hybrid = {"name": "fp8_current", "fp8_format": "E4M3"}
     dlp.save_compressed(dlp.quantize_(model(), hybrid), tmp_path / "b")

@@ -39,9 +39,7 @@ def logits(config: Config) -> Tensor:
 def trained(ranks: Any, folder: Path, data: Path, *settings: str, world: int = 1) -> tuple[Tensor, Path]:
     """Logits after two steps, and the checkpoint."""
     folder.mkdir()
-    config = training.config(
-        folder, data, "--mesh.tp=1", "--train.steps=2", "--checkpoint.every=2", *settings
-    )
+    config = training.config(folder, data, "--mesh.tp=1", "--train.steps=2", "--checkpoint.every=2", *settings)
     return ranks(world).run(logits, config)[0], folder / "run" / "checkpoints" / "step-2"
 
 

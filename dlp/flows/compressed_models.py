@@ -271,10 +271,14 @@ def load_compressed(
     layers, loaded = read.layers(), set[int]()
     for name in layers:
         if not isinstance(modules.get(name), nn.Linear):
-            raise ValueError(f"{folder}: {name} has codes, and the model has no nn.Linear {name}; load the model of the folder")
+            raise ValueError(
+                f"{folder}: {name} has codes, and the model has no nn.Linear {name}; load the model of the folder"
+            )
     for name in read.others():
         if name not in own:
-            raise ValueError(f"{folder}: {name} is in the files, and the model has no such tensor; load the model of the folder")
+            raise ValueError(
+                f"{folder}: {name} is in the files, and the model has no such tensor; load the model of the folder"
+            )
         loaded.add(id(own[name]))
     weights = {id(modules[name].weight) for name in layers}
     missing = [name for name, tensor in own.items() if id(tensor) not in loaded | weights]
@@ -290,9 +294,13 @@ def load_compressed(
 def _load_layer(read: Folder, name: str, module: Any, recipe: Any, mode: Mode | None) -> None:
     q, scheme, scale = read.layer(name)
     if q.shape != tuple(module.weight.shape):
-        raise ValueError(f"{read.path}: {name} is {list(q.shape)} in the files and {list(module.weight.shape)} in the model")
+        raise ValueError(
+            f"{read.path}: {name} is {list(q.shape)} in the files and {list(module.weight.shape)} in the model"
+        )
     stated, options = compressed.activation_of(scheme["input_activations"]), GemmOptions()
-    mode = mode or ("static" if scale is not None else "weight_only" if stated is None and recipe is None else "dynamic")
+    mode = mode or (
+        "static" if scale is not None else "weight_only" if stated is None and recipe is None else "dynamic"
+    )
     activation = None if mode == "weight_only" else static() if mode == "static" else stated
     if recipe is not None:
         given = callable(recipe) and not isinstance(recipe, recipes.Recipe)

@@ -5,7 +5,8 @@
 With equal weights, tokens and random state both passes give equal bits, unless a GPU, its memory or a transfer failed. Compared
 are checksums of the loss, of y of each module and, if a step has one microbatch, of the gradient of each parameter. A
 checksum is the sum of the bits of a tensor as integers, which any flipped bit changes. A difference ends the run before the
-update, on all ranks, with rank, layer, direction, device and step.
+update, on all ranks, with rank, layer, direction, device and step. In the repeated pass, ranks also compare checksums of what
+they send each other (`dlp.comm.wire_checks`), so that a damaged transfer is told from a wrong computation.
 
 A step whose bytes the ledger counts has no sentinel, which would send twice. Modules inside compiled blocks are not checked.
 """
@@ -21,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dlp.comm import observer
+from dlp.comm import observer, wire_checks
+from dlp.comm.wire_checks import Damaged, WireChecks
 from dlp.parallel.model.session import session_of, without_effects
 from launch.ranks.links import OWN
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Sums = dict[tuple[str, str], Tensor]  # (direction, what) -> checksum
 
 
@@ -36,9 +37,7 @@ class SentinelError(Exception):
 
 def checksum(tensor: Tensor) -> Tensor:
     """Return the sum of the bits of a tensor, as integers of the size of an element, modulo 2^64; int64 []."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    bits = local.detach().contiguous().view(-1).view(_BITS[local.dtype.itemsize])
-    return bits.sum(dtype=torch.int64)
+    return wire_checks.checksum(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
 
 
 class Sentinel:
@@ -47,6 +46,7 @@ class Sentinel:
     def __init__(self, model: nn.Module, every: int) -> None:
         self._model, self.every = model, every
         self._first: Sums = {}
+        self._damaged: list[Damaged] = []
 
     def due(self, step: int) -> bool:
         """Return whether step `step`, counted from 1, has a sentinel."""
@@ -55,11 +55,14 @@ class Sentinel:
     def rehearse(self, backward: Callable[[], Tensor], *, gradients: bool) -> None:
         """Run a microbatch without side effects: `backward()` runs it and returns the loss; gradients and recipe state are
         dropped. `gradients`: compare gradients of parameters as well."""
+        checks = WireChecks()
         with without_effects(session_of(self._model)):
-            with self.recording() as sums:
+            with self.recording() as sums, checks:
                 loss = backward()
             self.close(sums, loss, gradients=gradients)
         self._first = sums
+        with observer.label(**OWN):
+            self._damaged = checks.damaged()
         for parameter in self._model.parameters():
             parameter.grad = None
 
@@ -106,16 +109,25 @@ class Sentinel:
             first, again = (torch.stack([each[key] for key in keys]) for each in (self._first, sums))
             differs = first != again
         own = differs.nonzero().flatten().tolist()
-        count = torch.tensor(len(own), device=device)
+        count = torch.tensor(len(own) + len(self._damaged), device=device)
         with observer.label(**OWN):
             dist.all_reduce(count, op=dist.ReduceOp.MAX)
         if not count.item():
             return
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        said = "" if not own else f"{keys[own[0]][1]} in {keys[own[0]][0].split()[0]}" if same else "other modules ran"
+        said = ""
+        if self._damaged:
+            said = f"{self._damaged[0]}, which arrived with other bits than were sent"
+        elif own:
+            said = f"{keys[own[0]][1]} in {keys[own[0]][0].split()[0]}" if same else "other modules ran"
         told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (said, kind, len(own)))
-        where = [f"rank {rank} ({kind}): {said}, {many} in all" for rank, (said, kind, many) in enumerate(told) if said]
+        dist.all_gather_object(told, (said, kind, len(self._damaged), len(own)))
+        damaged = any(transfers for _, _, transfers, _ in told)  # the cause of all other differences
+        where = [
+            f"rank {rank} ({kind}): {said}, {transfers or differences} in all"
+            for rank, (said, kind, transfers, differences) in enumerate(told)
+            if said and bool(transfers) == damaged
+        ]
         raise SentinelError(
             f"step {step}: the first microbatch ran twice and gave other bits, first on {'; on '.join(where)}: a device, its "
             f"memory or a transfer failed; start again from the last checkpoint without that device"

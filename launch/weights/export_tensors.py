@@ -42,7 +42,9 @@ class Source:
     def linears(self) -> list[str]:
         """Hugging Face names of all linears."""
         names = [name for name, each in self.parameters.items() if each.dim() == 2 and self.theirs[name] != EMBEDDING]
-        return [self.layer(name) for name in names] + ([HEAD.removesuffix(".weight")] if HEAD not in self.origin else [])
+        return [self.layer(name) for name in names] + (
+            [HEAD.removesuffix(".weight")] if HEAD not in self.origin else []
+        )
 
     def load(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Tensors of one file; a weight that becomes codes is read once for the file."""

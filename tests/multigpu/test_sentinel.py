@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from dlp.comm import observer
+from dlp.comm.wire_checks import WireChecks
 from launch.config.run_config import load
 from launch.settings.schema import ConfigError
+from launch.training import sentinel
 from launch.training.build import build
 from launch.training.sentinel import SentinelError, checksum
 from launch.training.trainer import Trainer
@@ -70,6 +75,27 @@ def stopped(folder: Path, data: Path, where: str, *overrides: str) -> str:
     return str(error.value)
 
 
+class Damaging(WireChecks):
+    """Rank 1 receives one flipped bit of a chunk of rank 0, in the direction that is named."""
+
+    direction = ""
+
+    def arrived(self, tensor: Tensor) -> Tensor:
+        if dist.get_rank() == 1 and observer._LABEL.get().direction == self.direction:
+            type(self).direction = "none"
+            tensor.view(-1).view(torch.uint8)[3] ^= 16
+        return tensor
+
+
+def damaged(folder: Path, data: Path, direction: str, *overrides: str) -> str:
+    """In a worker: the message of a run in which a transfer is damaged in the repeated pass of step 1."""
+    trainer, done = training.trainer(training.config(folder, data, *overrides))
+    Damaging.direction = direction
+    with pytest.raises(SentinelError) as error, patch.object(sentinel, "WireChecks", Damaging):
+        Trainer.train(trainer, done)
+    return str(error.value)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return training.shards(tmp_path_factory.mktemp("sentinel"))
@@ -94,6 +120,22 @@ def test_a_flipped_bit_is_named_before_the_update(ranks, tmp_path, data, where, 
     assert messages[0] == messages[1]
     assert messages[0].startswith("step 3: the first microbatch ran twice and gave other bits, first on ")
     assert f"rank 1 (CPU): {said}" in messages[0]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("direction", "said", "mesh"),
+    [
+        ("fprop", "fprop of model.embed_tokens", ()),
+        ("dgrad", "dgrad of lm_head", ()),
+        ("", "weights or gradients of no single layer", ("--mesh.tp", "1")),
+    ],
+)
+def test_a_damaged_transfer_is_named_with_its_sender(ranks, tmp_path, data, direction, said, mesh):
+    given = ("--train.sentinel", "1", "--train.ledger", "off", *mesh)
+    messages = ranks(2).run(damaged, tmp_path, data, direction, *given)
+    assert messages[0] == messages[1]
+    assert f"first on rank 1 (CPU): {said} from rank 0, which arrived with other bits than were sent" in messages[0]
 
 
 def test_gpus_must_repeat_their_bits():

@@ -1,0 +1,106 @@
+"""Checksums of what ranks send each other: a transfer that arrives with other bits is found, and both ranks are named.
+
+    with WireChecks() as checks:      a torch dispatch mode, as the observer is
+        ...                           all-gathers and all-to-alls, in forward, backward and FSDP
+    checks.damaged()                  the transfers that arrived with other bits than were sent; all ranks call it together
+
+A sender sums the bits of each chunk before the transfer, a receiver the bits of each chunk that arrived; the sums are compared
+after the context, by one gather for each group. The sum of the bits as integers changes with any flipped bit. Reductions inside
+NCCL or gloo, and copies into memory of a peer, have no chunk that arrives as it was sent, and are not checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dlp.comm import collectives, observer
+from dlp.comm.observer import Label, Observer
+
+# op -> the arguments that are received and sent
+_CHECKED = {
+    "c10d::_allgather_base_": ("output_tensor", "input_tensor"),
+    "c10d::alltoall_base_": ("output", "input"),
+}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return the sum of the bits of a tensor, as integers of the size of an element, modulo 2^64; int64 []."""
+    return _sums(tensor, 1)[0]
+
+
+def _sums(tensor: Tensor, chunks: int) -> Tensor:
+    """Checksums of a number of equal chunks of the memory of a tensor, int64 [chunks]."""
+    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.dtype.itemsize])
+    return bits.view(chunks, bits.numel() // chunks).sum(1, dtype=torch.int64)
+
+
+class Transfer(NamedTuple):
+    """A transfer of a group. sent: checksums by receiver; arrived: checksums by sender; int64 [R]."""
+
+    label: Label
+    sent: Tensor
+    arrived: Tensor
+
+
+class Damaged(NamedTuple):
+    """A chunk that arrived at this rank with other bits than were sent; `sender`: a global rank."""
+
+    label: Label
+    sender: int
+
+    def __str__(self) -> str:
+        layer, direction = self.label.layer or "no single layer", self.label.direction or "weights or gradients"
+        return f"{direction} of {layer} from rank {self.sender}"
+
+
+class WireChecks(Observer):
+    """A context that sums the bits of transfers on both ends."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self._transfers: dict[ProcessGroup, list[Transfer]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        received, source = _CHECKED.get(func._schema.name, ("", ""))
+        if not received:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        names = [argument.name for argument in func._schema.arguments]
+        given: Mapping[str, Any] = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        group = ProcessGroup.unbox(given["process_group"])
+        if group.size() == 1 or given.get(
+            "input_split_sizes"
+        ):  # chunks of different sizes, which no transfer of dlp has
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        to_each = received == "output"  # each rank is sent a chunk of its own
+        sent = _sums(given[source], group.size()) if to_each else checksum(given[source]).expand(group.size())
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        work = result[-1] if isinstance(result, tuple | list) else result
+        work.wait()
+        arrived = _sums(self.arrived(given[received]), group.size())
+        self._transfers.setdefault(group, []).append(Transfer(observer._LABEL.get(), sent, arrived))
+        return result
+
+    def arrived(self, tensor: Tensor) -> Tensor:
+        """The received tensor, when the transfer is complete."""
+        return tensor
+
+    def damaged(self) -> list[Damaged]:
+        """Return the chunks that arrived at this rank with other bits than their senders summed. All ranks call it together;
+        waits for the device."""
+        found = []
+        for group, transfers in self._transfers.items():
+            sent = torch.stack([each.sent for each in transfers])  # [transfers, receiver]
+            (of_all,) = collectives.all_gather((sent,), (0,), group).wait()
+            of_all = of_all.unflatten(0, (group.size(), len(sent)))  # [sender, transfers, receiver]
+            arrived = torch.stack([each.arrived for each in transfers], 1)  # [sender, transfers]
+            wrong = (of_all[:, :, group.rank()] != arrived).t().nonzero().tolist()
+            ranks = dist.get_process_group_ranks(group)
+            found += [Damaged(transfers[i].label, ranks[sender]) for i, sender in wrong]
+        return found
