@@ -1,1 +1,1 @@
-"""Movement: groups, collectives, amax agreement. Never a format name, never a GEMM."""
+"""Communication: groups, collectives, amax agreement. This package knows no format names and no GEMMs."""

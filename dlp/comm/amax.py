@@ -1,4 +1,4 @@
-"""agree: the maxima over ranks of everything observed so far, in one transfer.
+"""Agree on amaxes: compute the maxima over ranks of all observed amaxes in one transfer.
 
 The reduction sits between a quantizer's `observe` and its `cast`, so every rank of the group derives the same scale.
 """
@@ -24,10 +24,11 @@ _MAX.reduceOp, _MAX.asyncOp = dist.ReduceOp.MAX, False  # type: ignore[assignmen
 
 
 def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """fp32 tensors of any shapes, the same shapes on all ranks -> their elementwise maxima over `group`: by one kernel
-    where its ranks map each other's memory (`dlp.comm.mapped`), by one all-reduce elsewhere.
+    """Return the elementwise maxima over `group` of fp32 tensors, which have the same shapes on all ranks.
 
-    The inputs are left as they are. Every rank of the group must call it, one with an empty shard too.
+    One kernel computes the maxima where the ranks map each other's memory (`dlp.comm.mapped`), one all-reduce
+    elsewhere. The
+    inputs are not changed. Every rank of the group must call `agree`, also a rank with an empty shard.
     """
     if group.size() == 1 or not observed:
         return list(observed)
@@ -48,7 +49,7 @@ def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
 
 
 def _reduced(maxima: Tensor, group: ProcessGroup) -> Tensor:
-    """The maxima over `group`, in the memory of `maxima`."""
+    """Maxima over `group`, stored in the memory of `maxima`."""
     work = group.allreduce([maxima], _MAX)
     if work is not None:
         work.wait()

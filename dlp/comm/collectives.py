@@ -1,13 +1,15 @@
-"""Collectives over tuples of parts, each one transfer; all return a Pending.
+"""Collectives over tuples of parts. Each collective is one transfer and returns a Pending.
 
-    all_gather       part i of every rank [m, ...]       -> [R*m, ...]   along a dimension of its own, or not gathered
+    all_gather       part i of every rank [m, ...]       -> [R*m, ...]   along a dimension chosen per part, or not
+                     gathered
     all_to_all       chunk j of part i [R, ...] to rank j -> [R, ...]     chunk j from rank j
-    reduce_scatter   x [R*m, ...]                        -> [m, ...]     the sum over ranks of this rank's rows
+    reduce_scatter   x [R*m, ...]                        -> [m, ...]     this rank's rows, summed over ranks
     all_reduce       x [...]                             -> [...]        the sum over ranks
 
 Sums do not depend on the order of arrival: the contributions to one rank's rows are exchanged (all-to-all), summed there in
 fp32 in rank order and rounded once. NCCL's and gloo's own reductions round the running sum of a bf16 tensor at every hop, in an
-order of their own. A `ReduceCodec` says what contributions are carried as. Everything is sent as bytes: gloo has no FP8 dtype,
+another order. A `ReduceCodec` defines how contributions are encoded for the transfer. Everything is sent as bytes: gloo
+has no FP8 dtype,
 and a grouped gather of several dtypes would silently promote them to one.
 """
 
@@ -32,17 +34,20 @@ from dlp.kernels.ops import sum_in_order
 
 T = TypeVar("T")
 Parts = tuple[Tensor, ...]
-FIELD = 256  # bytes: what the parts of a record are aligned to
+FIELD = 256  # parts of a record are aligned to this number of bytes
 
-# renamed in torch 2.13; the old names warn there and the new ones do not exist before
+# torch 2.13 renamed these functions: there the old names warn, and older versions lack the new names
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# what `torch.distributed` passes to a group, of which it asks much else first, in Python, at every call
+# the options that `torch.distributed` passes to the group's method; its Python wrapper makes many other checks in every
+# call
 _GATHER, _EXCHANGE = AllgatherOptions(), AllToAllOptions()
 _GATHER.asyncOp = _EXCHANGE.asyncOp = True
 
 
 class Pending(Generic[T]):
-    """A result in flight. `wait()` orders the current stream after it and returns it; any number of times."""
+    """Result of a transfer in flight. `wait()` orders the current stream after the transfer and returns the result; it
+    can be
+    called any number of times."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], T]) -> None:
         self._works = works
@@ -59,14 +64,14 @@ class Pending(Generic[T]):
 
 
 def done(result: T) -> Pending[T]:
-    """A result that is complete."""
+    """Return a Pending whose result is complete already."""
     return Pending((), lambda: result)
 
 
 Kinds = tuple[list[tuple[int, ...]], list[torch.dtype]]  # shapes and dtypes of parts
 
 
-Own = tuple[int, Parts]  # a rank, and what it contributes
+Own = tuple[int, Parts]  # a rank, and the contribution of this rank
 
 
 class Total(Protocol):
@@ -78,12 +83,13 @@ def _in_order(parts: Parts, dtype: torch.dtype, own: Own | None = None) -> Tenso
 
 
 class ReduceCodec(NamedTuple):
-    """What the contributions to a sum over R ranks are carried as.
+    """Encoding of the contributions to a sum over R ranks.
 
-    pack    chunks [R, ...], one for each rank -> parts that begin with [R]
-    total   such parts of all ranks, and a dtype -> their sum in rank order, rounded once to the dtype; this rank's parts, where
-            they are elsewhere, are passed with its rank
-    kinds   shape and dtype of chunks -> those of the parts
+    pack    encodes chunks [R, ...], one for each rank, as parts whose first dimension is R
+    total   sums the parts of all ranks in rank order, and rounds the sum once to the given dtype; if this rank's parts
+            are stored
+            elsewhere, they are passed together with the rank
+    kinds   maps shape and dtype of the chunks to shapes and dtypes of the parts
     """
 
     pack: Callable[[Tensor], Parts]
@@ -105,8 +111,10 @@ def room(
     shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], dims: Sequence[int | None], group: ProcessGroup,
     device: torch.device,
 ) -> tuple[list[Tensor | None], Parts]:  # fmt: skip
-    """Uninitialised storage for a gather: for each part [R, *shape], None for one that is equal on all ranks; and this rank's
-    segments of it, which are gathered in place if the parts are written there."""
+    """Allocate uninitialised storage for a gather, [R, *shape] for each part, or None for a part that is equal on all
+    ranks.
+
+    Also returns this rank's segments of the storage. Parts that are written there are gathered in place."""
     storage: list[Tensor | None] = []
     mine: list[Tensor] = []
     for shape, dtype, dim in zip(shapes, dtypes, dims, strict=True):
@@ -119,7 +127,7 @@ def room(
 def _of_all(
     shape: Sequence[int], dtype: torch.dtype, dim: int | None, group: ProcessGroup, device: torch.device
 ) -> Tensor | None:
-    """`room` for one part of all ranks."""
+    """Allocate the storage of one part for all ranks."""
     return None if dim is None else torch.empty((group.size(), *shape), dtype=dtype, device=device)
 
 
@@ -129,12 +137,15 @@ def all_gather(
     group: ProcessGroup,
     into: Sequence[Tensor | None] | None = None,
 ) -> Pending[Parts]:
-    """Gather part i of every rank of `group` along dimension dims[i]; a part whose dim is None is equal on all ranks and is not
-    sent. One launch for all parts on NCCL.
+    """Gather part i of every rank of `group` along dimension dims[i]. A part whose dim is None is equal on all ranks
+    and is not
+    sent. NCCL gathers all parts in one launch.
 
-    `into`: storage made by `room`; parts that are this rank's segments of it are not copied. A part gathered along dimension 0
-    is complete as it arrives. Along another one it arrives rank by rank all the same and is rearranged by one copy, since no
-    kernel that we call reads a contraction in slabs.
+    `into`: storage allocated by `room`; parts that are this rank's segments of the storage are not copied. A part
+    gathered along
+    dimension 0 is complete when it has arrived. A part gathered along another dimension arrives rank by rank as well,
+    and one
+    copy rearranges it, since no kernel that dlp calls reads the contraction dimension in slabs.
     """
     if group.size() == 1:
         return done(tuple(parts))
@@ -150,7 +161,7 @@ def all_gather(
 
 
 def join(storage: Sequence[Tensor | None], parts: Sequence[Tensor], dims: Sequence[int | None]) -> Parts:
-    """Storage made by `room`, after the gather -> the gathered parts, with those that were not sent."""
+    """Return the gathered parts, in storage that `room` allocated, together with the parts that were not sent."""
     joined = []
     for whole, part, dim in zip(storage, parts, dims, strict=True):
         if whole is None or dim is None:
@@ -162,13 +173,17 @@ def join(storage: Sequence[Tensor | None], parts: Sequence[Tensor], dims: Sequen
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, flat: a view of bytes needs a last stride of 1, which [n, 1] may lack."""
+    """Return the memory of a contiguous tensor as flat bytes. A view as bytes needs a last stride of 1, which [n, 1]
+    may lack."""
     return x.view(-1).view(torch.uint8)
 
 
 def _start_gathers(group: ProcessGroup, *tensors: Tensor) -> list[Any]:
-    """Start the all-gathers of storage, part, storage, part, ..., all bytes: as one group on NCCL. One by one on gloo, whose
-    grouped all-gather corrupts the heap when two are in flight (pytorch#65231; dev/log.md, 2026-11-22)."""
+    """Start the all-gathers of (storage, part, storage, part, ...), all as bytes.
+
+    NCCL runs them as one group, gloo one after the other: gloo's grouped all-gather corrupts the heap when two are in
+    flight
+    (pytorch#65231)."""
     places, first = range(0, len(tensors), 2), tensors[0]
     if len(tensors) <= 2 or not (first.is_cuda and group._get_backend(first.device).supports_coalescing):
         works = []
@@ -185,7 +200,8 @@ def _start_gathers(group: ProcessGroup, *tensors: Tensor) -> list[Any]:
 
 
 def fields(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> tuple[list[int], int]:
-    """The offset of each part in a record that holds them one after the other, and the record's size, in bytes."""
+    """Return the offset of each part in a record that holds the parts one after the other, and the size of the record,
+    in bytes."""
     starts, end = [], 0
     for shape, dtype in zip(shapes, dtypes, strict=True):
         starts.append(end)
@@ -194,7 +210,7 @@ def fields(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> tu
 
 
 def parts_of(records: Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> Parts:
-    """Bytes [R, record] -> views [R, *shape] of the parts in them."""
+    """View bytes [R, record] as the parts [R, *shape] of the record."""
     starts, _ = fields(shapes, dtypes)
     return tuple(_part_of(records, *field) for field in zip(starts, shapes, dtypes, strict=True))
 
@@ -208,8 +224,8 @@ def _part_of(records: Tensor, start: int, shape: Sequence[int], dtype: torch.dty
 
 
 def put(part: Tensor, into: Tensor) -> None:
-    """Copy [rows, ...] into a tensor of its shape and dtype, whose rows may have any distance; by one of our launches inside a
-    recording."""
+    """Copy [rows, ...] into a tensor of the same shape and dtype whose rows may have any stride. A recording uses a
+    kernel of dlp."""
     if is_recording() and part.is_contiguous() and part.nbytes:
         place_rows(part, into)
     else:
@@ -220,22 +236,26 @@ def put(part: Tensor, into: Tensor) -> None:
 
 
 def record(parts: Sequence[Tensor]) -> int:
-    """The bytes that go to each other rank in an `all_to_all` of these parts [R, ...]."""
+    """Number of bytes that an `all_to_all` of these parts [R, ...] sends to each other rank."""
     if len(parts) == 1:
         return parts[0].nbytes // parts[0].shape[0]
     return fields([part.shape[1:] for part in parts], [part.dtype for part in parts])[1]
 
 
 def all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> Pending[Parts]:
-    """Chunk j of each part [R, ...] goes to rank j -> [R, ...], whose chunk j came from rank j. One launch: several parts are
-    first copied into one record for each rank, and the results are views of the records that arrive."""
+    """Send chunk j of each part [R, ...] to rank j. In the result [R, ...], chunk j came from rank j.
+
+    The exchange is one launch: several parts are first copied into one record per rank, and the results are views of
+    the
+    received records."""
     if group.size() == 1:
         return done(tuple(parts))
     return Pending(*_exchanged(parts, group))
 
 
 def _exchanged(parts: Sequence[Tensor], group: ProcessGroup) -> tuple[list[Any], Callable[[], Parts]]:
-    """`all_to_all` over several ranks: its works, and a function that returns the result when they are done."""
+    """Start an `all_to_all` over several ranks. Returns the works, and a function that returns the result when they are
+    done."""
     world, first = group.size(), parts[0]
     if len(parts) == 1:
         chunks = as_bytes(first.contiguous()).view(world, first.nbytes // world)
@@ -250,7 +270,8 @@ def _exchanged(parts: Sequence[Tensor], group: ProcessGroup) -> tuple[list[Any],
 
 
 def _exchange(chunks: Tensor, group: ProcessGroup, dtype: torch.dtype) -> tuple[list[Any], Tensor]:
-    """All-to-all of chunks [R, bytes]: chunk j goes to rank j; arrived[j] came from rank j. `dtype`: what the bytes are."""
+    """All-to-all of chunks [R, bytes]: chunk j goes to rank j; arrived[j] came from rank j. `dtype`: dtype of the
+    values."""
     arrived = torch.empty_like(chunks)
     with observer.default_precision(dtype):
         return call(partial(_start_exchange, group), arrived, chunks), arrived
@@ -261,9 +282,9 @@ def _start_exchange(group: ProcessGroup, arrived: Tensor, chunks: Tensor) -> lis
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) -> Pending[Tensor]:
-    """x [R*m, ...], this rank's contributions to all -> [m, ...], the sum over ranks of this rank's rows.
+    """Sum x [R*m, ...] over ranks, and return this rank's rows [m, ...] of the sum.
 
-    Raises ValueError when the rows do not divide by the size of the group.
+    Raises ValueError if the number of rows is not divisible by the size of the group.
     """
     world = group.size()
     if x.shape[0] % world:
@@ -276,15 +297,17 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS
 
 
 def _summed(chunks: Tensor, group: ProcessGroup, codec: ReduceCodec) -> tuple[list[Any], Callable[[], Tensor]]:
-    """Chunks [R, ...] -> the works of their exchange, and a function that returns this rank's chunk, summed over ranks in rank
-    order, when they are done."""
+    """Start the exchange of chunks [R, ...]. Returns the works, and a function that returns this rank's chunk, summed
+    over ranks in
+    rank order, when they are done."""
     works, arrived = _exchanged(codec.pack(chunks), group)
     return works, lambda: codec.total(arrived(), chunks.dtype)
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) -> Pending[Tensor]:
-    """x of any shape -> the sum over ranks, equal on all of them: a reduce-scatter of its rows, carried by `codec`, and a
-    gather."""
+    """Sum x of any shape over ranks; the sum is equal on all ranks.
+
+    A reduce-scatter of the rows, encoded by `codec`, is followed by a gather."""
     if group.size() == 1:
         return done(x)
     works, total = _summed(shares(x, group.size()), group, codec)
@@ -297,8 +320,11 @@ def all_reduce(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) ->
 
 
 def shares(part: Tensor, world: int) -> Tensor:
-    """[world, ...]: the rows of a part in equal shares, so that a codec that scales along features gets whole rows; where the
-    rows do not divide, its elements, with zeros appended."""
+    """Split a part into `world` equal shares [world, ...].
+
+    The part is split by rows, so that a codec that scales along features sees whole rows. If the number of rows is not
+    divisible,
+    the elements are split, with zeros appended."""
     rows = part.reshape(-1, part.shape[-1]) if part.dim() > 1 and part.shape[-1] else part.reshape(-1)
     if rows.dim() == 1 or len(rows) % world:
         rows = F.pad(part.reshape(-1), (0, -part.numel() % world))

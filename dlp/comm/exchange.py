@@ -1,4 +1,4 @@
-"""An exchange by NCCL or gloo: each rank of a group sends its parts to every other rank, one rank in each step.
+"""Exchange by NCCL or gloo: each rank of a group sends parts to every other rank, to one rank in each step.
 
     step j (1 ... R-1)    this rank sends to rank + j and receives from rank - j
 
@@ -31,11 +31,12 @@ def by_distance(group: ProcessGroup) -> Iterator[tuple[int, int, int]]:
 
 
 class DirectExchange:
-    """An exchange by `batch_isend_irecv`.
+    """Exchange by `batch_isend_irecv`.
 
-    outgoing    memory for the parts that this rank sends: one set for all ranks, or R sets, set i for rank i. The set for this
-                rank itself is a view of `arrived`
-    arrived     for each part [R, *shape]; row i came from rank i
+    outgoing    memory for the parts that this rank sends: one set of parts for all ranks, or R sets, set i for rank i.
+                The set for
+                this rank itself is a view of `arrived`
+    arrived     [R, *shape] for each part; row i came from rank i
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class DirectExchange:
         self._works: dict[int, list[Any]] = {}
 
     def step(self, distance: int) -> None:
-        """Start step `distance`. Its outgoing parts have been written. Every rank starts all steps, in order."""
+        """Start step `distance`, whose outgoing parts have been written. Every rank starts all steps, in order."""
         to, source = ((self.group.rank() + sign * distance) % self.group.size() for sign in (1, -1))
         sent = [part for part in self.outgoing[to % len(self.outgoing)] if part.numel()]
         received = [part[source] for part in self.arrived if part[source].numel()]
@@ -61,13 +62,14 @@ class DirectExchange:
             self._works[source] = call(partial(_start_steps, self.group, to, source), *sent, *received)
 
     def wait(self, source: int) -> None:
-        """Order the current stream after the arrival of the parts from rank `source`. Must be called for every rank."""
+        """Order the current stream after the arrival of the parts from rank `source`. `wait` must be called for every
+        rank."""
         for work in self._works.pop(source, []):
             work.wait()
 
 
 def _start_steps(group: ProcessGroup, to: int, source: int, *tensors: Tensor) -> list[Any]:
-    """Send the first half of these tensors to rank `to`, receive the other half from rank `source`; returns the works."""
+    """Send the first half of the tensors to rank `to`, receive the other half from rank `source`, and return the works."""
     half = len(tensors) // 2
     sends = [dist.P2POp(dist.isend, part, group=group, group_peer=to) for part in tensors[:half]]
     receives = [dist.P2POp(dist.irecv, part, group=group, group_peer=source) for part in tensors[half:]]

@@ -1,14 +1,18 @@
 """Lockstep: ranks that share collectives must run the same forwards and steps.
 
-A rank with fewer tokens, one microbatch less or an empty batch leaves the other ranks waiting in a collective, without an error
-and without a name. Two things are done about that:
+A rank with fewer tokens, fewer microbatches or an empty batch leaves the other ranks waiting in a collective, without
+an error.
+Two checks detect this:
 
-    first step    before each forward of the model and before the first optimizer step, ranks exchange what they are about to
-                  do. Where that differs, every rank raises RuntimeError with what each rank does
-    later         a thread looks at the threads that train. Where one has not moved inside of a pass for PATIENCE seconds, a
-                  line in the log says where it waits and which layer ran last
+first step    before each forward of the model and before the first optimizer step, ranks exchange a description of the
+              next
+              action. If the descriptions differ, every rank raises RuntimeError that names the action of each rank
+later steps   a thread watches the training threads. If a training thread stays at the same place inside of a pass for
+              PATIENCE
+              seconds, the log names this place and the layer that ran last
 
-The exchange costs one small gather per forward and a wait for the device, in the first step only; the thread costs the training
+The exchange costs one small gather per forward and a wait for the device, in the first step only. The thread costs the
+training
 thread nothing.
 """
 
@@ -39,22 +43,28 @@ from dlp.comm.watch import place_of
 LOG = logging.getLogger("dlp")
 MOST = 16  # forwards of the first step that are compared
 PATIENCE = 60.0  # seconds
-LOOKS = 12  # looks of the thread in PATIENCE
-INSIDE = ("torch/distributed/", "torch/autograd/", "dlp/comm/", "dlp/parallel/")  # parts of the paths of a pass
+LOOKS = 12  # the thread looks this many times in PATIENCE seconds
+# path components of files whose code runs inside of a pass
+INSIDE = ("torch/distributed/", "torch/autograd/", "dlp/comm/", "dlp/parallel/")
 FORWARD, STEP = 0, 1
 
 
 class Lockstep:
-    """Compares what ranks do in the first step of a model. `groups`: this rank's group on each axis of the mesh with more than
-    one rank. On tp the shapes of the inputs must agree, too."""
+    """Compare the actions of ranks in the first step of a model.
+
+    `groups`: this rank's group on each mesh axis with more than one rank. On tp, the shapes of the inputs are compared
+    as well."""
 
     def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
         self._groups = {axis: group for axis, group in groups.items() if group.size() > 1}
         self._forwards, self.over = 0, not self._groups
 
     def forward(self, inputs: Any, device: torch.device, sharded: bool) -> None:
-        """A forward with gradients begins. `inputs`: its arguments; `sharded`: FSDP shards the model, so that data-parallel
-        ranks wait for each other, too. RuntimeError on the ranks that would wait for each other."""
+        """Compare ranks before a forward with gradients.
+
+        `inputs`: arguments of the forward. `sharded`: FSDP shards the model, so that data-parallel ranks wait for each
+            other as well.
+        Raises RuntimeError on all ranks that would wait for each other."""
         if self._forwards == MOST:
             self.over = True
         if self.over:
@@ -66,7 +76,7 @@ class Lockstep:
         self._exchange(numbers, device, sharded)
 
     def step(self, device: torch.device, sharded: bool) -> None:
-        """The first step of an optimizer begins."""
+        """Compare ranks before the first optimizer step."""
         if not self.over and self._forwards:
             self._exchange([STEP, self._forwards, 0, 0], device, sharded)
         self.over = True
@@ -97,11 +107,15 @@ def _said(numbers: list[int]) -> str:
 
 
 def check_alike(mine: Mapping[str, str], group: ProcessGroup | None, who: str) -> None:
-    """ValueError, on all ranks of the group, where ranks plan different things: they would send each other operands in
-    different formats. mine: what this rank plans, by the name of a layer; who: the call, for the message."""
+    """Raise ValueError on all ranks of the group if ranks plan different things, since they would exchange operands in
+    different
+    formats.
+
+    mine: this rank's plan by name of the layer. who: the caller's name, for the message."""
     if group is None or group.size() == 1:
         return
-    mine = {name: re.sub(r" at 0x[0-9a-f]+", "", said) for name, said in mine.items()}  # objects of this process
+    # addresses differ between processes
+    mine = {name: re.sub(r" at 0x[0-9a-f]+", "", said) for name, said in mine.items()}
     hashed, of_all = sha256(repr(mine).encode()).hexdigest(), [""] * group.size()
     dist.all_gather_object(of_all, hashed, group)
     place = next((place for place, its in enumerate(of_all) if its != of_all[0]), None)
@@ -117,11 +131,11 @@ def check_alike(mine: Mapping[str, str], group: ProcessGroup | None, who: str) -
     )
 
 
-# ---- ranks that wait later
+# ---- ranks that wait in later steps
 
 
 class Watched(Protocol):
-    """What the thread reads of a session."""
+    """Attributes of a session that the thread reads."""
 
     last: Any
     direction: str
@@ -130,7 +144,7 @@ class Watched(Protocol):
 
 @dataclass
 class _Stand:
-    """Where a thread stands, since when, and whether the log says so."""
+    """The place of a thread, the time since which the thread is there, and whether this was logged."""
 
     place: Any
     since: float
@@ -138,7 +152,7 @@ class _Stand:
 
 
 class WaitWatch:
-    """Looks at the threads that train sessions, and calls `say` with a line for one that waits for other ranks."""
+    """Watch the threads that train sessions, and call `say` with a line for a thread that waits for other ranks."""
 
     def __init__(self, say: Callable[[str], object] = LOG.warning) -> None:
         self._say = say
@@ -159,7 +173,7 @@ class WaitWatch:
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Look once, at time `now` in seconds."""
+        """Check all threads once, at time `now` in seconds."""
         for session, thread in list(self._sessions.items()):
             frame = sys._current_frames().get(thread)
             last = None if session.last is None else session.last.name
@@ -177,7 +191,7 @@ class WaitWatch:
 
 
 def in_a_pass(frame: Any) -> bool:
-    """Whether a thread is inside of collectives, autograd or a layer, and not in code of the user."""
+    """Whether a thread is inside of a collective, autograd or a layer, not in the user's code."""
     if frame is None:
         return False
     path = frame.f_code.co_filename.replace("\\", "/")

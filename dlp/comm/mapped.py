@@ -1,24 +1,31 @@
 """Transfers between the ranks of one host: each rank pushes its parts into memory of its peers, which all ranks map.
 
-    current stream    ─ write parts ─┐                 ┌─ read arrived parts ─ release
-    lane              begin ─────────└─ push ─ meet ───┘
+    current stream    ─ write parts ─┐                  ┌─ read received parts ─ release
+    side stream       begin ─────────└─ push ─ barrier ─┘
 
-A `Slot` is a piece of such memory on each rank of a group. `begin` waits until the peers have read the previous contents of
-their slots, `meet` until all peers have pushed into this rank's slot. Copy engines make the copies, on a lane beside the
-current stream (`dlp.kernels.launches`). The launches of a transfer are the same in every step, so that they can be captured:
-by `dlp.runtime.capture`, and in a CUDA graph.
+A `Slot` is a buffer of such memory on each rank of a group. `begin` waits until the peers have read the previous
+contents of
+their slots; `meet` is a barrier that waits until all peers have pushed into this rank's slot. Copy engines make the
+copies, on a
+side stream (`dlp.kernels.launches`). The launches of a transfer are the same in every step, so that
+`dlp.runtime.capture` and
+CUDA graphs can capture them.
 
-A direction of a layer (its forward or its backward) calls `start`, makes its transfers, reads their results and calls `finish`.
-All ranks of a group run directions in the same order. The slot of a transfer therefore follows from its size, the style of the
-layer and the number of the transfer in its direction, the same on all ranks, whatever each of them has captured. Layers of
-column and of row style alternate in a model and have slots of their own, so that peers have long read a slot when it is used
-again.
+A direction of a layer (forward or backward) calls `start`, makes the transfers, reads the results and calls `finish`.
+All ranks
+of a group run directions in the same order. The slot of a transfer follows from its size, the style of the layer and
+the
+number of the transfer in the direction; these are equal on all ranks, whatever each rank has captured. Layers of column
+and of
+row style alternate in a model and use different slots, so that peers have long read a slot when it is used again.
 
-An agreement is one kernel that finds the maxima of a few numbers over the ranks: it writes them to all peers, waits for theirs,
-and compares.
+An amax agreement is one kernel that computes the maxima of a few numbers over the ranks: it writes the numbers to all
+peers,
+waits for the numbers of the peers, and compares.
 
-Each use of a slot has a number, which stands for the layer, its direction, the transfer and the piece. Ranks write it to the
-headers of slots, so that while devices hang, the headers say which rank waits for which transfer.
+Each use of a slot has a number, which identifies the layer, the direction, the transfer and the piece. Ranks write the
+number
+to the headers of slots, so that during a hang the headers tell which rank waits for which transfer.
 """
 
 from __future__ import annotations
@@ -46,8 +53,8 @@ NO_LAYER: LayerDirection = "", ""
 class Transport:
     """The transfers of one group through mapped memory.
 
-    make        (bytes, group, device, name of a use, lane) -> a `Slot`; called by all ranks together
-    transfers   how many transfers the current direction has begun
+    make        allocates a `Slot` from (bytes, group, device, name of a use, side stream); all ranks call it together
+    transfers   number of transfers that the current direction has begun
     """
 
     def __init__(
@@ -61,19 +68,23 @@ class Transport:
         self._name_of_use = partial(_name_of, self._names, self.rank)
 
     def start(self, style: str = "", direction: LayerDirection = NO_LAYER) -> None:
-        """A direction of a layer begins. style: the name of its `ParallelStyle`; layers of one style share slots."""
+        """Begin a direction of a layer. style: name of the layer's `ParallelStyle`; layers of the same style share
+        slots."""
         self._style, self._direction, self._used, self.transfers = style, direction, [], 0
 
     def finish(self) -> None:
-        """The current direction ends: the current stream has been given all that reads its slots. They are released."""
+        """End the current direction: release the slots. All launches that read them have been issued on the current
+        stream."""
         for slot in self._used:
             slot.release()
         self._used, self._direction = [], NO_LAYER
 
     def begin(self, nbytes: int, piece: int = 0, of: int = 0) -> Slot:
-        """The slot for the next transfer of the current direction, or for piece `piece` > 0 of transfer `of`; peers may write
-        to it from here on. Pieces do not count as transfers: the transfers behind them get the same slots as in a layer that
-        sends its parts whole."""
+        """Return the slot of the next transfer of the current direction, or of piece `piece` > 0 of transfer `of`.
+
+        From here on peers may write to the slot. Pieces do not count as transfers, so that later transfers use the same
+        slots as in a
+        layer that sends its parts in one piece."""
         self.transfers += not piece
         transfer = of or self.transfers
         slot = self._slot(slot_bytes(nbytes), self._style, transfer, piece)
@@ -82,8 +93,9 @@ class Transport:
         return slot
 
     def _number(self, transfer: int, piece: int = 0) -> int:
-        """The number, 1 to 2**30 - 1, of a transfer of the current direction, or of its agreements (transfer 0). It is a hash
-        of the name, so that it is the same on all ranks, whatever else each of them has run."""
+        """Number, 1 to 2**30 - 1, of a transfer of the current direction, or of its amax agreements (transfer 0).
+
+        The number is a hash of the name, so that it is equal on all ranks, whatever else each rank has run."""
         key = self._direction, transfer, piece
         if key not in self._numbers:
             layer, direction = self._direction
@@ -104,8 +116,10 @@ class Transport:
     def lease(
         self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], dims: Sequence[int | None]
     ) -> Gathering:  # fmt: skip
-        """Memory for this rank's parts, to be written and then gathered: each along its dim. A part without a dim is equal on
-        all ranks and is not sent. Parts of dim 0 are written right into the slot."""
+        """Return memory for this rank's parts, which are written first and then gathered, each along its dim.
+
+        A part without a dim is equal on all ranks and is not sent. Parts of dim 0 are written directly into the slot.
+        """
         sent = [i for i, dim in enumerate(dims) if dim is not None]
         sent_shapes = [_gathered(shapes[i], dims[i], self.world) for i in sent]
         sent_dtypes = [dtypes[i] for i in sent]
@@ -122,35 +136,38 @@ class Transport:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def gathering(self, parts: Sequence[Tensor], dims: Sequence[int | None]) -> Gathering:
-        """A `Gathering` of parts that are written already, each along its dim; one without a dim is equal on all ranks."""
+        """Return a `Gathering` of parts that are written already, each along its dim. A part without a dim is equal on
+        all ranks."""
         gathering = self.lease([part.shape for part in parts], [part.dtype for part in parts], dims)
         gathering.mine = tuple(part.contiguous() for part in parts)
         return gathering
 
     def open(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> Exchange:
-        """An `Exchange` of parts [R, ...] of these shapes, whose chunk r comes from rank r."""
+        """Return an `Exchange` of parts [R, ...] of these shapes, in which chunk r comes from rank r."""
         starts, size = fields(shapes, dtypes)
         slot = self.begin(size)
         return Exchange(self, slot, views(slot.payload, starts, shapes, dtypes), starts)
 
     def all_gather(self, part: Tensor) -> Tensor:
-        """[m, ...] -> [R*m, ...], copied out of the slot."""
+        """Gather [m, ...] to [R*m, ...], and copy the result out of the slot."""
         (whole,) = self.gathering((part,), (0,)).gather().wait()
         return self._used[-1].copied(whole)
 
     def kept(self, parts: Sequence[Tensor]) -> Parts:
-        """Copies of parts that lie in the slot of the last transfer; they stay when the direction has finished."""
+        """Return copies of parts that lie in the slot of the last transfer. The copies remain valid after the
+        direction."""
         slot = self._used[-1]
         return tuple(slot.copied(part) if part.is_contiguous() else slot.copied(part.t()).t() for part in parts)
 
     def count(self, part: Tensor, peer: int) -> None:
-        """Tell the observer of bytes that a part goes to a peer."""
+        """Report to the observer of bytes that a part is sent to a peer."""
         if peer != self.rank and not is_recording():
             observer.copies(part, self.group)
 
     def agree(self, observed: Sequence[Tensor]) -> list[Tensor]:
-        """The elementwise maxima over the group of fp32 tensors without negative values, of at most MAXIMA numbers each. One
-        kernel takes up to AGREED tensors and MAXIMA numbers."""
+        """Return the elementwise maxima over the group of nonnegative fp32 tensors of at most MAXIMA numbers each.
+
+        One kernel processes up to AGREED tensors and MAXIMA numbers."""
         if not is_recording():
             observer.agrees(sum(value.numel() for value in observed), self.group)
         largest = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in observed]
@@ -165,11 +182,11 @@ class Transport:
         return largest
 
     def waits(self) -> list[str]:
-        """A line for each pair of ranks of this group of which one waits for the other now."""
+        """Describe each pair of ranks of this group in which one rank waits for the other now, one line per pair."""
         return [self._describe(size, wait) for (size, *_), slot in self._slots.items() for wait in slot.waits()]
 
     def own_waits(self) -> list[str]:
-        """The same, of pairs in which this rank waits."""
+        """Describe the pairs in which this rank waits."""
         every = ((size, wait) for (size, *_), slot in self._slots.items() for wait in slot.waits())
         return [self._describe(size, wait) for size, wait in every if wait.a == self.rank]
 
@@ -181,8 +198,9 @@ class Transport:
         return f"{what}, a slot of {size} bytes: rank {a} waits for rank {b}, which {awaited}{other}"
 
     def complaint(self) -> str | None:
-        """The message of a kernel, an agreement or a GEMM, that waited longer than PATIENCE and ended the program of its GPU:
-        which rank waited for which. None if there is none."""
+        """Message of a kernel, an amax agreement or a GEMM, that waited longer than PATIENCE and ended the program of
+        its GPU: it names
+        the rank that waited and the rank that it waited for. None if there is no such kernel."""
         found = next((found for slot in self.slots if (found := slot.complaint()) is not None), None)
         if found is None:
             return None
@@ -194,20 +212,20 @@ class Transport:
 
     @property
     def memory(self) -> list[Tensor]:
-        """This rank's memory of all slots, which launches read and write. Its addresses do not change."""
+        """This rank's memory of all slots, which launches read and write. The addresses do not change."""
         return [span for slot in self._slots.values() for span in slot.spans()]
 
 
 def _name_of(names: Mapping[int, str], rank: int, number: int) -> str:
-    """The name of the use of a slot that has this number, as far as this rank has run it."""
-    return names.get(number, f"what rank {rank} has not run yet ({number})")
+    """Name of the use of a slot with this number, if this rank has run that use."""
+    return names.get(number, f"a transfer that rank {rank} has not run yet ({number})")
 
 
 def slot_bytes(nbytes: int) -> int:
-    """The size of the slot for `nbytes`: a power of two, so that layers of several sizes share slots."""
+    """Size of the slot for `nbytes`: a power of two, so that layers of several sizes share slots."""
     return max(LEAST, 1 << (nbytes - 1).bit_length())
 
 
 def _gathered(shape: Sequence[int], dim: int | None, world: int) -> tuple[int, ...]:
-    """The shape of the parts of all ranks, joined along `dim`."""
+    """Shape of the parts of all ranks, joined along `dim`."""
     return tuple(size * world if i == dim else size for i, size in enumerate(shape))

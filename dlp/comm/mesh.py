@@ -1,8 +1,8 @@
-"""The mesh: a DeviceMesh with the axes dp_replicate, dp_shard, tp, and what ranks, groups and names follow from it.
+"""The mesh: a DeviceMesh with the axes dp_replicate, dp_shard and tp, and the ranks, groups and names derived from it.
 
-    mesh = build_mesh(tp=2)                      starts the groups; what users pass around
-    dims = ParallelDims.from_mesh(mesh)          sizes, groups and this rank's place
-    dims = ParallelDims.build(8, tp=2)           sizes alone, of a world that need not exist
+    mesh = build_mesh(tp=2)                      starts the groups; users pass the mesh to dlp
+    dims = ParallelDims.from_mesh(mesh)          sizes, groups and this rank's coordinates
+    dims = ParallelDims.build(8, tp=2)           sizes only; no process group is needed
 
 tp is the innermost axis, so that its ranks are neighbours (on one host they share NVLink); dp_replicate is the
 outermost. Groups carry CPU tensors over gloo and CUDA tensors over NCCL. The names of axes are defined here only.
@@ -25,16 +25,17 @@ from dlp.comm import rejoin
 from dlp.comm import transport as transports
 
 DP_REPLICATE, DP_SHARD, TP = AXES = ("dp_replicate", "dp_shard", "tp")
-WORLD = "world"  # beside AXES the name of a group
-GROUPS = (*reversed(AXES), WORLD, "other")  # all that collectives can be counted by
+WORLD = "world"  # group names in addition to AXES
+GROUPS = (*reversed(AXES), WORLD, "other")  # all names of groups for counting bytes
 AUTO, NCCL, MAPPED = TRANSPORTS = "auto", "nccl", "mapped"
-# "gloo", not "cpu:gloo": of a list of backends torch takes NCCL as the default one or none, and then warns when it leaves
+# "gloo" instead of "cpu:gloo": given a list of backends, torch chooses NCCL or none as the default backend, and then
+# warns on exit
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The sizes of the mesh axes. With a `mesh` also this rank's groups, and its index in them."""
+    """Sizes of the mesh axes. If `mesh` is given, also this rank's groups and coordinates."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -43,7 +44,7 @@ class ParallelDims:
 
     @classmethod
     def build(cls, world_size: int, *, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1) -> ParallelDims:
-        """Sizes with a -1 filled in. ValueError when they do not multiply to `world_size`."""
+        """Compute the sizes, filling in a -1. Raises ValueError if the sizes do not multiply to `world_size`."""
         sizes = dict(zip(AXES, (dp_replicate, dp_shard, tp), strict=True))
         for axis, size in sizes.items():
             if size != -1 and size < 1:
@@ -56,24 +57,25 @@ class ParallelDims:
             if world_size % prod(rest.values()):
                 raise ValueError(
                     f"world size {world_size} is not a multiple of {_product(rest)} = {prod(rest.values())}, "
-                    f"so {open_axes[0]} = -1 cannot be filled: start a multiple of it by torchrun --nproc-per-node, "
-                    f"or take a smaller axis"
+                    f"so {open_axes[0]} = -1 cannot be filled: start a multiple of that many ranks by torchrun "
+                    f"--nproc-per-node, or choose a smaller axis"
                 )
             sizes[open_axes[0]] = world_size // prod(rest.values())
         if prod(sizes.values()) != world_size:
             raise ValueError(
-                f"world size {world_size} is not {_product(sizes)}: start {prod(sizes.values())} ranks, or use -1 for an "
-                f"axis of dp"
+                f"world size {world_size} is not {_product(sizes)}: start {prod(sizes.values())} ranks, or set "
+                f"dp_shard or dp_replicate to -1"
             )
         return cls(*sizes.values())
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> ParallelDims:
-        """The dims of a mesh that `build_mesh` made. ValueError for a mesh with other axes."""
+        """Return the sizes of a mesh that `build_mesh` made. Raises ValueError for a mesh with other axes."""
         if mesh.mesh_dim_names != AXES:
             raise ValueError(
-                f"the mesh must have the axes {', '.join(AXES)}; got {', '.join(mesh.mesh_dim_names or ()) or 'none by name'}: "
-                f"make it by dlp.build_mesh"
+                f"the mesh must have the axes {', '.join(AXES)}; got "
+                f"{', '.join(mesh.mesh_dim_names or ()) or 'no named axes'}: "
+                f"create the mesh with dlp.build_mesh"
             )
         return cls(*mesh.shape, mesh=mesh)
 
@@ -87,17 +89,17 @@ class ParallelDims:
 
     @property
     def dp_size(self) -> int:
-        """The number of data-parallel ranks, which read different data."""
+        """Number of data-parallel ranks, which read different data."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def dp_rank(self) -> int:
-        """This rank's index among the data-parallel ranks."""
+        """Index of this rank among the data-parallel ranks."""
         return self.rank(DP_REPLICATE) * self.dp_shard + self.rank(DP_SHARD)
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The axes FSDP works on: (dp_replicate, dp_shard), or dp_shard alone when nothing is replicated."""
+        """Axes that FSDP uses: (dp_replicate, dp_shard), or only dp_shard if dp_replicate is 1."""
         return self._mesh[DP_REPLICATE, DP_SHARD] if self.dp_replicate > 1 else self._mesh[DP_SHARD]
 
     @property
@@ -106,11 +108,11 @@ class ParallelDims:
 
     @property
     def _mesh(self) -> DeviceMesh:
-        assert self.mesh is not None, "sizes alone have no groups: ParallelDims.from_mesh"
+        assert self.mesh is not None, "these dims have sizes but no groups: use ParallelDims.from_mesh"
         return self.mesh
 
     def size(self, group: str) -> int:
-        """The number of ranks of an axis, or of the world."""
+        """Number of ranks on an axis, or of the world."""
         return self.world_size if group == WORLD else int(getattr(self, group))
 
     def group(self, axis: str) -> ProcessGroup:
@@ -118,16 +120,16 @@ class ParallelDims:
         return self._mesh.get_group(axis)
 
     def rank(self, axis: str) -> int:
-        """This rank's index on an axis."""
+        """Index of this rank on an axis."""
         return self._mesh.get_local_rank(axis)
 
     def name_of(self, group: str) -> str:
-        """The name of an axis or of the world; where only one axis has several ranks, the world has its name."""
+        """Name of an axis or of the world. If only one axis has several ranks, the world has the name of that axis."""
         wide = [axis for axis in AXES if self.size(axis) > 1]
         return wide[0] if group == WORLD and len(wide) == 1 else group
 
     def group_names(self) -> dict[tuple[int, ...], str]:
-        """Ranks of a group -> its name, for this rank's groups. Any group of the ranks of an axis has that axis's name."""
+        """Map the ranks of this rank's groups to names. Each group of the ranks of an axis has the name of that axis."""
         names = {tuple(range(dist.get_world_size())): WORLD}
         for axis in AXES:
             if self.size(axis) > 1:
@@ -135,7 +137,7 @@ class ParallelDims:
         return names
 
     def describe(self, device_type: str) -> str:
-        """One line for plans and logs: "mesh: 8 cuda ranks = dp_replicate 1 x dp_shard 4 x tp 2"."""
+        """Describe the mesh in one line for plans and logs: "mesh: 8 cuda ranks = dp_replicate 1 x dp_shard 4 x tp 2"."""
         return f"mesh: {self.world_size} {device_type} rank{'s' * (self.world_size > 1)} = {_product(self.sizes)}"
 
 
@@ -144,14 +146,14 @@ def _product(sizes: dict[str, int]) -> str:
 
 
 def tp_group_of(tp: DeviceMesh | ProcessGroup) -> ProcessGroup:
-    """The tp group of a mesh with a tp axis, of a 1-D mesh, or the group itself."""
+    """Return the tp group of a mesh with a tp axis, the group of a 1-D mesh, or the given group."""
     if not isinstance(tp, DeviceMesh):
         return tp
     return tp.get_group(TP) if tp.ndim > 1 else tp.get_group()
 
 
 def placement_on(axis: str, parameter: Tensor) -> Placement | None:
-    """The placement of a parameter on an axis; None: its mesh has no such axis, or it is no DTensor."""
+    """Placement of a parameter on an axis. None if the parameter is no DTensor or its mesh has no such axis."""
     if not isinstance(parameter, DTensor):
         return None
     axes = parameter.device_mesh.mesh_dim_names or ()
@@ -159,19 +161,21 @@ def placement_on(axis: str, parameter: Tensor) -> Placement | None:
 
 
 def world_size() -> int:
-    """The number of ranks of this run: of the process group if there is one, else as torchrun says, else 1."""
+    """Number of ranks of this run, from the process group if it exists, else from torchrun's WORLD_SIZE, else 1."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def ranks_of_host() -> int:
-    """The number of ranks of this run on this host, as torchrun says, else all."""
+    """Number of ranks of this run on this host, from torchrun's LOCAL_WORLD_SIZE, else all ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
 def init_process_group(device_type: str) -> None:
-    """Join the group torchrun describes (RANK, WORLD_SIZE, ...), once; a lone process makes a group of one.
+    """Join the group that torchrun describes (RANK, WORLD_SIZE, ...), once. A process without torchrun makes a group of
+    one rank.
 
-    CUDA ranks take the device of their LOCAL_RANK; ValueError when there is none, and where the ranks cannot meet.
+    CUDA ranks use the device of their LOCAL_RANK. Raises ValueError if that device does not exist, or if the ranks
+    cannot connect.
     """
     if device_type == "cuda":
         local_rank, devices = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
@@ -187,13 +191,14 @@ def init_process_group(device_type: str) -> None:
     except dist.DistNetworkError as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ValueError(
-            f"the ranks cannot meet at {place}: {str(error).splitlines()[0]}; choose an address that all ranks reach and a "
+            f"the ranks cannot connect at {place}: {str(error).splitlines()[0]}; choose an address that all ranks "
+            f"reach and a "
             f"port that is free, by torchrun --rdzv-endpoint or --master-port"
         ) from None
 
 
 def _join(backend: str) -> None:
-    """Make the process group that the environment describes."""
+    """Create the process group that the environment describes."""
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     elif (store := rejoin.store_of_attempt()) is None:
@@ -220,8 +225,8 @@ def build_mesh(
         The mesh. One size may be -1.
 
     Raises:
-        ValueError: before a group is started, when the sizes do not multiply to the world size or the transport is unknown; on
-            all ranks, for transport="mapped" where tp ranks cannot map each other's memory.
+        ValueError: before a group is started, when the sizes do not multiply to the world size or the transport is
+            unknown; on all ranks, for transport="mapped" if tp ranks cannot map each other's memory.
 
     Examples:
         >>> mesh = dlp.build_mesh(tp=1)
@@ -240,7 +245,7 @@ def build_mesh(
 
 
 def shutdown() -> None:
-    """Leave the process group; for the end of a run that went well (after an error the group may hang)."""
+    """Leave the process group at the end of a successful run. After an error the group may hang."""
     transports.destroy()
     if dist.is_initialized():
         dist.destroy_process_group()

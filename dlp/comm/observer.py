@@ -1,23 +1,25 @@
-"""The observer: counts every byte that a process group sends, at the collective that sends it.
+"""The observer: a torch dispatch mode that counts the bytes a process group sends, at the collective that sends them.
 
-    with Observer(dims.group_names()) as seen:         a torch dispatch mode: each collective passes through it
-        ...                                            forward, backward (autograd's threads too), clipping, optimizer
+    with Observer(dims.group_names()) as seen:         every collective passes through the dispatch mode
     seen.sent                                          Counter of bytes by Key
 
-The observer knows no plan. It reads the arguments of the collectives that torch executes, so that those of FSDP, DTensor and
-users are counted as well, inside of opaque ops, too. Code that moves bytes by other means (copies into memory of a peer) calls
+The observer knows no plan. It reads the arguments of the collectives that torch executes, so that it also counts the
+collectives
+of FSDP, DTensor, user code and opaque ops. Code that moves bytes by other means (copies into memory of a peer) calls
 `copies`.
 
-Bytes are those that this rank sends to others, R ranks, n elements of s bytes, as the least traffic of each kind:
+The count is the bytes that this rank sends to other ranks, for R ranks and n elements of s bytes, as the least traffic
+of each
+kind:
 
     all_gather       (R-1) n s                the shard goes to every other rank
-    reduce_scatter   n s - n s / R            n: the whole tensor; a part goes to each other rank
+    reduce_scatter   n s - n s / R            n: elements of the whole tensor; one part goes to each other rank
     all_to_all       n s - own part
     all_reduce       2 (R-1) ceil(n/R) s      a reduce-scatter and an all-gather of equal parts
-    broadcast        (R-1) n s on the root, 0 elsewhere; scatter, gather and reduce alike
+    broadcast        (R-1) n s on the root, 0 elsewhere; scatter, gather and reduce are counted in the same way
     send, copy       n s; recv and barriers 0
 
-Callers say by `label` what a transfer belongs to (layer, direction, precision).
+Callers use `label` to name the layer, direction and precision of a transfer.
 """
 
 from __future__ import annotations
@@ -39,13 +41,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 CHECKS = (
-    "replicas"  # the layer of what ranks exchange to compare replicas and what they do; no plan predicts these bytes
+    # layer name of the transfers that compare replicas and the actions of ranks; no plan predicts these bytes
+    "replicas"
 )
 DIRECTIONS = ("fprop", "dgrad", "wgrad", "weights", "grads", "amax", "other")
 
 
 class Label(NamedTuple):
-    """What a transfer belongs to. `direction`: one of DIRECTIONS, "" for none; `precision`: "" for the dtype that is sent."""
+    """Layer, direction and precision of a transfer. `direction`: one of DIRECTIONS, or "". `precision`: "" for the
+    dtype that is sent."""
 
     layer: str = ""
     direction: str = ""
@@ -53,7 +57,7 @@ class Label(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What bytes are counted by. `group`: one of `dlp.comm.mesh.GROUPS`."""
+    """Key by which bytes are counted. `group`: one of `dlp.comm.mesh.GROUPS`."""
 
     group: str
     kind: str
@@ -67,21 +71,22 @@ _LABEL: ContextVar[Label] = ContextVar("dlp_observer_label", default=_NOBODY)
 
 
 class _Unwatched:
-    """A `nullcontext` whose two methods are C functions: every transfer enters it where no observer counts."""
+    """A `nullcontext` whose two methods are C functions: every transfer enters this context when no observer counts."""
 
-    __enter__ = __exit__ = "".format  # a false value, whatever it is given
+    __enter__ = __exit__ = "".format  # returns a false value for any arguments
 
 
 _UNWATCHED: Any = _Unwatched()
 
 
-# how many dispatch modes, of which one may be an observer, are active here
+# number of active dispatch modes, among which an observer may be
 counting = torch._C._len_torch_dispatch_stack
 
 
 def label(**fields: str) -> AbstractContextManager[None]:
-    """A context whose transfers belong to this layer, direction or precision; fields that are not passed keep their value.
-    Costs next to nothing where no observer counts."""
+    """Label the transfers of a context with layer, direction or precision. Fields that are not passed keep their value.
+
+    The label costs almost nothing when no observer counts."""
     return _labelled(fields) if counting() else _UNWATCHED
 
 
@@ -95,7 +100,7 @@ def _labelled(fields: dict[str, str]) -> Iterator[None]:
 
 
 def default_precision(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """A context in which transfers of bytes count as this dtype, unless their label has a precision."""
+    """Count transfers of bytes in a context as this dtype, unless their label has a precision."""
     return label(precision=_LABEL.get().precision or dtype_name(dtype)) if counting() else _UNWATCHED
 
 
@@ -104,23 +109,23 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def gathered(nbytes: int, ranks: int) -> int:
-    """The bytes that a rank sends so that all ranks get its `nbytes`."""
+    """Bytes that a rank sends when `nbytes` of this rank are gathered by all ranks."""
     return (ranks - 1) * nbytes
 
 
 def scattered(nbytes: int, ranks: int) -> int:
-    """The bytes that a rank sends of `nbytes` of which each rank gets an equal part."""
+    """Bytes that a rank sends when `nbytes` are distributed in equal parts to all ranks."""
     return nbytes - nbytes // ranks
 
 
 def reduced(numel: int, itemsize: int, ranks: int) -> int:
-    """The bytes that a rank sends in an all-reduce: a part to each other rank, and the sum of its own part to each other
-    rank."""
+    """Bytes that a rank sends in an all-reduce: one part to each other rank, and the sum of this rank's part to each
+    other rank."""
     return 2 * (ranks - 1) * -(-numel // ranks) * itemsize
 
 
 class _At(NamedTuple):
-    """One call of a collective: the size of its group, this rank's place in it, its arguments by name."""
+    """One call of a collective: size of the group, index of this rank in the group, and arguments by name."""
 
     ranks: int
     rank: int
@@ -130,7 +135,7 @@ class _At(NamedTuple):
         return bool(self.arguments.get("root_rank", self.arguments.get("src")) == self.rank)
 
     def own_part(self, whole: Tensor) -> int:
-        """The bytes of an all-to-all's input that stay on this rank."""
+        """Bytes of the input of an all-to-all that stay on this rank."""
         splits = self.arguments.get("input_split_sizes")
         if not splits:
             return whole.nbytes // self.ranks
@@ -149,7 +154,8 @@ _RULES: dict[str, Rule] = {
     "send": lambda t, at: t.nbytes,
     "copy": lambda t, at: t.nbytes,
 }
-# op -> (kind, the argument that is sent); a kind with [] gets a list of parts per result, one for each rank
+# op -> (kind, the argument that is sent); for a kind with [], the argument is a list with a list of parts, one for each
+# rank
 _OPS = {
     "c10d::allreduce_": ("all_reduce", "tensors"),
     "c10d::allreduce_coalesced_": ("all_reduce", "tensors"),
@@ -185,7 +191,7 @@ _OPS = {
     "dlp::copies": ("copy", "source"),
     "dlp::agrees": ("all_reduce", "source"),
 }
-_SILENT = {  # ops of these namespaces that send nothing a rank's peers must wait for bytes of
+_SILENT = {  # ops of these namespaces that send no payload
     "c10d::recv_", "c10d::recv_any_source_", "c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan",
     "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::irecv",
 }  # fmt: skip
@@ -199,25 +205,26 @@ for _told in ("copies", "agrees"):
 
 
 def copies(source: Tensor, group: ProcessGroup) -> None:
-    """Count a copy of `source` into the memory of one peer of `group`, which is no collective."""
-    if counting():  # somebody may be counting
+    """Count a copy of `source` into the memory of one peer of `group`. Such a copy is not a collective."""
+    if counting():  # an observer may be active
         torch.ops.dlp.copies(source, group.group_name)
 
 
 def agrees(numbers: int, group: ProcessGroup) -> None:
-    """Count a maximum of this many fp32 numbers over `group` that is no collective, as an all-reduce of them."""
+    """Count an amax agreement of this many fp32 numbers over `group` by a kernel, with the bytes of an all-reduce."""
     if counting():
         torch.ops.dlp.agrees(torch.empty(numbers, device="meta"), group.group_name)
 
 
 class Observer(TorchDispatchMode):
-    """A context that counts `sent` bytes and `launches` of collectives, by Key.
+    """Context that counts `sent` bytes and `launches` of collectives, by Key.
 
-    names        ranks of a group -> its name, see `ParallelDims.group_names`
-    unlabelled   (group, kind) -> the direction of transfers without a label, such as FSDP's
+    names        maps ranks of a group to a name, see `ParallelDims.group_names`
+    unlabelled   maps (group, kind) to the direction of transfers without a label, such as the transfers of FSDP
 
-    Compiled code that exists runs as it is; what would be compiled inside runs eagerly. RuntimeError for a collective that it
-    cannot count.
+    Compiled code that exists runs unchanged; code that would be compiled in this context runs eagerly. Raises
+    RuntimeError for a
+    collective that the observer cannot count.
     """
 
     def __init__(
@@ -243,7 +250,9 @@ class Observer(TorchDispatchMode):
         if name in _OPS:
             self._count(func, args, kwargs or {})
         elif func.namespace in _NAMESPACES and name not in _SILENT:
-            raise RuntimeError(f"the observer cannot count {name}: add it to dlp/comm/observer.py")
+            raise RuntimeError(
+                f"the observer cannot count the collective {name}: add the collective to dlp/comm/observer.py"
+            )
         elif _is_opaque(func):
             with self._inside():
                 return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {}))
@@ -272,15 +281,16 @@ class Observer(TorchDispatchMode):
         self.launches[Key(group, kind_name, "", said.layer, direction)] += 1
 
     def replayed(self, captured: Observer, times: int) -> None:
-        """Count `times` replays of a CUDA graph whose capture `captured` counted; a replay does not reach the dispatcher."""
+        """Count `times` replays of a CUDA graph whose capture was counted in `captured`. The dispatcher does not see
+        replays."""
         for mine, its in ((self.sent, captured.sent), (self.launches, captured.launches)):
             for key, count in its.items():
                 mine[key] += count * times
 
 
 def _sent(kind: str, source: Any, at: _At) -> Iterator[tuple[torch.dtype, int]]:
-    """(dtype, bytes) of each tensor that one call sends."""
-    if kind.endswith("[]"):  # parts, one for each rank; in a scatter only the root has some
+    """(dtype, bytes) of each tensor that a call sends."""
+    if kind.endswith("[]"):  # one part for each rank; in a scatter only the root has parts
         lists = source if source and isinstance(source[0], list | tuple) else [source]
         others = (part for parts in lists for i, part in enumerate(parts) if i != at.rank)
         yield from ((part.dtype, part.nbytes) for part in others)
@@ -289,7 +299,7 @@ def _sent(kind: str, source: Any, at: _At) -> Iterator[tuple[torch.dtype, int]]:
 
 
 def _members(arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
-    """The global ranks of the group that a collective runs on, and this rank's place among them."""
+    """Global ranks of the group on which a collective runs, and the index of this rank among them."""
     group = arguments.get("process_group", arguments.get("group_name"))
     if isinstance(group, torch.ScriptObject):
         group = ProcessGroup.unbox(group)
@@ -300,14 +310,14 @@ def _members(arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
 
 @cache
 def _is_opaque(func: Any) -> bool:
-    """Whether an op runs Python below the dispatcher, as those of our and users' libraries do."""
+    """Whether an op runs Python code below the dispatcher, as ops of dlp's and users' libraries do."""
     if func.namespace in ("aten", "prims", "prim"):
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeExplicitAutograd")
 
 
 def totals(counts: Mapping[Any, int], *fields: str) -> dict[Any, int]:
-    """Counts summed by these fields of their keys: totals(seen.sent, "group", "direction")[("tp", "fprop")]."""
+    """Sum counts by these fields of their keys, for example totals(seen.sent, "group", "direction")[("tp", "fprop")]."""
     sums: Counter[Any] = Counter()
     for key, count in counts.items():
         chosen = tuple(getattr(key, field) for field in fields)
@@ -316,7 +326,7 @@ def totals(counts: Mapping[Any, int], *fields: str) -> dict[Any, int]:
 
 
 def merged(counts: Iterable[Mapping[Any, int]]) -> dict[Any, int]:
-    """The sum of several counts."""
+    """Return the sum of several counts."""
     total: Counter[Any] = Counter()
     for each in counts:
         total.update(each)

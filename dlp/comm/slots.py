@@ -1,14 +1,16 @@
-"""A slot: a piece of memory on each rank of a group, which all other ranks of the group map and write to.
+"""A slot: a buffer on each rank of a group, which all other ranks of the group map and write to.
 
     begin       waits until all peers have released their slots; from here on this rank may push to them
     push        copies a part of this rank into the slot of a peer
-    meet        tells all peers that this rank has pushed its parts, and waits until all have pushed theirs
-    wait        lets the current stream wait for `meet`, which runs on the lane
-    release     tells all peers that this rank has read its slot
+    meet        barrier: signals all peers that this rank has pushed its parts, and waits until all peers have pushed
+    wait        makes the current stream wait for `meet`, which runs on the side stream
+    release     signals all peers that this rank has read its slot
 
-All ranks use a slot in the same order. They signal by words in the header of the slot (`dlp/kernels/csrc/transport.cu`), whose
-values do not depend on the step, so that each of these is a launch that can be captured. Torch's symmetric memory is used to
-allocate and to exchange addresses; nothing needs multicast.
+All ranks use a slot in the same order. They signal by flags in the header of the slot
+(`dlp/kernels/csrc/transport.cu`). The
+values of the flags do not depend on the step, so that each call is a launch that can be captured. Torch's symmetric
+memory
+allocates the buffers and exchanges addresses; multicast is not needed.
 """
 
 from __future__ import annotations
@@ -24,19 +26,22 @@ from torch.distributed import ProcessGroup
 from dlp.kernels.cuda_codes import copied_rows
 from dlp.kernels.launches import Lane, await_mark, launch, new_event
 
-PATIENCE = 600.0  # seconds that a rank waits for another, which may be compiling or saving
-RANKS = 32  # the most ranks of a group that share a slot
-HEADER = 512  # bytes of a slot before its payload
-PAD, GRANULE = 16 << 10, 2 << 20  # bytes that torch adds to each mapping, about; unit in which memory is mapped
-MAXIMA, AGREED = 1 << 16, 8  # the most numbers and the most tensors in one agreement
-# What a rank has not done yet that another waits for; `Wait.what` is an index into these.
-WAITS_FOR = ("has not read what was sent before", "has not sent its part", AGREES := "has not agreed")
-UNREAD, SENT, MET, USES = 0, RANKS, 2 * RANKS, 3 * RANKS  # words of a header (`dlp/kernels/csrc/transport.cu`)
-Named = Callable[[int], str]  # the number of a use of a slot -> its name, for messages
+PATIENCE = 600.0  # seconds that a rank waits for another rank, which may be compiling or saving
+RANKS = 32  # maximum number of ranks that share a slot
+HEADER = 512  # bytes of a slot before the payload
+# approximate bytes that torch adds to each mapping; granularity in bytes of mapped memory
+PAD, GRANULE = 16 << 10, 2 << 20
+MAXIMA, AGREED = 1 << 16, 8  # maximum numbers and maximum tensors in one amax agreement
+# The outstanding action of a rank for which another rank waits; `Wait.what` is an index into this tuple.
+WAITS_FOR = ("has not read the previous transfer", "has not sent its part", AGREES := "has not agreed")
+# indices of flags in a header (`dlp/kernels/csrc/transport.cu`)
+UNREAD, SENT, MET, USES = 0, RANKS, 2 * RANKS, 3 * RANKS
+Named = Callable[[int], str]  # number of a use of a slot -> name for messages
 
 
 class Place(NamedTuple):
-    """Where a part lies in a slot, in bytes: `height` rows of `width` bytes, the first at `offset`, one every `pitch`."""
+    """Position of a part in a slot, in bytes: `height` rows of `width` bytes, the first row at `offset`, with a row
+    stride of `pitch`."""
 
     offset: int
     width: int
@@ -47,8 +52,8 @@ class Place(NamedTuple):
 class Wait(NamedTuple):
     """Rank `a` of a group waits for rank `b`, which has not done WAITS_FOR[what] yet.
 
-    use     the number of the use that `a` has begun; of an agreement, how many there were
-    other   the number of the use that `b` has begun, if it is another one; else 0
+    use     number of the use that `a` has begun; for an amax agreement, the count of agreements
+    other   number of the use that `b` has begun, if it is a different use; else 0
     """
 
     a: int
@@ -59,16 +64,18 @@ class Wait(NamedTuple):
 
 
 class Slot(Protocol):
-    """This rank's end of a slot; see the head of this file for the order of the calls.
+    """One rank's side of a slot. The docstring of this file states the order of the calls.
 
     payload            uint8, this rank's memory of the slot, without the header
-    begin, follow,     run on the lane. use: the number of this use of the slot, 1 to 2**30 - 1, which ranks write to headers.
-    push, meet         `follow` orders the lane after the current stream
-    keep, wait,        run on the current stream. `keep` copies a part of this rank into its own slot, `copied` a contiguous
-    copied, release,   part out of it; `agree` finds the maxima of `observed` over the ranks
+    begin, follow,     run on the side stream. use: number of this use of the slot, 1 to 2**30 - 1, which ranks write to
+                       headers.
+    push, meet         `follow` orders the side stream after the current stream
+    keep, wait,        run on the current stream. `keep` copies a part of this rank into its own slot, `copied` copies a
+                       contiguous
+    copied, release,   part out of the slot; `agree` computes the maxima of `observed` over the ranks
     agree
-    spans              this rank's memory that launches have addresses of
-    complaint, waits   which ranks have waited too long, and which ones wait now
+    spans              this rank's memory whose addresses launches use
+    complaint, waits   pairs of ranks that have waited too long, and pairs that wait now
     """
 
     payload: Tensor
@@ -88,7 +95,7 @@ class Slot(Protocol):
 
 
 class CudaSlot:
-    """A slot of GPUs of one host."""
+    """Slot of GPUs of one host."""
 
     def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, named: Named, lane: Lane) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
@@ -98,12 +105,12 @@ class CudaSlot:
         self._memory = _SymmetricMemory.empty_strided_p2p((HEADER + nbytes,), (1,), torch.uint8, device)
         self._memory[:HEADER].zero_()
         torch.cuda.synchronize(device)
-        self._handle = rendezvous(self._memory, group)  # from here on headers are zero everywhere
+        self._handle = rendezvous(self._memory, group)  # after this barrier, the headers of all ranks are zero
         self.payload = self._memory[HEADER:]
         bases = [int(base) for base in self._handle.buffer_ptrs]
         self._payloads = [base + HEADER for base in bases]
         self._table = torch.tensor(bases, dtype=torch.int64, device=device)
-        self._report = torch.zeros(8, dtype=torch.int32).pin_memory()  # written by a kernel that has waited too long
+        self._report = torch.zeros(8, dtype=torch.int32).pin_memory()  # a kernel that has waited too long writes here
         self._reported = torch.zeros((), dtype=torch.int32, device=device)
         self._set(lane, bases, (int(PATIENCE * 1e3), self._report.data_ptr(), self._reported.data_ptr(), rank, world))
 
@@ -150,48 +157,49 @@ class CudaSlot:
         return [self.payload]
 
     def complaint(self) -> tuple[Wait, int, int] | None:
-        """The report of a kernel that waited longer than PATIENCE and ended the program of this GPU: which rank waited for
-        which, the value that it waited for, and the last one that it read. None if there is none."""
+        """Report of a kernel that waited longer than PATIENCE and ended the program of this GPU: the pair of ranks, the
+        value that the
+        kernel waited for, and the last value that the kernel read. None if there is no report."""
         reported, rank, peer, what, wanted, seen, use, _ = self._report.tolist()
         return (Wait(rank, peer, what, use), wanted, seen) if reported else None
 
     def headers(self) -> list[list[int]]:
-        """The words of the headers of all ranks, read on a stream of its own, since the others may hang."""
+        """Read the header flags of all ranks on a separate stream, since other streams may hang."""
         with torch.cuda.stream(torch.cuda.Stream(self.payload.device)):
             words = [self._handle.get_buffer(rank, (HEADER // 4,), torch.int32) for rank in range(self._waiting[4])]
             return [each.cpu().tolist() for each in words]
 
     def waits(self) -> list[Wait]:
-        """The pairs of ranks of which one waits, or soon will, for the other to do its part in this slot."""
+        """Pairs of ranks in which one rank waits, or soon will, for the other rank's action in this slot."""
         return waiting(self.headers())
 
 
 def mapped_bytes(nbytes: int) -> int:
-    """Bytes of GPU memory of a slot with a payload of `nbytes`."""
+    """GPU memory in bytes of a slot with a payload of `nbytes`."""
     return -(-(HEADER + nbytes + PAD) // GRANULE) * GRANULE
 
 
 def waiting(headers: Sequence[Sequence[int]]) -> list[Wait]:
-    """The headers of all ranks of a slot -> the pairs of ranks of which one waits for the other."""
+    """Return the pairs of ranks in which one rank waits for the other, from the headers of all ranks of a slot."""
     found = []
     for a, b in permutations(range(len(headers)), 2):
         of_a, of_b = headers[a], headers[b]
         if of_b[MET + a] > max(of_a[USES], of_a[MET + b]):
             found.append(Wait(a, b, 2, of_b[MET + a]))
-        elif use := of_a[UNREAD + b]:  # a has begun; it waits for b to push if b has not yet read that a has pushed
+        elif use := of_a[UNREAD + b]:  # a has begun; a waits for the push of b if b has not yet read a's signal
             awaits_push, other = of_b[SENT + a] and not of_a[SENT + b], of_b[UNREAD + a]
             found.append(Wait(a, b, 1 if awaits_push else 0, use, other if other != use else 0))
     return found
 
 
 def too_long(wait: Wait, wanted: int, seen: int, where: str, ranks: Sequence[int]) -> str:
-    """The message of a wait that took longer than PATIENCE.
+    """Message for a wait that took longer than PATIENCE.
 
-    wanted, seen   the value that was waited for, and the last one that was read
-    where          the name of the use of the slot
-    ranks          by rank in the group, the rank in the world
+    wanted, seen   the expected value, and the last value that was read
+    where          name of the use of the slot
+    ranks          global rank by rank in the group
     """
     return (
         f"rank {ranks[wait.a]} has waited {PATIENCE:g} s for rank {ranks[wait.b]}, which {WAITS_FOR[wait.what]} ({where}, use "
-        f"{wanted}, last seen {seen}): that rank has ended, hangs, or runs another layer"
+        f"{wanted}, last seen {seen}): rank {ranks[wait.b]} has exited, hangs, or runs another layer"
     )

@@ -1,11 +1,12 @@
-"""Collectives of one tensor for code that torch.compile enters: each is one op to the compiler, with a fake implementation.
+"""Collectives of one tensor for compiled code. The compiler sees each collective as one op with a fake implementation.
 
     all_gather       x [m, ...]   -> [R*m, ...]
     reduce_scatter   x [R*m, ...] -> [m, ...]
     all_reduce       x [...]      -> [...]
 
-dynamo cannot trace what `dlp.comm.collectives` calls. Eager code calls the collectives, compiled code `dlp::collective`, which
-calls the same ones.
+Dynamo cannot trace the calls of `dlp.comm.collectives`. Eager code calls these collectives directly. Compiled code
+calls
+`dlp::collective`, which calls the same functions.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ def all_gather(x: Tensor, group: ProcessGroup, layer: str = "", direction: str =
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup, layer: str = "", direction: str = "") -> Tensor:
-    """The sum over ranks of this rank's rows. Raises ValueError for rows that the ranks do not divide."""
+    """Sum x over ranks, and return this rank's rows. Raises ValueError if the number of rows is not divisible by the
+    number of ranks."""
     return _run("reduce_scatter", x, group, layer, direction)
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, layer: str = "", direction: str = "") -> Tensor:
-    """The sum over ranks, equal on all of them."""
+    """Sum x over ranks; the sum is equal on all ranks."""
     return _run("all_reduce", x, group, layer, direction)
 
 
 def _run(kind: str, x: Tensor, group: ProcessGroup, layer: str, direction: str) -> Tensor:
-    """layer, direction: the label of the transfer (`dlp.comm.observer.label`); "": the label that is set."""
+    """Run a collective. layer, direction: label of the transfer (`dlp.comm.observer.label`); "" keeps the current
+    label."""
     if group.size() == 1:
         return x
     if torch.compiler.is_dynamo_compiling():

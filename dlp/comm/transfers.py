@@ -1,7 +1,9 @@
-"""The two transfers of `dlp.comm.mapped`: a `Gathering` of parts along a dimension, and an `Exchange` of chunks (all-to-all).
+"""The two transfers of `dlp.comm.mapped`: a `Gathering` of parts along a dimension, and an `Exchange` of chunks
+(all-to-all).
 
-A gathering sends whole shards, or cuts them into pieces that arrive one after the other. An exchange sends each chunk when it
-has been computed.
+A gathering sends full shards, or pieces of shards that arrive one after the other. An exchange sends each chunk as soon
+as the
+chunk has been computed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ WHOLE: Cuts = ((0, 1),)
 
 
 class SlotSource(Protocol):
-    """What a transfer needs of its `dlp.comm.mapped.Transport`. `transfers`: how many the current direction has begun."""
+    """The interface of `dlp.comm.mapped.Transport` that a transfer uses. `transfers`: transfers begun in the current
+    direction."""
 
     rank: int
     world: int
@@ -33,12 +36,12 @@ class SlotSource(Protocol):
 
 
 class Gathering:
-    """The parts of all ranks, gathered along their dims.
+    """Parts of all ranks, gathered along their dims.
 
     mine     this rank's parts, to be written before `send`
-    dims     of each part: the dimension that it is gathered along; None: it is equal on all ranks, and not sent
-    whole    by the index of a part that is sent: the parts of all ranks, a view of the slot
-    starts   by the same index: its offset in the slot, in bytes
+    dims     dimension along which each part is gathered; None for a part that is equal on all ranks and is not sent
+    whole    for the index of each part that is sent: the parts of all ranks, a view of the slot
+    starts   for the index of each part that is sent: the offset in the slot, in bytes
     """
 
     def __init__(
@@ -50,9 +53,10 @@ class Gathering:
         self._piece_slots, self._waited, self._kept = [slot], set[int](), False
 
     def send(self, cuts: Cuts = WHOLE) -> Gathering:
-        """Start sending `mine`. Rank r pushes to r + 1 first, then to r + 2, so that no two ranks push to one at a time.
+        """Start sending `mine`. Rank r pushes to r + 1 first, then to r + 2, so that no two ranks push to the same rank
+        at the same time.
 
-        cuts   the pieces in which the parts, all of dim 0, are sent; `others` waits for them one by one
+        cuts   pieces of the parts, which all have dim 0; `others` waits for one piece at a time
         """
         transport, world = self.transport, self.transport.world
         self._piece_slots = [*(transport.begin(0, piece, self._transfer) for piece in range(1, len(cuts))), self.slot]
@@ -68,13 +72,14 @@ class Gathering:
         return self
 
     def gather(self) -> Pending[Parts]:
-        """Send `mine`; the result is the parts of all ranks, to be read before the direction finishes."""
+        """Send `mine`. The result is the parts of all ranks, which must be read before the direction finishes."""
         self.send()._keep()
         return Pending((), self.all_parts)
 
     def others(self, piece: int = -1) -> Parts:
-        """The parts of all ranks, without this rank's own unless these were written into the slot. The current stream waits for
-        all of them, or for the rows up to those of a piece."""
+        """Return the parts of all ranks. This rank's rows are valid only if they were written into the slot.
+
+        The current stream waits for all parts, or only for the rows up to the end of `piece`."""
         piece %= len(self._piece_slots)
         if not any(later >= piece for later in self._waited):
             self._piece_slots[piece].wait()
@@ -82,7 +87,7 @@ class Gathering:
         return tuple(self.whole.get(i, part) for i, part in enumerate(self.mine))
 
     def all_parts(self) -> Parts:
-        """The parts of all ranks, this rank's own among them. The current stream waits for them."""
+        """Return the parts of all ranks, including this rank. The current stream waits for them."""
         self._keep()
         return self.others()
 
@@ -94,7 +99,7 @@ class Gathering:
         self._kept = True
 
     def _sent(self) -> Iterator[tuple[Tensor, Place]]:
-        """This rank's parts that are sent, and their place in the slots of all ranks."""
+        """This rank's parts that are sent, with their places in the slots of all ranks."""
         world, rank = self.transport.world, self.transport.rank
         for i, start in self.starts.items():
             part, dim = self.mine[i], self.dims[i]
@@ -105,9 +110,9 @@ class Gathering:
 
 
 class Exchange:
-    """Chunk j of each part goes to rank j.
+    """All-to-all exchange: chunk j of each part goes to rank j.
 
-    arrived   parts [R, ...], whose chunk r came from rank r; to be read after `wait` and before the direction finishes
+    arrived   parts [R, ...], in which chunk r came from rank r; valid after `wait` until the direction finishes
     """
 
     def __init__(self, transport: SlotSource, slot: Slot, arrived: Parts, starts: Sequence[int]) -> None:
@@ -115,8 +120,10 @@ class Exchange:
         self._transport, self._slot, self._starts, self._sent = transport, slot, starts, list[Tensor]()
 
     def send(self, chunks: Sequence[Tensor], to: int, row: int = 0) -> None:
-        """Send this rank's chunk of each part to rank `to`, which may be this rank; or rows of the chunks, from `row` on. The
-        current stream has written them."""
+        """Send this rank's chunk of each part to rank `to`, which may be this rank, or send the rows of the chunks from
+        `row` on.
+
+        The current stream has written the rows."""
         for chunk in chunks:
             self._transport.count(chunk, to)
         if to != self._transport.rank:
@@ -135,7 +142,7 @@ class Exchange:
         self._sent += chunks
 
     def sent(self) -> Pending[Parts]:
-        """Called when all chunks have been sent; the result is `arrived`."""
+        """Return the pending `arrived`. The caller has sent all chunks."""
         self._slot.meet()
         return Pending([self], lambda: self.arrived)
 
@@ -144,8 +151,9 @@ class Exchange:
         self._sent.clear()
 
     def send_all(self, parts: Sequence[Tensor], *, own: bool = True) -> Pending[Parts]:
-        """Send chunk j of each part [R, ...] to rank j. `own`: copy this rank's chunk to `arrived`, too. Observers of bytes see
-        one record for each peer, as `collectives.all_to_all` sends them."""
+        """Send chunk j of each part [R, ...] to rank j. `own`: also copy this rank's chunk to `arrived`.
+
+        Observers of bytes see one record per peer, as for `collectives.all_to_all`."""
         transport, first = self._transport, parts[0]
         whole = (
             torch.empty(record(parts) // first.itemsize, dtype=first.dtype, device="meta")
@@ -161,8 +169,10 @@ class Exchange:
 
 
 def _piece(part: Tensor, place: Place, start: int, stop: int, rows: int) -> tuple[Tensor, Place]:
-    """The share of a part of dim 0 that belongs to rows [start, stop) of `rows`, and its place in the slots of all ranks. The
-    part may have fewer rows, as scales of blocks do."""
+    """The rows of a part of dim 0 that belong to rows [start, stop) of `rows`, with their place in the slots of all
+    ranks.
+
+    The part may have fewer rows, for example the scales of blocks."""
     first, last = start * len(part) // rows, stop * len(part) // rows
     piece = part[first:last]
     return piece, Place(place.offset + part[:first].nbytes, piece.nbytes, 1, piece.nbytes)
@@ -171,7 +181,7 @@ def _piece(part: Tensor, place: Place, start: int, stop: int, rows: int) -> tupl
 def views(
     memory: Tensor, starts: Sequence[int], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
 ) -> Parts:  # fmt: skip
-    """Tensors of these shapes and dtypes as views of `memory`, bytes, the first of each at `starts`."""
+    """View `memory`, a tensor of bytes, as tensors of these shapes and dtypes that begin at `starts`."""
     return tuple(
         memory[start : start + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
         if prod(shape) else torch.empty(tuple(shape), dtype=dtype, device=memory.device)

@@ -1,4 +1,5 @@
-"""Which process groups send through mapped memory (`dlp.comm.mapped`), and why the others do not.
+"""Choice of the process groups that send through mapped memory (`dlp.comm.mapped`), and the reasons of the other
+groups.
 
 `ask_for` decides once for each group. `start` and `finish` of a layer's direction reach the transport of its group, if it
 has one.
@@ -22,23 +23,25 @@ from dlp.comm.watch import Watch
 from dlp.kernels import loader
 from dlp.kernels.launches import Lane
 
-# By the name of each group that `ask_for` was called with: the transport, and the reason where there is none (else empty).
+# For the name of each group that `ask_for` was called with: the transport, and the reason if there is none (else "").
 _OF_GROUP: dict[str, Transport | None] = {}
 _WHY_NOT: dict[str, str] = {}
 
 
 def transport_of(group: ProcessGroup) -> Transport | None:
-    """The transport of a group; None: all its transfers go by NCCL or gloo."""
+    """Transport of a group. None: all transfers of the group use NCCL or gloo."""
     return _OF_GROUP.get(group.group_name)
 
 
 def ask_for(group: ProcessGroup, device_type: str, *, required: bool = False) -> None:
-    """Let transfers of a group go through mapped memory if the ranks can map each other's memory; `describe` says whether they
-    can. Called by all ranks of the group before the first layer that sends over the group runs.
+    """Use mapped memory for the transfers of a group if the ranks can map each other's memory; `describe` tells the
+    result.
+
+    All ranks of the group call `ask_for` before the first layer that sends over the group runs.
 
     Args:
-        device_type: "cuda" or "cpu".
-        required: raise ValueError, on all ranks, if the ranks cannot.
+        device_type: "cpu" or "cuda".
+        required: raise ValueError, on all ranks, if the ranks cannot map each other's memory.
     """
     name = group.group_name
     if name not in _OF_GROUP:
@@ -59,11 +62,11 @@ def _on_gpus(group: ProcessGroup) -> Transport:
 
 
 def _obstacle(group: ProcessGroup, device_type: str) -> str:
-    """Why the ranks of a group cannot map each other's memory, the same text on all ranks; empty: they can."""
+    """The reason why the ranks of a group cannot map each other's memory, the same text on all ranks. "" if they can."""
     if device_type != "cuda":
         return "the ranks are on CPUs"
     if not 1 < group.size() <= RANKS:
-        return f"mapped memory takes 2 to {RANKS} ranks"
+        return f"mapped memory supports 2 to {RANKS} ranks"
     mine = (socket.gethostname(), _boot(), loader.missing(), torch.cuda.current_device())
     all_of: list[tuple[str, str, str, int]] = [mine] * group.size()
     dist.all_gather_object(all_of, mine, group)
@@ -73,7 +76,8 @@ def _obstacle(group: ProcessGroup, device_type: str) -> str:
         if each[2]:
             return f"rank {rank} of the group has no kernels: {each[2]}"
     devices = {each[3] for each in all_of}
-    # With fewer devices than ranks, each rank sees only its own GPU, or ranks share one: then mapping itself will show it.
+    # With fewer devices than ranks, each rank sees only its own GPU, or ranks share a GPU; in this case the mapping
+    # itself fails if peer access is missing.
     if len(devices) == group.size():
         for a, b in permutations(sorted(devices), 2):
             if not torch.cuda.can_device_access_peer(a, b):
@@ -82,7 +86,8 @@ def _obstacle(group: ProcessGroup, device_type: str) -> str:
 
 
 def describe(name: str, group: ProcessGroup) -> str:
-    """A line for the plan and the log: the transport of a group, and the reason. `name`: the mesh axis of the group."""
+    """Describe the transport of a group and the reason in one line for the plan and the log. `name`: mesh axis of the
+    group."""
     size = group.size()
     if transport_of(group) is not None:
         ranks = "both ranks" if size == 2 else f"all {size} ranks"
@@ -91,17 +96,17 @@ def describe(name: str, group: ProcessGroup) -> str:
 
 
 def carrier(group: ProcessGroup) -> str:
-    """The backend of the group's collectives: "nccl" (with gloo beside it for tensors on CPUs), or "gloo"."""
+    """Backend of the group's collectives: "nccl" (with gloo for CPU tensors) or "gloo"."""
     return "nccl" if "nccl" in dist.get_backend_config(group) else "gloo"
 
 
 def why_not(group: ProcessGroup) -> str:
-    """Why a group has no transport, as a clause."""
+    """The reason why a group has no transport, as a clause."""
     return _WHY_NOT.get(group.group_name) or "transport = 'nccl', or the mesh was not made by dlp.build_mesh"
 
 
 def _boot() -> str:
-    """The id of this boot of the host, which tells hosts of one name apart; empty where the system has none."""
+    """ID of the current boot of the host, which distinguishes hosts with equal names; "" if the system has no such ID."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -110,48 +115,51 @@ def _boot() -> str:
 
 
 def use(group: ProcessGroup, transport: Transport | None) -> None:
-    """Set the transport of a group; None: its transfers go by NCCL or gloo."""
+    """Set the transport of a group. None: transfers of the group use NCCL or gloo."""
     _OF_GROUP[group.group_name] = transport
 
 
 def mapped_memory() -> list[Tensor]:
-    """This rank's memory of all slots of all groups that exist so far."""
+    """This rank's memory of all slots of all existing groups."""
     return [memory for transport in _OF_GROUP.values() if transport is not None for memory in transport.memory]
 
 
 def start(group: ProcessGroup | None, style: str = "", direction: LayerDirection = NO_LAYER) -> None:
-    """A direction of a layer of this group begins (`Transport.start`)."""
+    """Begin a direction of a layer whose transfers use this group (`Transport.start`)."""
     transport = None if group is None else _OF_GROUP.get(group.group_name)
     if transport is not None:
         transport.start(style, direction)
 
 
 def finish(group: ProcessGroup | None) -> None:
-    """A direction of a layer of this group ends (`Transport.finish`)."""
+    """End a direction of a layer whose transfers use this group (`Transport.finish`)."""
     transport = None if group is None else _OF_GROUP.get(group.group_name)
     if transport is not None:
         transport.finish()
 
 
 def complaint() -> str | None:
-    """`Transport.complaint` of the first group that has one; None if none has."""
+    """Return `Transport.complaint` of the first group that has a report, or None."""
     every = (transport for transport in _OF_GROUP.values() if transport is not None)
     return next((message for transport in every if (message := transport.complaint()) is not None), None)
 
 
 def waits() -> list[str]:
-    """A line for each pair of ranks of which one waits for the other in mapped memory now (`Transport.waits`). It can be called
-    while devices hang."""
+    """Describe each pair of ranks in which one rank waits for the other in mapped memory now (`Transport.waits`), one
+    line per pair.
+
+    The function can be called while devices hang."""
     return [line for transport in _OF_GROUP.values() if transport is not None for line in transport.waits()]
 
 
 def kept(group: ProcessGroup | None, parts: Sequence[Tensor]) -> Parts:
-    """Gathered parts in memory that outlives the direction: copied out of a slot, or as they are where there is none."""
+    """Return gathered parts in memory that outlives the direction: copied out of a slot if the group has a transport,
+    else unchanged."""
     transport = None if group is None else transport_of(group)
     return tuple(parts) if transport is None else transport.kept(parts)
 
 
 def destroy() -> None:
-    """Free the memory of all transports; called before the process group ends."""
+    """Free the memory of all transports. Called before the process group ends."""
     _OF_GROUP.clear()
     _WHY_NOT.clear()

@@ -1,9 +1,13 @@
-"""A timeout for streams that wait for a peer: a thread that ends the process when nothing has moved for PATIENCE seconds.
+"""A timeout for streams that wait for a peer: a thread that ends the process if nothing has progressed for PATIENCE
+seconds.
 
-Stream waits have no timeout of their own. The thread looks at the main thread's current frame, which costs the main thread
-nothing. If that has not changed for half of PATIENCE, it also reads which waits of this rank in mapped memory are open. If
-neither changes for the other half, it prints them and ends the process, as NCCL's watchdog does. While the main thread moves,
-it reads nothing from the GPU, in particular not while a CUDA graph is captured.
+Stream waits have no timeout of their own. The thread reads the main thread's current frame, which costs the main thread
+nothing.
+If the frame has not changed for half of PATIENCE, the thread also reads the open waits of this rank in mapped memory.
+If neither
+changes for the other half, the thread prints the waits and ends the process, as NCCL's watchdog does. While the main
+thread
+progresses, the thread reads nothing from the GPU, in particular not while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ from typing import NoReturn, Protocol
 from dlp.comm import slots
 
 MAIN = threading.main_thread().ident
-LOOKS = 60  # how often the thread looks in PATIENCE
-READING = 5.0  # seconds that reading from a GPU that may hang may take
+LOOKS = 60  # the thread looks this many times in PATIENCE seconds
+READING = 5.0  # timeout in seconds for reading from a GPU that may hang
 
 
 class Waiting(Protocol):
@@ -35,7 +39,7 @@ def frame_of_main() -> tuple[str, int]:
 
 
 def place_of(frame: FrameType | None) -> tuple[str, int]:
-    """A frame as "function (file:line)", and the offset of the instruction in the function."""
+    """Describe a frame as "function (file:line)", and return the offset of the instruction in the function."""
     if frame is None:
         return "nowhere", 0
     code = frame.f_code
@@ -43,15 +47,16 @@ def place_of(frame: FrameType | None) -> tuple[str, int]:
 
 
 def within(seconds: float, ask: Callable[[], list[str]]) -> list[str]:
-    """The lines that `ask` returns; it is called on another thread. If it raises RuntimeError or takes longer than `seconds`,
-    one line that says so."""
-    found = [f"what GPUs wait for could not be read in {seconds:g} s"]
+    """Call `ask` on another thread, and return its lines. If `ask` raises RuntimeError or takes longer than `seconds`,
+    return one
+    line that reports this."""
+    found = [f"the waits of the GPUs could not be read within {seconds:g} s"]
 
     def read() -> None:
         try:
             found[:] = ask()
         except RuntimeError as error:
-            found[:] = [f"what GPUs wait for cannot be read: {str(error).splitlines()[0]}"]
+            found[:] = [f"the waits of the GPUs cannot be read: {str(error).splitlines()[0]}"]
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
@@ -66,8 +71,9 @@ def leave(said: str) -> NoReturn:
 
 
 class Watch:
-    """Watches a transport for as long as that lives. of: the transport, whose `own_waits` are read; end: called with the
-    message when they took too long."""
+    """Watch a transport as long as the transport exists.
+
+    of: the transport whose `own_waits` are read. end: called with the message when the waits took too long."""
 
     def __init__(self, of: Waiting, end: Callable[[str], object] = leave) -> None:
         self._of, self._end = weakref.ref(of), end
@@ -82,7 +88,7 @@ class Watch:
             time.sleep(slots.PATIENCE / LOOKS)
 
     def look(self, of: Waiting, now: float) -> bool:
-        """Look once, at time `now` in seconds. Calls `end` and returns True if nothing has moved for PATIENCE."""
+        """Look once, at time `now` in seconds. Calls `end` and returns True if nothing has progressed for PATIENCE."""
         place = frame_of_main()
         if place != self._place:
             self._place, self._stood, self._waits = place, now, []
@@ -93,5 +99,5 @@ class Watch:
             self._waits, self._waited = waits, now
         if not waits or now - self._waited < slots.PATIENCE / 2:
             return False
-        self._end(f"no transfer has moved for {slots.PATIENCE:g} s, in {place[0]}: {'; '.join(waits)}")
+        self._end(f"no transfer has progressed for {slots.PATIENCE:g} s, in {place[0]}: {'; '.join(waits)}")
         return True
