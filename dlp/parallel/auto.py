@@ -1,13 +1,18 @@
-"""overlap = "auto": chooses the strategy of each GEMM of a layer when a plan is made.
+"""overlap = "auto": choose the strategy of each GEMM of a layer when a plan is made.
 
     python -m dlp.parallel.tune CONFIG ──► Times, a table (JSON) ──► `choose` ──► names of strategies in the rows of the plan
 
-A table has the times of the directions of layers under each strategy, between ranks that are connected in one way. For a layer
-that is in the table, the fastest strategy is chosen; for another layer, the fastest by a model, from the table's rates of GEMMs
-and links. The strategy must be faster than `serial` by a margin, and a measured one by more than the noise.
+A table has the times of the directions of layers under each strategy, for one GPU, number of ranks and transport. For a
+layer in
+the table, `choose` takes the strategy with the lowest measured time; for another layer, the strategy with the lowest
+time
+predicted from the table's rates of GEMMs and links. The strategy must be faster than `serial` by a margin, and a
+measured
+difference must exceed the noise.
 
-dlp ships tables (`dlp/parallel/tables`). `shipped` finds the table of a GPU; for another number of ranks it keeps the rates
-alone. Without a table of this GPU every strategy is `serial`, and the plan says why.
+dlp ships tables (`dlp/parallel/tables`). `shipped` finds the table of a GPU; for another number of ranks only the rates
+are
+used. Without a table of this GPU every strategy is `serial`, and the plan states the reason.
 """
 
 from __future__ import annotations
@@ -36,15 +41,15 @@ from dlp.quant.recipe import GEMMS, Recipe
 
 AUTO, SERIAL = "auto", "serial"
 CANDIDATES = (SERIAL, "chunked", "chunked:2", "chunked:4")
-MEASURED, MODELLED = 0.98, 0.95  # of serial's time, below which another strategy is taken
-VERSION = 1  # raised by what makes measured times others: strategies, transports, kernels
+MEASURED, MODELLED = 0.98, 0.95  # fraction of serial's time below which another strategy is chosen
+VERSION = 1  # to be raised when strategies, transports or kernels change so that old times no longer apply
 TABLES = Path(__file__).parent / "tables"
-NOMINAL = 8192  # tokens of all ranks for which a layer that is constructed explicitly chooses its strategies
+NOMINAL = 8192  # tokens of all ranks for which an explicitly constructed layer chooses its strategies
 Sizes = tuple[int, int, int]  # M, N, K
 
 
 class Problem(NamedTuple):
-    """A linear, or siblings, w_i [N_i, K] before tp cuts them, on the M tokens of all ranks."""
+    """A linear, or siblings, with weights w_i [N_i, K] before tp shards them, on the M tokens of all ranks."""
 
     style: ParallelStyle
     tokens: int
@@ -61,7 +66,7 @@ class Problem(NamedTuple):
         return [shard_sizes(self.style, out, self.in_features, tp, "") for out in self.out_features]
 
     def sizes(self, tp: int) -> Sizes:
-        """M, N of all members and K of what a rank multiplies."""
+        """M, N of all members, and K of the GEMM on one rank."""
         shapes = self.local(tp)
         return self.tokens, sum(n for n, _ in shapes), shapes[0][1]
 
@@ -70,9 +75,11 @@ class Problem(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The strategy of one GEMM of a layer, and times in milliseconds under it and under serial: of its direction, if that was
-    measured, and of its GEMM and transfer, by the model. `why`: it is serial, without a comparison of times, for this
-    reason."""
+    """The strategy of one GEMM of a layer, with times in milliseconds under this strategy and under serial.
+
+    A time is of the direction if it was measured, else of the GEMM and its transfer by the model. `why`: the reason for
+    serial without
+    a comparison of times."""
 
     gemm: str
     strategy: str
@@ -87,9 +94,9 @@ class Choice(NamedTuple):
 class Row:
     """The measured times of one problem.
 
-    directions   GEMM -> strategy -> seconds of the direction that it is in
-    noise        their uncertainty, in the same form
-    gemms        GEMM -> seconds of it alone, of all members
+    directions   GEMM -> strategy -> seconds of the direction that the GEMM belongs to
+    noise        uncertainty of these times, in the same form
+    gemms        GEMM -> seconds of the GEMM without a transfer, for all members
     sizes        M, N, K of a rank
     """
 
@@ -100,8 +107,10 @@ class Row:
     gemms: Mapping[str, float]
 
     def fastest(self, gemm: str) -> str | None:
-        """The strategy of a GEMM's direction: serial, unless another one was faster by a margin and by more than the noise of
-        both; None: serial was not measured."""
+        """The strategy of a GEMM's direction: serial, unless another strategy was faster by a margin and by more than
+        the noise of both.
+
+        None: serial was not measured."""
         times, noise = self.directions.get(gemm, {}), self.noise.get(gemm, {})
         if SERIAL not in times:
             return None
@@ -111,8 +120,11 @@ class Row:
 
 
 class Machine(NamedTuple):
-    """The machine that times were measured on, or that a plan is made for. kind: one of `dlp.quant.gemm.DEVICES`; device: its
-    name, or a word of it; the rest: versions. An empty field is not known."""
+    """The machine of a measurement or of a plan.
+
+    kind: one of `dlp.quant.gemm.DEVICES`. device: name of the device, or a word of the name. The other fields are
+    versions. "": not
+    known."""
 
     kind: str
     device: str = ""
@@ -139,7 +151,8 @@ def gemm_rate(measured: Sequence[tuple[Sizes, float]], sizes: Sizes, *, neighbor
 
 
 def machine(device_type: str, board: str = "") -> Machine:
-    """This machine for "cpu" and "cuda"; for other kinds one of which only `board`, a word of its device's name, is known."""
+    """This machine for "cpu" and "cuda"; for other kinds a machine of which only `board`, a word of the device's name,
+    is known."""
     if device_type == "cpu":
         return Machine(device_type, "CPU", torch.__version__, VERSION)
     if device_type == "cuda":
@@ -149,13 +162,13 @@ def machine(device_type: str, board: str = "") -> Machine:
 
 @dataclass(frozen=True)
 class Times:
-    """A table.
+    """Table of measured times.
 
     kind, device       kind of device, one of `dlp.quant.gemm.DEVICES`, and its name
-    ranks, transport   of tp; "mapped", "nccl" or "gloo"
-    speed, meeting     bytes a second between two ranks; seconds of a transfer besides its bytes
+    ranks, transport   number of tp ranks; "mapped", "nccl" or "gloo"
+    speed, meeting     bytes per second between two ranks; latency of a transfer in seconds
     rows               the measured problems
-    about              further entries of the file: when it was measured, with what
+    about              further entries of the file: date and versions of the measurement
     """
 
     kind: str
@@ -176,27 +189,28 @@ class Times:
         return self._by_key.get(problem.key)
 
     def obstacle(self, here: Machine, ranks: int, transport: str) -> str | None:
-        """Why these times do not apply to a tp group of that machine; None: they apply, as far as is known."""
+        """The reason why these times do not apply to a tp group of that machine. None if no difference is known."""
         this, its = (here.kind, ranks, transport or self.transport), (self.kind, self.ranks, self.transport)
         said = [f"{count} {kind} ranks by {by}" for kind, count, by in (its, this)]
         if this != its:
-            return f"its table is of {said[0]}, and these are {said[1]}"
+            return f"its table is for {said[0]}, and this group is {said[1]}"
         if here.device not in ("", self.device) and here.device.lower() not in self.device.lower().split():
-            return f"its table is of {self.device}, and this is {here.device}"
+            return f"its table is for {self.device}, and this is {here.device}"
         for name, mine in (("torch", here.torch), ("version", here.version)):
             if mine and self.about.get(name) != mine:
-                return f"its table was measured under {name} {self.about.get(name)}, and this is {mine}: measure anew"
+                return f"its table was measured under {name} {self.about.get(name)}, and this is {mine}: measure again"
         return None
 
     def for_ranks(self, ranks: int) -> Times:
-        """The times for groups of so many ranks: for another number than measured, the rates of GEMMs and of the link alone."""
+        """The times for groups of this number of ranks. If it differs from the measured number, only the rates of GEMMs
+        and the link."""
         if ranks == self.ranks:
             return self
         rates = tuple(replace(row, key=(None, row.key[-1]), directions={}, noise={}) for row in self.rows)
         return replace(self, ranks=ranks, rows=rates, about={**self.about, "from_ranks": self.ranks})
 
     def rate(self, problem: Problem, gemm: str) -> float | None:
-        """Operations a second of a GEMM alone, at the nearest sizes that were measured under this recipe."""
+        """Operations per second of a GEMM without a transfer, at the nearest sizes measured under this recipe."""
         sizes, recipe = problem.sizes(self.ranks), str(problem.recipe)
         rows = [row for row in self.rows if row.key[-1] == recipe and row.gemms.get(gemm)]
         return gemm_rate([(row.sizes, 2.0 * prod(row.sizes) / row.gemms[gemm]) for row in rows], sizes)
@@ -205,11 +219,11 @@ class Times:
         date = self.about.get("date", "no date")
         link = f"{self.transport} at {self.speed / 1e9:.3g} GB/s"
         measured = self.about.get("from_ranks", self.ranks)
-        rates = "" if measured == self.ranks else f" (rates; groups of {self.ranks} by the model)"
+        rates = "" if measured == self.ranks else f" (rates only; groups of {self.ranks} are predicted by the model)"
         return f"{measured} x {self.device} by {link}, {len(self.rows)} layers measured, {date}{rates}"
 
     def text(self, choices: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The text of the file; `choices`: what was chosen by it."""
+        """Text of the file. `choices`: the strategies chosen by the table."""
         rows = [
             {**dict(zip(("style", "tokens", "in_features", "out_features", "recipe"), row.key, strict=True)),
              "sizes": row.sizes, "direction_us": {g: _microseconds(of) for g, of in row.directions.items()},
@@ -240,10 +254,10 @@ def _row(
     style: str, tokens: int, in_features: int, out_features: Sequence[int], recipe: str, sizes: Sequence[int],
     **us: Any,
 ) -> Row:  # fmt: skip
-    """The row of an entry of the file. KeyError, TypeError, AttributeError or ValueError for an entry of another form."""
+    """Parse one entry of the file. Raises KeyError, TypeError, AttributeError or ValueError for a malformed entry."""
     directions, noise = ({gemm: _seconds(of) for gemm, of in us[by].items()} for by in ("direction_us", "noise_us"))
     for name in {name for of in directions.values() for name in of}:
-        overlaps.load(name)  # ValueError for a strategy that does not exist
+        overlaps.load(name)  # ValueError for an unknown strategy
     m, n, k = sizes
     return Row(
         (style, tokens, in_features, tuple(out_features), recipe), (m, n, k), directions, noise, _seconds(us["gemm_us"])
@@ -251,7 +265,7 @@ def _row(
 
 
 def read(text: str, name: str) -> Times:
-    """The table in the text of a file. ValueError for another file."""
+    """Parse the text of a file. Raises ValueError for a malformed file."""
     try:
         found = json.loads(text)
         rows = tuple(_row(**row) for row in found.pop("rows"))
@@ -265,19 +279,21 @@ def read(text: str, name: str) -> Times:
         return Times(kind, device, ranks, transport, processors, speed, meeting, rows, found)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{name}: holds no table of overlap ({type(error).__name__}: {error}); make one by torchrun -m dlp.parallel.tune "
+            f"{name}: not a table of overlap times ({type(error).__name__}: {error}); create a table with torchrun -m "
+            f"dlp.parallel.tune "
             f"CONFIG"
         ) from None
 
 
 def load(path: str | Path, *, together: bool = False) -> Times:
-    """The table of a file; `together`: rank 0 reads it for all ranks. ValueError, on all of them, if it cannot be read."""
+    """Load the table of a file. `together`: rank 0 reads the file for all ranks. Raises ValueError on all ranks if it
+    cannot be read."""
     said = ["", ""]
     if not together or dist.get_rank() == 0:
         try:
             said = [Path(path).read_text(), ""]
         except (OSError, UnicodeDecodeError) as error:
-            said = ["", f"{path}: cannot be read ({error}); make one by torchrun -m dlp.parallel.tune CONFIG"]
+            said = ["", f"{path}: cannot be read ({error}); create a table with torchrun -m dlp.parallel.tune CONFIG"]
     if together:
         dist.broadcast_object_list(said, 0)
     if said[1]:
@@ -287,13 +303,14 @@ def load(path: str | Path, *, together: bool = False) -> Times:
 
 @cache
 def _tables(folder: Path) -> tuple[Times, ...]:
-    """The tables of a folder, read once: every layer that is constructed with "auto", and every plan, asks for them."""
+    """Tables of a folder, read once, since every layer constructed with "auto" and every plan needs them."""
     return tuple(load(path) for path in sorted(folder.glob("*.json")))
 
 
 def shipped(here: Machine, ranks: int, transport: str) -> tuple[Times | None, str]:
-    """The table that dlp ships for a GPU, and why there is none. A table of the same number of ranks comes first; versions of
-    torch need not agree."""
+    """The table that dlp ships for a GPU, and the reason if there is none.
+
+    A table with the same number of ranks is preferred. Versions of torch may differ."""
     tables = _tables(TABLES)
     own = here._replace(torch="")
     fit = [times for times in tables if times.obstacle(own, times.ranks, transport) is None]
@@ -308,8 +325,9 @@ def shipped(here: Machine, ranks: int, transport: str) -> tuple[Times | None, st
 
 
 def at_construction(asked: Asked, problem: Problem, group: ProcessGroup | None, device_type: str) -> Asked:
-    """The strategies of a layer that is constructed explicitly: those that `asked` names, or, for "auto", those that `shipped`
-    times say for the tokens of `problem`."""
+    """Strategies of an explicitly constructed layer: the strategies in `asked`, or, for "auto", the choice by `shipped`
+    times for the
+    tokens of `problem`."""
     if group is None or group.size() == 1:
         return choose(asked, None, None, NOTHING)[0]
     if AUTO not in ([asked] if isinstance(asked, str) else asked.values()):
@@ -319,22 +337,23 @@ def at_construction(asked: Asked, problem: Problem, group: ProcessGroup | None, 
 
 
 def transport_name(group: ProcessGroup, device_type: str) -> str:
-    """What carries transfers over a group: "mapped", "nccl" or "gloo"."""
+    """Carrier of transfers over a group: "mapped", "nccl" or "gloo"."""
     return "mapped" if transport_of(group) is not None else "nccl" if device_type == "cuda" else "gloo"
 
 
 # Choices
 
-ONE_GEMM = "it contracts tokens: one GEMM under every strategy"
-NOTHING = "nothing goes with it"
-ON_ARRIVAL = "what it reads is cast when all has arrived"
+ONE_GEMM = "the GEMM contracts tokens, and runs as one GEMM under every strategy"
+NOTHING = "the GEMM has no transfer"
+ON_ARRIVAL = "the operand is cast after the gather"
 NO_TABLE = "there is no table of times"
 NO_TOKENS = "the tokens of a microbatch are not known: pass batch=(B, S)"
 Asked = str | dict[str, str]
 
 
 def choose(asked: Asked, problem: Problem | None, times: Times | None, why: str) -> tuple[Asked, tuple[Choice, ...]]:
-    """The strategies of a layer's GEMMs, a name or one by GEMM, of what groups ask for; and how "auto" was chosen. `why`: why
+    """Strategies of a layer's GEMMs, as one name or by GEMM, from the settings of groups, and the choices of "auto".
+    `why`: the reason why
     there are no times."""
     names = dict.fromkeys(GEMMS, asked) if isinstance(asked, str) else {gemm: asked.get(gemm, SERIAL) for gemm in GEMMS}
     open_ones = [gemm for gemm in GEMMS if names[gemm] == AUTO]
@@ -354,7 +373,7 @@ def _choice(gemm: str, problem: Problem, times: Times) -> Choice:
         return Choice(gemm, SERIAL, why=work)
     row = times.row(problem)
     measured = {} if row is None else row.directions.get(gemm, {})
-    # beside NCCL's kernels a GEMM has fewer multiprocessors, which the model does not know
+    # NCCL's kernels occupy SMs that a concurrent GEMM lacks; the model ignores this
     modelled = (SERIAL,) if times.transport == NCCL else CANDIDATES
     predicted = {name: overlaps.load(name).seconds(work) for name in modelled} if work.gemms else {}
     best = None if row is None else row.fastest(gemm)
@@ -367,7 +386,8 @@ def _choice(gemm: str, problem: Problem, times: Times) -> Choice:
 
 
 def work_of(gemm: str, problem: Problem, times: Times) -> Work | str:
-    """A GEMM and its transfer, with `gemms` empty where the table has no rate of it; or why no strategy matters for it."""
+    """A GEMM and its transfer, with empty `gemms` if the table has no rate for the GEMM; or the reason why no strategy
+    matters."""
     if gemm == "wgrad":
         return ONE_GEMM
     tp, plan = times.ranks, problem.plan(times.ranks)
@@ -408,20 +428,21 @@ def work_of(gemm: str, problem: Problem, times: Times) -> Work | str:
 
 
 def check_together(choices: Sequence[object]) -> None:
-    """ValueError, on all ranks, if some have chosen otherwise than rank 0."""
+    """Raise ValueError on all ranks if some ranks have chosen different strategies than rank 0."""
     mine = sha256(repr(choices).encode()).hexdigest()
     all_of: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(all_of, mine)
     others = [rank for rank, its in enumerate(all_of) if its != all_of[0]]
     if others:
         raise ValueError(
-            f"overlap = 'auto' chose otherwise on ranks {', '.join(map(str, others))} than on rank 0, by one table: their "
-            f"devices or programs differ; name strategies in the layer groups, or run on equal machines"
+            f"overlap = 'auto' chose different strategies on ranks {', '.join(map(str, others))} and on rank 0, from "
+            f"the same table: their devices or versions differ; set strategies in the layer groups, or run on "
+            f"identical machines"
         )
 
 
 def cells(name: str, choice: Choice) -> tuple[str, ...]:
-    """A row of the plan's table of choices."""
+    """Format a row of the plan's table of choices."""
     times = (choice.measured, choice.measured_serial, choice.predicted, choice.predicted_serial)
     return (
         name,

@@ -1,1 +1,1 @@
-"""What is done to a whole model: conversion, the step boundary, swaps, checks."""
+"""Operations on a whole model: conversion, the step boundary, recipe changes, checks."""

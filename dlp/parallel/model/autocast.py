@@ -1,15 +1,19 @@
-"""autocast: a recipe for what runs inside a `with` block, in the place of the layers' own.
+"""autocast: run layers inside a `with` block under another recipe.
 
     with dlp.autocast(recipe=dlp.recipe("fp8_delayed")):
         y = model(x)
     y.sum().backward()                    # outside: backward follows the recipe that forward ran under
 
-The region is a context variable, which a layer looks up once per forward; regions nest, the innermost decides. A forward that
-is recomputed in backward (activation checkpointing) uses what the first run used, wherever backward runs.
+The region is a context variable, which a layer looks up once per forward. Regions nest; the innermost region decides. A
+forward that
+is recomputed in backward (activation checkpointing) uses the recipe of the first run, also if backward runs outside the
+region.
 
-Without an attached optimizer there is no step boundary. Delayed scales are then updated as in Transformer Engine: those of x
-and w when the outermost region ends, if gradients are enabled, and those of dy at the end of the backward of what ran in it.
-Those of layers that run in no region wait for `dlp.end_step`.
+Without an attached optimizer there is no step boundary. Delayed scales are then updated as in Transformer Engine: the
+scales of x
+and w when the outermost region ends, if gradients are enabled, and the scales of dy when the backward of the region's
+layers ends.
+Scales of layers that run outside of all regions are updated by `dlp.end_step`.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from dlp.quant.tensor import QuantizedTensor
 
 @dataclass(frozen=True)
 class Calibrate(KeepHighPrecision):
-    """Keeps the values in high precision, and records their amax for the delayed scale of this slot."""
+    """Quantizer that keeps values in high precision, and records their amax for the delayed scale of this slot."""
 
     slot: SlotOptions | None = None
 
@@ -53,7 +57,8 @@ class Calibrate(KeepHighPrecision):
 
 
 def high_precision(recipe: Recipe, calibrating: bool) -> Recipe:
-    """The recipe with all operands in high precision; `calibrating`: amaxes are still recorded for its delayed scales."""
+    """Return the recipe with all operands in high precision. `calibrating`: amaxes are still recorded for delayed
+    scales."""
 
     def keep(quantizer: Quantizer) -> Quantizer:
         options = caps_of(quantizer).slot if calibrating else None
@@ -79,14 +84,15 @@ class RecipeRegion(Region):
     """The region of one `with` block."""
 
     def spec_for(self, core: LayerState) -> BoundSpec:
-        """The layer's own spec, or the variant of it that this region asks for."""
+        """Return the layer's own spec, or the variant of this spec that the region requires."""
         session = core.session
         session.regions = True
         core.ran_under.learned_in_region |= self.learns
         self.touched[session] = None
         key = (self.enabled, self.recipe, self.calibrating, self.group)
         if key not in core.variants and key != (True, None, self.calibrating, None):
-            for each in session.cores:  # of all layers, so that ranks that run other layers have the same slots
+            # slots of all layers, so that ranks that run different layers have the same slots
+            for each in session.cores:
                 each.variants[key] = BoundSpec(self._variant(each), session, each.weights)
             session.rebuild()
         bound: BoundSpec = core.variants.get(key, core.bound)
@@ -95,7 +101,8 @@ class RecipeRegion(Region):
 
     @property
     def quantizes_nothing(self) -> bool:
-        """Whether the region is enabled without a recipe, and no layer that ran in it has a recipe that quantizes."""
+        """Whether the region is enabled without a recipe, and all layers that ran in the region have recipes without
+        quantization."""
         own = self.enabled and self.recipe is None and bool(self.resolved)
         return own and all(quantizes_nothing(bound.spec.recipe) for bound in self.resolved)
 
@@ -148,7 +155,7 @@ def autocast(
         )
     if not isinstance(enabled, bool):
         raise TypeError(
-            f"dlp.autocast: enabled must be True or False; got {enabled!r}: pass a recipe by name, recipe=..."
+            f"dlp.autocast: enabled must be True or False; got {enabled!r}: pass a recipe by the keyword recipe=..."
         )
     chosen = None if recipe is None else recipes.as_recipe(recipe)
     outer = REGION.get()
@@ -160,8 +167,8 @@ def autocast(
         REGION.reset(token)
     if region.quantizes_nothing:
         next(iter(region.touched)).note(
-            "dlp.autocast without a recipe: each layer keeps its own recipe, and those of the layers that ran in the region "
-            "quantize nothing; pass recipe=..., or set recipes of layers"
+            "dlp.autocast without a recipe: each layer keeps its own recipe, and no recipe of the layers in this "
+            "region quantizes; pass recipe=..., or set recipes of layers"
         )
     if outer is not None:
         outer.touched.update(region.touched)

@@ -1,26 +1,34 @@
-"""The step boundary: the one place where anything changes between steps. Forward and backward only read.
+"""The step boundary: the only place where state changes between steps. Forward and backward only read the state.
 
-    before a step   check that no backward is running, no wgrad is delayed, partial gradients are summed, and replicas of
+    before a step   check that no backward is running, no wgrad is delayed, partial gradients are summed, and replicas
+                    of
                     parameters are equal
-    step            with a closure: cast the weights before each evaluation, check as above after it
-    after it        bump the version counters of parameters, so that a backward that still needs old values raises; then the
-                    boundary itself, in this order:
+    step            with a closure: cast the weights before each evaluation, and repeat the checks after it
+    after a step    bump the version counters of parameters, so that a backward that still needs old values raises; then
+                    run the
+                    boundary in this order:
+      scales          one all-reduce of the amaxes of all microbatches, then an update of all delayed scales
+      recipe changes  all changes that are due; before the casts, so that no weight is cast for its old recipe
+      casts           all weights in one batch, with one amax agreement: full weights in both orientations into
+                      persistent
+                      operands, FSDP weights as this rank's shards
+      flags           the flags of non-finite values are copied, and read one step later
 
-    scales          one all-reduce of the amaxes of all microbatches, then an update of all delayed scales
-    swaps           those of recipes that are due, before the casts, so that no weight is cast for a recipe that it leaves
-    casts           all weights in one batch, with one amax agreement: whole ones in both orientations into their persistent
-                    operands, of those that FSDP shards this rank's rows
-    flags           of values that were not finite are copied, and read one step later
+`attach` installs the boundary as a post-hook of the optimizer's step; `end_step` runs the boundary directly. Without a
+boundary
+nothing is kept between calls, and weights are cast where they are used.
 
-`attach` installs it as a post-hook of the optimizer's step, `end_step` runs it now. Without it nothing is kept between calls,
-and weights are cast where they are used.
+**Recipe changes**: `set_recipe` changes the recipes of chosen layers, at once or on a schedule. Only these layers get a
+new spec,
+which the next forward uses; a forward whose backward has not run yet keeps the old spec. Delayed scales of the old
+recipe are
+dropped, scales of the new recipe start without history, and all other scales stay. The session lists the changes that
+were made,
+for checkpoints and logs.
 
-**Swaps**: the recipes of chosen layers change by hand (`set_recipe`) or on a schedule. Only these layers get a new spec, which
-the next forward uses; a forward whose backward is still to come keeps the old one. Delayed scales of the old recipe are
-dropped, those of the new one start anew, all others stay. The session lists the swaps that were made, for checkpoints and logs.
-
-**Statistics** of casts (`dlp.quant.stats`) are a swap as well: to a recipe that wraps the layer's own, whose quantizers measure
-as they cast:
+**Statistics** of casts (`dlp.quant.stats`) are a recipe change as well: the new recipe wraps the layer's recipe, and
+its quantizers
+measure while they cast:
 
     dlp.record_stats(model, "layers.0.**")
     ...                                        steps
@@ -67,7 +75,8 @@ WEIGHT_CACHES = ("step", "forward")
 def end_step(model: nn.Module) -> None:
     """Run the step boundary: update delayed scales, cast weights, advance random counters, apply scheduled recipe changes.
 
-    `dlp.attach` runs the step boundary after each optimizer step. Call `end_step` after weights were changed otherwise.
+    `dlp.attach` runs the step boundary after each optimizer step. Call `end_step` after weights were changed by other
+    means.
 
     Args:
         model: converted model.
@@ -151,7 +160,9 @@ def attach(
     session = _adopt_layers(model, mesh, seed) if root is None else session_of(root)
     root = root or model
     if optimizer in session.optimizers:
-        raise ValueError("dlp.attach: this optimizer is attached to this model already; once is enough")
+        raise ValueError(
+            "dlp.attach: this optimizer is attached to this model already; call dlp.attach once per optimizer"
+        )
     session.optimizers[optimizer] = False
     records = _records(model)
     for core, its in records.items():
@@ -159,7 +170,10 @@ def attach(
         if core.weights.caches:
             cast_managed(core.weights, its)
     if weight_cache == "forward" and any(record and record.ranks > 1 for its in records.values() for record in its):
-        session.note("weight_cache = 'forward' leaves casts of shards as they are: quantized_gather = false keeps none")
+        session.note(
+            "weight_cache = 'forward' does not affect FSDP shards, which stay quantized: set quantized_gather "
+            "= false to keep no casts"
+        )
     if main_grads != "off":
         if any(core.spec.invariant for core in records):
             raise ValueError(
@@ -176,7 +190,8 @@ def attach(
 
 
 def _after_step(model: nn.Module, session: Session, watch: NonFiniteWatch) -> None:
-    """The step boundary after an optimizer's step. `watch` reads the flags of the step before, and copies those of this one."""
+    """Run the step boundary after an optimizer step. `watch` reads the flags of the previous step, and copies the flags
+    of this step."""
     watch.close()
     end_step(model)
     watch.look(session.steps)
@@ -186,7 +201,7 @@ class AttachedOptimizer:
     """The step hooks of one optimizer.
 
     fsdp     FSDP2's records of the model's parameters
-    recast   casts the model's weights as they are now
+    recast   casts the model's current weights
     end      runs the step boundary
     """
 
@@ -203,8 +218,8 @@ class AttachedOptimizer:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if in_backward():
             raise RuntimeError(
-                "an attached optimizer steps inside of a backward, where gradients are not complete and layers still need "
-                "their weights as they were: step after backward()"
+                "an attached optimizer steps inside of a backward, while gradients are incomplete and layers still "
+                "need the old weights: step after backward()"
             )
         closure = closure_of(args, kwargs)
         if closure is None:
@@ -213,8 +228,9 @@ class AttachedOptimizer:
         return with_closure(args, kwargs, self._checked(closure))
 
     def _checked(self, closure: Closure) -> Closure:
-        """The closure between a cast of the weights and the checks: an optimizer may call it several times in a step, each time
-        at other weights."""
+        """Wrap a closure: cast the weights before each evaluation, and check afterwards. An optimizer may call the
+        closure several times in
+        a step, with different weights."""
 
         def evaluate() -> Any:
             self._recast()
@@ -243,26 +259,30 @@ class AttachedOptimizer:
 
 
 def _records(model: nn.Module) -> dict[LinearCore, list[Managed | None]]:
-    """For each layer FSDP2's records of its weights, None for one that it does not manage."""
+    """FSDP2's records of the weights of each layer; None for a weight that FSDP2 does not manage."""
     found = {(id(module), name): record for module, name, record in managed(model)}
     return {core: [found.get((id(m.module), m.weight)) for m in core.members] for core in cores(model)}
 
 
 def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
-    """ValueError for a layer in `model` whose step boundary would not be this one: outside of the converted module `root`, part
-    of another converted model, or sharded by a `fully_shard` of a module around `model`. root None: all layers are made by
-    hand."""
+    """Raise ValueError for a layer in `model` that another step boundary would cast.
+
+    This is a layer outside of the converted module `root`, in another converted model, or sharded by a `fully_shard` of
+    a module
+    around `model`. root None: all layers were constructed explicitly."""
     inside = set(cores(root or model))
     for core, records in _records(model).items():
         name = core.spec.members[0]
         if root is None and not core.session.lone:
             raise ValueError(
-                f"dlp.attach: {name} is a layer of a larger model that was converted or attached: attach that one"
+                f"dlp.attach: {name} is a layer of a larger model that was converted or attached: attach the larger "
+                f"model"
             )
         if core not in inside:
             raise ValueError(
-                f"dlp.attach: {name} is no part of what dlp.convert, or dlp.attach, was given within this model, so that its "
-                f"weights would not be cast with the rest: convert the whole, or attach its parts one by one"
+                f"dlp.attach: {name} is outside of the module that dlp.convert or dlp.attach was called with, so that "
+                f"the step boundary would not cast its weights: convert the complete model, or attach the parts one by "
+                f"one"
             )
         if None in records and placement_on(DP_SHARD, core.parameters()[0]) is not None:
             raise ValueError(
@@ -271,25 +291,28 @@ def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
 
 
 def _check_owns(model: nn.Module, optimizer: Optimizer, held: Sequence[Tensor]) -> None:
-    """ValueError for an optimizer that holds no parameter of the model. `held`: masters, which it may hold instead."""
+    """Raise ValueError for an optimizer that holds no parameter of the model. `held`: master weights that an optimizer
+    may hold instead."""
     own = {id(parameter): name for name, parameter in model.named_parameters()} | {id(master): "" for master in held}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if is_placeholder(p) and p.requires_grad and id(p) in own:
             raise ValueError(
-                f"dlp.attach: this {type(optimizer).__name__} holds {own[id(p)]}, which exists as codes only, so that its step "
-                f"would train nothing: make the optimizer by dlp.with_master_weights"
+                f"dlp.attach: this {type(optimizer).__name__} holds {own[id(p)]}, which is a quantized-only weight, so "
+                f"that the optimizer step would train nothing: create the optimizer with dlp.with_master_weights"
             )
     if own and not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             f"dlp.attach: this {type(optimizer).__name__} holds none of the model's {len(own)} parameters "
-            f"({next(iter(own.values()))}, ...), so that its step trains nothing; dlp.convert and dlp.fully_shard replace "
-            f"parameters: make the optimizer after them"
+            f"({next(iter(own.values()))}, ...), so that the optimizer step trains nothing; dlp.convert and "
+            f"dlp.fully_shard replace parameters: create the optimizer after them"
         )
 
 
 def _check_not_stale(model: nn.Module, optimizer: Optimizer) -> None:
-    """ValueError for an optimizer that holds some of the model's parameters as they were before dlp.convert or a fully_shard
-    replaced them: tensors that are not the model's, of the shape of a parameter that it does not hold, on fewer mesh axes."""
+    """Raise ValueError for an optimizer that holds parameters from before dlp.convert or a fully_shard replaced them.
+
+    Such a parameter is not in the model, and has the shape of a parameter of the model that the optimizer lacks, on
+    fewer mesh axes."""
     own = {id(p): name for name, p in model.named_parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     known, foreign = {id(p) for p in held}, [p for p in held if id(p) not in own]
@@ -303,13 +326,14 @@ def _check_not_stale(model: nn.Module, optimizer: Optimizer) -> None:
     if stale:
         some = " and ".join(stale[:2]) + (f" and {len(stale) - 2} more" if len(stale) > 2 else "")
         raise ValueError(
-            f"dlp.attach: this {type(optimizer).__name__} holds {some} as they were before dlp.fully_shard or dlp.convert "
-            f"replaced them, so that its step does not train them: make the optimizer after dlp.convert and dlp.fully_shard"
+            f"dlp.attach: this {type(optimizer).__name__} holds {some} from before dlp.fully_shard or dlp.convert "
+            f"replaced these parameters, so that the optimizer step does not train them: create the optimizer after "
+            f"dlp.convert and dlp.fully_shard"
         )
 
 
 def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Session:
-    """Give layers that are made by hand one session, and their names in the model."""
+    """Give layers that were constructed explicitly one session, and their names in the model."""
     world = dist.group.WORLD if dist.is_initialized() else None
     dims = None if mesh is None else ParallelDims.from_mesh(mesh)
     groups = {} if dims is None else {axis: dims.group(axis) for axis in AXES}
@@ -334,7 +358,7 @@ def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Sessi
     return session
 
 
-# ---- swaps of recipes
+# ---- recipe changes
 
 
 def set_recipe(model: nn.Module, pattern: str, recipe: Any) -> Swap:
@@ -369,30 +393,30 @@ def set_recipe(model: nn.Module, pattern: str, recipe: Any) -> Swap:
 
 
 def schedule(model: nn.Module, layers: Sequence[str], at_step: int, recipe: Any) -> None:
-    """`set_recipe` for layers by name, at the step boundary after `at_step` optimizer steps. Raises ValueError at once for what
-    that boundary would refuse."""
+    """Schedule `set_recipe` for layers by name, at the step boundary after `at_step` optimizer steps.
+
+    Raises ValueError at once for a change that this boundary would reject."""
     resolved, session = recipes.as_recipe(recipe), _session(model, layers)
     if at_step <= session.steps:
-        raise ValueError(f"a swap at step {at_step} is in the past: {session.steps} steps are done")
+        raise ValueError(f"a recipe change at step {at_step} is in the past: {session.steps} steps are done")
     _new_specs(model, layers, resolved)
     session.scheduled.append((_swap(layers, at_step, recipe, resolved), resolved))
 
 
 def make_due_swaps(model: nn.Module, session: StepState) -> None:
-    """Make the scheduled swaps whose step has come."""
+    """Make the scheduled recipe changes whose step is reached."""
     for swap, resolved in [entry for entry in session.scheduled if entry[0].step <= session.steps]:
         session.scheduled.remove((swap, resolved))
         _apply(model, swap, resolved)
 
 
 def layer_modules(model: nn.Module) -> dict[str, ParallelLinear]:
-    """The layers of a model by name."""
+    """Layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, ParallelLinear)}
 
 
 def _by_own_name(model: nn.Module) -> dict[str, ParallelLinear]:
-    """The layers of a model by the names that they have in the converted model, which may be inside of this one, or around
-    it."""
+    """Layers of a model by their names in the converted model, which may be inside of this model, or around it."""
     root = converted_root(model)
     inside = {} if root is None else {id(module): name for name, module in layer_modules(root).items()}
     return {
@@ -402,21 +426,23 @@ def _by_own_name(model: nn.Module) -> dict[str, ParallelLinear]:
 
 
 def match_layers(model: nn.Module, pattern: str, asked_by: str) -> list[str]:
-    """The layers that a pattern matches; ValueError, with the nearest names, if there are none."""
+    """Layers that a pattern matches. Raises ValueError, with the nearest names, if no layer matches."""
     names = list(layer_modules(model))
     lengths = container_lengths(model.named_modules())
     return must_match(names, lengths, pattern, getattr(model, "base_model_prefix", ""), asked_by=asked_by)
 
 
 def recipes_of(model: nn.Module) -> dict[str, str]:
-    """The recipe of each layer, as it prints."""
+    """The recipe of each layer, as a string."""
     return {name: str(module.core.spec.recipe) for name, module in layer_modules(model).items()}
 
 
 def repeat(model: nn.Module, session: StepState, swaps: Sequence[Swap]) -> list[str]:
-    """Repeat the `swaps` of a checkpoint on a model that has the recipes of its configuration. Returns lines for the log:
-    scheduled swaps whose step is over and that were not made. ValueError for a swap to a recipe made in Python, which cannot be
-    repeated, unless the layers have that recipe already."""
+    """Repeat the recipe changes of a checkpoint on a model that has the recipes of its configuration.
+
+    Returns lines for the log: scheduled changes whose step is over and that were not made. Raises ValueError for a
+    change to a recipe
+    made in Python, which cannot be repeated, unless the layers have that recipe already."""
     for swap in swaps:
         if swap.asked is not None:
             _apply(model, swap, recipes.as_recipe(swap.asked))
@@ -434,7 +460,7 @@ def repeat(model: nn.Module, session: StepState, swaps: Sequence[Swap]) -> list[
     session.scheduled = [entry for entry in session.scheduled if entry[0].step > session.steps]
     done = {(swap.step, swap.layers) for swap in swaps}
     return [
-        f"the swap of {swap.layers[0]}, ... to {swap.said} at step {swap.step} was not made: the step is over"
+        f"the recipe change of {swap.layers[0]}, ... to {swap.said} at step {swap.step} was not made: the step is over"
         for swap in over
         if (swap.step, swap.layers) not in done
     ]
@@ -445,7 +471,7 @@ def _session(model: nn.Module, layers: Sequence[str]) -> StepState:
 
 
 def _new_specs(model: nn.Module, layers: Sequence[str], resolved: Any) -> list[tuple[LinearCore, LinearSpec]]:
-    """The cores of these layers, each with the spec that it gets from recipe `made`."""
+    """The cores of these layers, each with the spec that results from recipe `made`."""
     modules = _by_own_name(model)
     found = list(dict.fromkeys(modules[name].core for name in layers))
     for core in found:
@@ -467,14 +493,14 @@ def _one_recipe(members: Sequence[str], resolved: Any) -> Recipe:
 
 
 def check_siblings(core: LinearCore, modules: Mapping[str, ParallelLinear], chosen: Sequence[str]) -> None:
-    """ValueError where only some of the layers that run as one are chosen. `modules`: all layers, by name."""
+    """Raise ValueError if only some of the siblings that run as one layer are chosen. `modules`: all layers, by name."""
     owners = {id(member.module) for member in core.members}
     siblings = [name for name, module in modules.items() if id(module) in owners]
     missing = [name for name in siblings if name not in chosen]
     if missing:
         raise ValueError(
             f"{', '.join(siblings)} are siblings and run as one layer, but {', '.join(missing)} would keep another recipe; "
-            f"name all of them, or set siblings = false for their group"
+            f"match all of them, or set siblings = false for their group"
         )
 
 

@@ -1,21 +1,24 @@
-"""Checks for errors that nothing else would show. Each raises an error that names the tensor.
+"""Checks for errors that would otherwise stay silent. Each check raises an error that names the tensor.
 
-    compare, check_gathered   numbers that ranks must share are equal on all of them: scales, parts that a gather does not send
-    StaleWeights              weights that something else than an attached optimizer has changed, whose casts are out of date
+    compare, check_gathered   numbers that ranks share are equal on all ranks: scales, parts that a gather does not send
+    StaleWeights              weights that changed without a step of an attached optimizer, so that their casts are out
+                              of date
     NonFiniteWatch            tensors that were not finite when they were cast
-    (and for replicas of parameters `dlp.parallel.model.replicas`)
+    (`dlp.parallel.model.replicas` checks replicas of parameters)
 
 Checks over ranks are collective: all ranks of the group call them together. Checks that wait for the device run in the first
 ten steps, and then in every hundredth (`looks`).
 
-**Stale weights** are found in two ways; what neither finds must be reported by `end_step`.
+**Stale weights** are found in two ways. The user must call `end_step` after a change that neither way finds.
 
     marks     in-place operations (torch's version counters), steps of other optimizers, replaced parameters and memory, before
               each forward of the model. The casts are dropped, and weights are cast where they are used until the next boundary
-    samples   writes that no counter sees, as into `.data` or into the local tensor of a detached DTensor: some values of each
-              weight, compared before forwards without gradients and, in steps that `looks` names, before the optimizer's step
+    samples   writes without a version counter, for example into `.data` or into the local tensor of a detached DTensor:
+              some values
+            of each weight are compared before forwards without gradients and, in steps of `looks`, before the optimizer
+            step
 
-**Values that are not finite.** `NonFiniteWatch` reads the flags of a step (`dlp.parallel.linear.flags`) one step later
+**Non-finite values.** `NonFiniteWatch` reads the flags of a step (`dlp.parallel.linear.flags`) one step later
 (`dlp.attach(on_nonfinite=...)`).
 """
 
@@ -40,15 +43,15 @@ from dlp.quant.tensor import SHARED, QuantizedTensor
 
 LOG = logging.getLogger("dlp")
 ACTIONS = ("raise", "warn", "ignore")
-WEIGHT_SAMPLE = 64  # values of a weight
+WEIGHT_SAMPLE = 64  # sampled values per weight
 ALWAYS, THEN = 10, 100
 Named = dict[str, Tensor]
 Mark = tuple[int, int, int, int]
 
 
 def looks(step: int) -> bool:
-    """Whether checks that wait for the device run before step number `step`, from 0. Not while a CUDA graph captures the
-    step."""
+    """Whether checks that wait for the device run before step number `step`, counted from 0. False while a CUDA graph
+    captures the step."""
     return (step < ALWAYS or step % THEN == 0) and not capturing()
 
 
@@ -56,7 +59,7 @@ def looks(step: int) -> bool:
 
 
 def compare(scales: Named, group: ProcessGroup) -> None:
-    """RuntimeError, on all ranks of `group`, unless all hold these numbers with equal bits."""
+    """Raise RuntimeError on all ranks of `group` unless all ranks hold these numbers with equal bits."""
     if group.size() == 1 or not scales:
         return
     bits = torch.cat([tensor.detach().reshape(-1).float() for tensor in scales.values()]).view(torch.int32)
@@ -67,18 +70,18 @@ def compare(scales: Named, group: ProcessGroup) -> None:
         low, high = ((~not_least).view(torch.float32)[wrong[0]].item(), most.view(torch.float32)[wrong[0]].item())
         raise RuntimeError(
             f"{len(wrong)} scales differ between ranks that must share them, first {names[wrong[0]]}: from {low:g} to "
-            f"{high:g}; the amax group lacks ranks, or their states have parted"
+            f"{high:g}; the amax group lacks ranks, or the scaling states of ranks have diverged"
         )
 
 
 def check_gathered(layer: str, gemm: str, mine: QuantizedTensor, dim: int, group: ProcessGroup) -> None:
-    """`compare` for the parts of a GEMM's operand that a gather along `dim` does not send, since all ranks should have equal
-    ones."""
+    """Apply `compare` to the parts of a GEMM's operand that a gather along `dim` does not send, since they should be
+    equal on all ranks."""
     compare({f"{layer} {gemm} {name}": tensor for name, tensor in not_sent(mine, dim).items()}, group)
 
 
 def not_sent(mine: QuantizedTensor, dim: int) -> Named:
-    """The parts that a gather along `dim` does not send, since all ranks have them."""
+    """Parts that a gather along `dim` does not send, since all ranks have them."""
     parts: Sequence[Tensor] = mine.parts
     return {
         part.name: tensor
@@ -91,25 +94,25 @@ def not_sent(mine: QuantizedTensor, dim: int) -> Named:
 
 
 def _mark(parameter: Any) -> Mark:
-    """Numbers that change when a parameter is replaced, or written by an operation that torch counts."""
+    """Numbers that change when a parameter is replaced, or when an operation that torch counts writes to the parameter."""
     tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     return id(parameter), parameter._version, tensor._version, tensor.data_ptr()
 
 
 class StaleWeights:
-    """The weights of one model as they were when they were last cast: their marks, and the values of their samples."""
+    """Marks and sampled values of the weights of one model at the time of the last cast."""
 
     def __init__(self) -> None:
         self._marks: dict[LayerWeights, list[Mark]] = {}
         self._views: dict[LayerWeights, list[Tensor]] = {}
         self._seen: list[Tensor] = []
-        self._whole: list[Weight] = []  # whose parameters layers hold as they are
-        self._managed = False  # there are others, too
+        self._whole: list[Weight] = []  # layers whose parameters are used without a cast
+        self._managed = False  # whether there are other layers
         self._whole_marks: list[Mark | None] = []
 
     @torch.no_grad()
     def cast(self, layers: Sequence[LayerWeights]) -> None:
-        """Renew marks and samples of the weights of these layers, which have just been cast."""
+        """Renew marks and samples of the weights of these layers, which were cast just now."""
         for weights in layers:
             parameters = weights.stored()
             marks, before = list(map(_mark, parameters)), self._marks.get(weights)
@@ -126,22 +129,23 @@ class StaleWeights:
         return [None if (stored := weight.stored) is None else _mark(stored) for weight in self._whole]
 
     def moved(self, weights: LayerWeights) -> bool:
-        """Whether the marks of a layer's weights have changed since they were cast."""
+        """Whether the marks of a layer's weights have changed since the last cast."""
         marks = self._marks.get(weights)
         return marks is not None and marks != list(map(_mark, weights.stored()))
 
     def may_have_moved(self) -> bool:
-        """A quick test before each forward: False where no weight can have moved since it was cast."""
+        """Quick test before each forward: False if no weight can have changed since the last cast."""
         return self._managed or self._now() != self._whole_marks
 
     def drop_moved(self) -> None:
-        """Forget the casts of weights whose marks have changed."""
+        """Drop the casts of weights whose marks have changed."""
         for weights in [each for each in self._marks if each.parts is not None and self.moved(each)]:
             weights.drop()
 
     @torch.no_grad()
     def check_values(self) -> None:
-        """RuntimeError where samples differ from the weights that casts in use were made of. Waits for the device."""
+        """Raise RuntimeError if samples differ from the weights that the current casts were made from. Waits for the
+        device."""
         if not self._seen or capturing():
             return
         now = [torch.cat(views) for views in self._by_dtype().values()]
@@ -154,9 +158,9 @@ class StaleWeights:
             if not all(same) and weights.in_use() and not self.moved(weights):
                 name = weights.members[same.index(False)].name
                 raise RuntimeError(
-                    f"{name}: its weight was changed in a way that torch does not count, as by writing into .data, and "
-                    f"layers compute with casts of the old one: call dlp.end_step(model) after such a change, and after "
-                    f"undoing it"
+                    f"{name}: the weight was changed without torch's version counter, for example by writing into "
+                    f".data, and the layer computes with casts of the old weight: call dlp.end_step(model) after such "
+                    f"a change, and after undoing it"
                 )
 
     def _by_dtype(self) -> dict[torch.dtype, list[Tensor]]:
@@ -167,8 +171,11 @@ class StaleWeights:
         return found
 
     def count_step(self, optimizer: Optimizer, layers: Sequence[LayerWeights]) -> bool:
-        """An optimizer that is not attached has stepped. Returns whether it holds weights of these layers, which then count as
-        changed: fused optimizers, and those that step on DTensors, do not bump version counters."""
+        """Record a step of an optimizer that is not attached. Returns whether the optimizer holds weights of these
+        layers.
+
+        These weights then count as changed, since fused optimizers, and optimizers that step on DTensors, do not bump
+        version counters."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         changed = [p for weights in layers for p in weights.stored() if id(p) in held]
         torch.autograd.graph.increment_version([p._local_tensor if isinstance(p, DTensor) else p for p in changed])
@@ -176,22 +183,25 @@ class StaleWeights:
 
 
 def evenly(parameter: Tensor, count: int) -> Tensor:
-    """A view of at least `count` of this rank's values, at most twice as many, evenly spaced; of all where there are fewer."""
+    """View of `count` to 2 `count` evenly spaced values of this rank's tensor; of all values if there are fewer than
+    `count`."""
     flat = (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach().reshape(-1)
     return flat[:: max(1, len(flat) // count)]
 
 
 def _bits(values: Tensor) -> Tensor:
-    """The values as integers, so that NaN equals itself."""
+    """The values as integers, so that NaN equals NaN."""
     return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 
-# ---- what was not finite
+# ---- non-finite values
 
 
 class FirstBad(NamedTuple):
-    """The first cast of a step that met a NaN or Inf: of forward if one did, else of backward. Of several ranks' the smallest
-    is the first. `place`: its index in the order of that pass; `total`: how many there are."""
+    """The first cast of a step that read a NaN or Inf: of forward if there is one, else of backward.
+
+    With several ranks, the smallest index is the first. `place`: index in the order of that pass. `total`: number of
+    such casts."""
 
     backward: bool
     place: int
@@ -202,12 +212,12 @@ class FirstBad(NamedTuple):
     def __str__(self) -> str:
         way = "backward" if self.backward else "forward"
         others = f", the first of {self.total} in {way}" if self.total > 1 else f", in {way}"
-        before = "; every x and w that was cast was finite" if self.backward else ""
+        before = "; all x and w that were cast were finite" if self.backward else ""
         return f"{self.name} held a NaN or Inf when it was cast on rank {self.rank}{others}{before}"
 
 
 def first_bad(names: Sequence[CastName | None], flags: Sequence[float], rank: int) -> FirstBad | None:
-    """The first of `bad_casts`; None: there are none."""
+    """The first of `bad_casts`, or None if there are none."""
     found = bad_casts(names, flags)
     forward = [(place, name) for place, name in found if name.tensor in FORWARD]
     if forward:
@@ -216,8 +226,9 @@ def first_bad(names: Sequence[CastName | None], flags: Sequence[float], rank: in
 
 
 class OnTheWay:
-    """A copy of a few numbers from the device to the host that has been started. `read` waits for them, and not for what was
-    launched after them; `tensor.tolist()` would wait for all that was launched."""
+    """A copy of a few numbers from the device to the host that has been started.
+
+    `read` waits only for this copy; `tensor.tolist()` would also wait for all later launches."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._arrival: torch.cuda.Event | None = None
@@ -237,19 +248,21 @@ class OnTheWay:
 
 
 class NonFiniteWatch:
-    """Reads the flags of a model at step boundaries. `action`: one of ACTIONS."""
+    """Read the non-finite flags of a model at step boundaries. `action`: one of ACTIONS."""
 
     def __init__(self, flags: Flags, action: str) -> None:
         self._flags, self._action = flags, action
         self._coming: tuple[int, list[OnTheWay]] | None = None
 
     def close(self) -> None:
-        """A step has ended: copy its flags."""
+        """Copy the flags at the end of a step."""
         self._flags.close()
 
     def look(self, steps: int) -> None:
-        """After the boundary of step number `steps`: read the flags of the step before, raise FloatingPointError or warn. Reads
-        nothing while a CUDA graph captures the boundary."""
+        """Read the flags of the previous step, after the boundary of step number `steps`. Raises FloatingPointError or
+        warns.
+
+        Reads nothing while a CUDA graph captures the boundary."""
         if self._action == "ignore" or capturing():
             return
         before = self._coming
@@ -263,5 +276,7 @@ class NonFiniteWatch:
         if found is None:
             return
         if self._action == "raise":
-            raise FloatingPointError(f"step {step}: {found}; to go on after it, dlp.attach(..., on_nonfinite='warn')")
+            raise FloatingPointError(
+                f"step {step}: {found}; to continue after such a step, use dlp.attach(..., on_nonfinite='warn')"
+            )
         LOG.warning("step %d: %s", step, found)

@@ -1,18 +1,22 @@
-"""convert: replaces the nn.Linears of a model by parallel ones, by layer group, and returns the plan.
+"""convert: replace the nn.Linear modules of a model by parallel linears, by layer group, and return the plan.
 
     names and lengths of the model  ──►  groups.resolve  ──►  a Plan of rows  ──►  modules change in place
 
-The plan is made and checked before anything changes, and `plan(...)` prints without ranks what `convert(...)` would do. Layers
-that no group matches become local bf16 linears, and the plan says so. Embeddings with style "column" are cut along the
-vocabulary; every other module that owns parameters is replicated on tp. `dlp.parallel.model.survey` decides what a module
-becomes, and what is refused. Modules stay the same objects and change their class, so that their hooks, attributes and names
-stay.
+The plan is made and checked before the model changes; `plan(...)` prints the result of `convert(...)` without ranks.
+Layers
+that no group matches become local bf16 linears, and the plan lists them. Embeddings with style "column" are cut along
+the
+vocabulary; every other module that owns parameters is replicated on tp. `dlp.parallel.model.survey` decides how a
+module is treated, and
+which modules are refused. Modules remain the same objects and change their class, so that hooks, attributes and names
+remain.
 
 **Replicated modules** are those that tp does not cut: norms, embeddings, a user's own parameters. Their parameters become
 DTensors, replicated on tp, but their code computes on plain tensors, so `replicate` gives each a subclass of its own class
-whose forward sees this rank's tensors in the place of the DTensors. In a sequence-parallel region a rank sees its own tokens
-only, after a column-parallel linear its own features: there gradients are partial (`tp_partial`) and are summed over tp at the
-end of backward (`dlp.parallel.model.grads`).
+whose forward sees this rank's tensors instead of the DTensors. In a sequence-parallel region a rank sees only its own
+tokens, after a column-parallel linear only its own features. There gradients are partial (`tp_partial`), and are summed
+over tp
+at the end of backward (`dlp.parallel.model.grads`).
 
 **Left-out modules** (`convert = false`) are replicated, too. Such a module may read parameters of modules inside it, so its
 forward sees the plain tensors of all of them.
@@ -55,7 +59,7 @@ from dlp.parallel.weight.parameters import SpreadModule, check_unshared, holds, 
 
 @dataclass(frozen=True)
 class _Target:
-    """The model that is converted, and what all its converted modules share."""
+    """The model that is converted, and the state that all its converted modules share."""
 
     model: nn.Module
     tp: DeviceMesh
@@ -63,12 +67,12 @@ class _Target:
     tokens: int | None
     runtime: Session
     invariant: bool = False
-    shared: dict[int, nn.Parameter] = field(default_factory=dict)  # by id of the old one: ties stay tied
+    shared: dict[int, nn.Parameter] = field(default_factory=dict)  # by id of the old parameter, so that ties remain
 
     def move(self, module: nn.Module, key: str, shard_dim: int | None) -> None:
-        """Replace a module's parameter of this name, if it has one, by this rank's part of it."""
+        """Replace a module's parameter of this name, if it exists, by this rank's shard of it."""
         old = module._parameters.get(key)
-        if type(old) is not nn.Parameter:  # none, or of a class of its own in what is left out
+        if type(old) is not nn.Parameter:  # the parameter is None, or has a class of its own in a left-out module
             return
         if id(old) not in self.shared:
             self.shared[id(old)] = place(old, self.tp, shard_dim)
@@ -79,14 +83,16 @@ class _Target:
 
 
 def amax_process_group(dims: ParallelDims, amax_group: str | ProcessGroup) -> ProcessGroup | None:
-    """ "auto": None, the style table decides; "tp", "tp+dp", "world": that group; a ProcessGroup: itself."""
+    """Return the amax process group: None for "auto" (the style table decides), the named group for "tp", "tp+dp" and
+    "world", and a
+    ProcessGroup unchanged."""
     if not isinstance(amax_group, str):
         return amax_group
     if amax_group == "auto":
         return None
     if amax_group == TP:
         return dims.group(TP)
-    if amax_group in ("tp+dp", WORLD):  # a mesh spans the world, so both are the same ranks
+    if amax_group in ("tp+dp", WORLD):  # a mesh spans the world, so both groups have the same ranks
         return dist.group.WORLD
     raise ValueError(f"amax_group must be auto, tp, tp+dp, world or a process group; got {amax_group!r}")
 
@@ -159,7 +165,8 @@ def convert(
     target = _Target(model, tp, group, tokens, runtime, invariant)
     names = {id(module): name for name, module in model.named_modules()}
     sets = _layers_that_run_as_one(plan)
-    specs = [_spec_of(target, rows) for rows in sets]  # all of them, for what they refuse, before the first change
+    # All specs are built before the first change, since building them raises the errors.
+    specs = [_spec_of(target, rows) for rows in sets]
     for row in plan.layers:
         if not row.made_by_hand and holds(row.recipe):
             check_unshared(model, model.get_submodule(row.module))
@@ -189,7 +196,7 @@ def convert(
 
 
 def _rows_of(plan: Plan) -> dict[str, str]:
-    """What ranks must agree on, by the name of a module."""
+    """Descriptions that ranks must agree on, by module name."""
     rows = {row.name: f"{row.style} {row.shape} in {row.recipe}, overlap {row.overlap}" for row in plan.layers}
     return rows | {row.name: f"{row.kind}, {row.style}" for row in plan.others}
 
@@ -217,7 +224,7 @@ def _spec_of(target: _Target, rows: Sequence[LayerPlan]) -> LinearSpec:
 
 
 def _convert_linears(target: _Target, spec: LinearSpec, rows: Sequence[LayerPlan]) -> None:
-    """Convert one linear, or several siblings, to one core; a layer made by hand keeps its core."""
+    """Convert one linear, or several siblings, to one core. A layer that was constructed explicitly keeps its core."""
     modules = [target.model.get_submodule(row.module) for row in rows]
     if isinstance(modules[0], ParallelLinear):
         _adopt(target, spec, modules[0])
@@ -235,7 +242,8 @@ def _convert_linears(target: _Target, spec: LinearSpec, rows: Sequence[LayerPlan
 
 
 def _adopt(target: _Target, spec: LinearSpec, module: ParallelLinear) -> None:
-    """Let a layer made by hand take part in the model's step boundary. If it had no mesh, its parameters become DTensors."""
+    """Let an explicitly constructed layer take part in the model's step boundary. Without a mesh, its parameters become
+    DTensors."""
     module.core.set_spec(spec, target.runtime)
     target.runtime.cores.append(module.core)
     with module.core.weights.shown(written=True):
@@ -244,7 +252,7 @@ def _adopt(target: _Target, spec: LinearSpec, module: ParallelLinear) -> None:
 
 
 def _convert_other(target: _Target, row: OtherPlan, inside: tuple[nn.Module, ...]) -> None:
-    """Cut an embedding along the vocabulary, or replicate a module on tp. `inside`: the modules in one that is left out."""
+    """Shard an embedding along the vocabulary, or replicate a module on tp. `inside`: modules in a left-out module."""
     module, vocab = target.model.get_submodule(row.name), row.style == "vocab"
     for key in module._parameters:
         target.move(module, key, 0 if vocab else None)
@@ -263,7 +271,7 @@ def _convert_other(target: _Target, row: OtherPlan, inside: tuple[nn.Module, ...
 
 
 class ReplicatedMixin(SpreadModule):
-    """Replaces the DTensors in `_parameters` by local tensors during forward. `tp_partial`: the parameters with partial
+    """Replace the DTensors in `_parameters` by local tensors during forward. `tp_partial`: parameters with partial
     gradients."""
 
     dlp_made = "by convert"
@@ -278,13 +286,13 @@ class ReplicatedMixin(SpreadModule):
         x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if isinstance(x, DTensor):
             raise TypeError(
-                f"{self.layer_name}: it is called with a DTensor, which is made of a parameter that another module reads, but "
-                f"modules read this rank's plain tensors; pass to_local() of it"
+                f"{self.layer_name}: the module is called with a DTensor, made from a parameter of another module, but "
+                f"modules read plain local tensors; pass the result of to_local()"
             )
         self._check_tokens(x)
         held, before = dict(self._parameters), None if self.tp_sums is None else self.tp_sums.check_announced
         for name, parameter in held.items():
-            if isinstance(parameter, DTensor):  # no longer one where a module around this one is left out
+            if isinstance(parameter, DTensor):  # deleted if a module around this module is left out
                 self._parameters[name] = local(parameter, self.layer_name, before=before)
         try:
             if self.segments is not None:
@@ -296,15 +304,19 @@ class ReplicatedMixin(SpreadModule):
                 self._parameters[name] = parameter
 
     def _check_tokens(self, x: Tensor | None) -> None:
-        """ValueError for a module outside of the sequence-parallel groups that is called with token shards, or one inside that
-        is called with whole tokens. x: its first tensor argument, features [M/tp, H] or, for embeddings, token ids [M/tp]."""
+        """Raise ValueError for a module outside of the sequence-parallel groups that is called with token shards, or a
+        module inside that is
+        called with all tokens.
+
+        x: first tensor argument, features [M/tp, H] or, for embeddings, token ids [M/tp]."""
         if self.token_rows is None or x is None:
             return
         features = x.is_floating_point()
         shard = x.dim() == 1 + features and len(x) == self.token_rows
         if shard and features and not self.on_shards:
             raise ValueError(
-                f"{self.layer_name}: it gets token shards {tuple(x.shape)}, so its gradients must be summed over tp; "
+                f"{self.layer_name}: the module is called with token shards {tuple(x.shape)}, so its gradients must be "
+                f"summed over tp; "
                 f"add it to a layer group with sequence_parallel = true"
             )
         if not shard and self.on_shards:
@@ -314,13 +326,13 @@ class ReplicatedMixin(SpreadModule):
             remark = other_microbatch(len(x) * tp, self.token_rows * tp) if other else ""
             raise ValueError(
                 f"{self.layer_name}: sequence parallelism expects token shards [{self.token_rows}{', H' * features}]; got x "
-                f"of shape {tuple(x.shape)}. {remark}Split the tokens with dlp.scatter_tokens before it, or take it out of the "
-                f"group"
+                f"of shape {tuple(x.shape)}. {remark}Split the tokens with dlp.scatter_tokens before this module, or "
+                f"remove the module from the group"
             )
 
 
 class LeftOutMixin(ReplicatedMixin):
-    """`ReplicatedMixin` for a left-out module with all modules inside it. `inside`: those with parameters, itself included."""
+    """`ReplicatedMixin` for a left-out module and all modules in it. `inside`: all of these that have parameters."""
 
     inside: tuple[nn.Module, ...] = ()
 
@@ -335,8 +347,8 @@ class LeftOutMixin(ReplicatedMixin):
                 _hold(module, parameters)
 
     def _seen(self, module: nn.Module, parameter: Tensor | None) -> Tensor | None:
-        """The tensor that forward sees in the place of a parameter; one that a unit of FSDP inside has sharded stays, until
-        that gathers it."""
+        """The tensor that forward sees in place of a parameter. A parameter that an FSDP unit inside has sharded stays
+        until FSDP gathers it."""
         if not isinstance(parameter, DTensor) or (module is not self and num_axes(parameter) > 1):
             return parameter
         sums: PartialGradients | None = getattr(module, "tp_sums", None)
@@ -347,7 +359,7 @@ def _hold(module: nn.Module, parameters: Mapping[str, Any]) -> None:
     vars(module)["_parameters"] = parameters
 
 
-_CLASSES: dict[tuple[type, type], type] = {}  # one subclass per class, so that equal modules stay of equal type
+_CLASSES: dict[tuple[type, type], type] = {}  # one subclass per class, so that modules of equal type keep equal type
 
 
 def _class_of(cls: type, whole: bool) -> type:
@@ -360,11 +372,11 @@ def replicate(
     module: nn.Module, name: str, *, on_shards: bool = False, reads_cut: bool = False, token_rows: int | None = None,
     inside: tuple[nn.Module, ...] = (),
 ) -> None:  # fmt: skip
-    """Let the module's forward see plain tensors in the place of its parameters; changes the module.
+    """Change the module so that its forward sees plain tensors in place of its parameters.
 
-    on_shards    it runs on token shards
-    reads_cut    it reads features that tp cuts
-    token_rows   tokens of a shard, checked at each call; None where tp is 1
+    on_shards    the module runs on token shards
+    reads_cut    the module reads features that tp shards
+    token_rows   tokens of a shard, checked at each call; None if tp is 1
     inside       for a left-out module: all modules with parameters in it
     """
     module.__class__ = _class_of(type(module), bool(inside))
@@ -375,7 +387,8 @@ def replicate(
 
 
 def note_added(session: Session, model: nn.Module) -> None:
-    """Log which parameters were added to a model after `convert`, with which torch's functions of all gradients fail."""
+    """Log parameters that were added to a model after `convert`. torch's functions over all gradients fail with such
+    parameters."""
     plain = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if plain:
         session.note(
@@ -386,8 +399,9 @@ def note_added(session: Session, model: nn.Module) -> None:
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict, with the full tensor in the place of every DTensor, and tied parameters as one tensor. All ranks call it
-    together, and each holds the whole model for a moment."""
+    """Return the state dict with full tensors in place of DTensors, and tied parameters as one tensor.
+
+    All ranks call it together, and each rank temporarily holds the complete model."""
     tied = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     whole: dict[Any, Tensor] = {}
     state = model.state_dict()
@@ -399,7 +413,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_whole(model: nn.Module) -> None:
-    """Let the model's `save_pretrained`, if it has one, write full tensors, on rank 0; all ranks call it."""
+    """Let the model's `save_pretrained`, if it exists, write full tensors on rank 0. All ranks call it."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = partial(_save_pretrained, model)  # type: ignore[assignment]  # so that a copy saves itself
 
@@ -416,8 +430,9 @@ def _save_pretrained(
 
 
 def _check_tied_head(model: Any, whole: Mapping[str, Tensor]) -> None:
-    """ValueError for a model whose configuration ties the head to the embedding, which have different values: whoever loads the
-    folder would overwrite the head by the embedding."""
+    """Raise ValueError for a model whose configuration ties the head to the embedding although their values differ.
+
+    A program that loads the folder would overwrite the head with the embedding."""
     if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         return
     ends = [get() for get in (model.get_input_embeddings, model.get_output_embeddings)]
@@ -426,6 +441,7 @@ def _check_tied_head(model: Any, whole: Mapping[str, Tensor]) -> None:
     there = [whole[name] for name in weights if name in whole]
     if len(there) == 2 and not torch.equal(*there):
         raise ValueError(
-            f"save_pretrained: {weights[0]} and {weights[1]} differ, but the model's configuration says tie_word_embeddings, "
-            f"so that the head would be lost when the folder is loaded; set model.config.tie_word_embeddings = False"
+            f"save_pretrained: {weights[0]} and {weights[1]} differ, but the model's configuration has "
+            f"tie_word_embeddings = True, so that loading the folder would overwrite the head; set "
+            f"model.config.tie_word_embeddings = False"
         )

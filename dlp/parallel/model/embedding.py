@@ -1,7 +1,7 @@
-"""Where a model enters what tp cuts, and where it leaves: vocab-parallel embedding and cross entropy, and the borders of
-the sequence-parallel region.
+"""Vocab-parallel embedding and cross entropy, and entry and exit of the sequence-parallel region.
 
-The vocabulary V is cut over tp, rank r holds rows [r*V/tp, (r+1)*V/tp). Tokens are the flattened [B*S] = M dimension; rank r
+The vocabulary V is sharded over tp; rank r holds rows [r*V/tp, (r+1)*V/tp). Tokens are the flattened [B*S] = M
+dimension; rank r
 holds the contiguous slice [r*M/tp, (r+1)*M/tp).
 
     VocabParallelEmbedding   tokens [B, S]              -> [B, S, H], or [M/tp, H]
@@ -9,7 +9,7 @@ holds the contiguous slice [r*M/tp, (r+1)*M/tp).
     gather_tokens            x [M/tp, H]                -> [M, H]         backward takes this rank's slice
     cross_entropy            logits [M, V/tp]           -> the summed loss, equal on all ranks
 
-What follows gather_tokens must be computed alike on every tp rank, as it is on one rank.
+All tp ranks must compute the same after gather_tokens, as a single rank would.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IGNORED = -100
 
 
 class _ReduceTokens(torch.autograd.Function):
-    """Rows that only one rank fills -> the whole rows on every rank ("all") or each rank's token shard ("scatter")."""
+    """Sum rows that only one rank fills: all rows on every rank ("all") or each rank's token shard ("scatter")."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: ProcessGroup, reduce: str, name: str) -> Tensor:
@@ -50,10 +50,13 @@ class _ReduceTokens(torch.autograd.Function):
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of `weight` [V/tp, H], which are those from `first` on of the vocabulary, at `tokens` [M]; zero where another rank
-    has the row, NaN where no rank has one (`wrong`, bool [M]). The row of `padding_idx` gets no gradient. The gradients of
-    equal tokens are summed in fp32 and rounded once: a text repeats tokens so often that a bf16 sum would lose several
-    percent."""
+    """Look up rows of `weight` [V/tp, H], which holds the vocabulary rows from `first` on, for `tokens` [M].
+
+    A row that another rank holds is zero; a row that no rank holds is NaN (`wrong`, bool [M]). The row of `padding_idx`
+    gets no
+    gradient. The gradients of equal tokens are summed in fp32 and rounded once: tokens repeat so often that a bf16 sum
+    would lose
+    several percent."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tokens: Tensor, wrong: Tensor, first: int, padding_idx: int | None) -> Tensor:
@@ -128,7 +131,7 @@ class VocabParallelEmbedding(SpreadModule, nn.Embedding):
         weight = local(self.weight, self.name)
         flat, vocabulary = tokens.reshape(-1), weight.shape[0] * self.group.size()
         wrong = outside(flat, vocabulary)
-        refuse(self.name, flat, wrong, f"tokens are in [0, {vocabulary}), the rows of the embedding")
+        refuse(self.name, flat, wrong, f"token ids must be in [0, {vocabulary}), the rows of the embedding")
         first = self.group.rank() * weight.shape[0]
         rows: Tensor = _Lookup.apply(weight, flat, wrong, first, self.padding_idx)
         if self.sequence_parallel:
@@ -138,19 +141,20 @@ class VocabParallelEmbedding(SpreadModule, nn.Embedding):
         return whole.view(*tokens.shape, -1)
 
     def reset_parameters(self) -> None:
-        """The initial values of an nn.Embedding, padding row included: rank 0 draws them, each rank keeps its part."""
+        """Draw the initial values of an nn.Embedding, padding row included, on rank 0; each rank keeps its shard."""
         vocabulary, size, device = self.num_embeddings, self.embedding_dim, self.weight.device
         fill(
             self.weight, nn.Embedding(vocabulary, size, self.padding_idx, device=device, dtype=self.weight.dtype).weight
         )
 
 
-_CLASSES: dict[type, type] = {}  # one per class of embedding
+_CLASSES: dict[type, type] = {}  # one class per class of embedding
 
 
 def cut_vocabulary(module: nn.Embedding, tp: DeviceMesh, sequence_parallel: bool, name: str) -> None:
-    """Make an embedding whose weight tp cuts along V vocab-parallel, in place. A class of its own keeps its forward, whose
-    super().forward(tokens) is the one above."""
+    """Make an embedding vocab-parallel in place; tp shards its weight along V. A user-defined class keeps its forward,
+    in which
+    super().forward(tokens) is the vocab-parallel lookup."""
     cls = type(module)
     if not isinstance(module, VocabParallelEmbedding):
         ours: type = VocabParallelEmbedding
@@ -241,14 +245,17 @@ def gather_tokens(x: Tensor, tp: DeviceMesh | ProcessGroup) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Sum over tokens of lse - logits[target] + z_loss lse^2, lse = logsumexp(logits), each times `counts`, fp32 [M]: 1, 0 for
-    a token that is ignored, NaN for a target outside of the vocabulary. Saves the logits and two fp32 numbers per token."""
+    """Sum over tokens of `counts` * (lse - logits[target] + z_loss lse^2), lse = logsumexp(logits).
+
+    `counts`, fp32 [M], is 1, 0 for an ignored token, or NaN for a target outside of the vocabulary. Saves the logits
+    and two fp32
+    numbers per token."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, counts: Tensor, group: ProcessGroup | None, z_loss: float, invariant: bool
     ) -> Tensor:  # fmt: skip
-        column = targets if group is None else targets - group.rank() * logits.shape[1]  # of this rank, if it is one
+        column = targets if group is None else targets - group.rank() * logits.shape[1]  # index on this rank, if the target is here
         if invariant:
             lse, picked = _segments_of_vocabulary(logits, column, group)
         else:
@@ -268,7 +275,7 @@ class _CrossEntropy(torch.autograd.Function):
         weight = _times(grad, counts)
         if ctx.z_loss == 0:
             return ops.softmax_gradient(logits, column, lse, weight), None, None, None, None, None
-        more = _times(2 * ctx.z_loss * lse * grad, counts)  # of the softmax, not of what is taken off at the target
+        more = _times(2 * ctx.z_loss * lse * grad, counts)  # gradient of the softmax, without the term of the target
         gradient = ops.softmax_gradient(logits, column, lse, weight + more)
         mine = ~outside(column, logits.shape[1])
         at = torch.where(mine, column, 0).unsqueeze(1)
@@ -289,7 +296,7 @@ def _segments_of_vocabulary(logits: Tensor, column: Tensor, group: ProcessGroup 
 
 
 def _times(values: Tensor, counts: Tensor) -> Tensor:
-    """values * counts, and 0 where counts are 0, whatever the values are."""
+    """values * counts, and 0 where counts are 0, even if the value is NaN or Inf."""
     return torch.where(counts == 0, 0.0, values * counts)
 
 
@@ -335,12 +342,12 @@ def cross_entropy(
             f"cross_entropy: targets are token numbers, int64; got {targets.dtype}: convert them by .long()"
         )
     if not logits.is_floating_point():
-        raise TypeError(f"cross_entropy: logits must be floats; got {logits.dtype}: convert them before")
+        raise TypeError(f"cross_entropy: logits must be floating-point; got {logits.dtype}: convert them first")
     group, flat = None if tp is None else tp_group_of(tp), targets.reshape(-1)
     vocabulary = logits.shape[1] * (1 if group is None else group.size())
     counted = flat != ignore_index
     wrong = counted & outside(flat, vocabulary)
-    refuse("cross_entropy", flat, wrong, f"targets are in [0, {vocabulary}), or ignore_index ({ignore_index})")
+    refuse("cross_entropy", flat, wrong, f"targets must be in [0, {vocabulary}), or ignore_index ({ignore_index})")
     counts = counted.float().masked_fill_(wrong, torch.nan)
     loss: Tensor = _CrossEntropy.apply(logits, flat, counts, group, z_loss, invariant)
     return loss

@@ -1,32 +1,41 @@
-"""Gradients of parameters that tp does not cut, and delayed wgrads.
+"""Gradients of parameters that tp does not shard, and delayed wgrads.
 
 **tp-partial gradients**: one coalesced sum over tp at the end of every backward (`PartialGradients`).
 
-Norms and biases of a sequence-parallel region, and replicated linears on token shards, have on each rank the gradient of its
-own tokens; norms on features that tp cuts have that of their own features. To sum each where it is computed would cost one
-small all-reduce per parameter. Here all of them are sent as one buffer, after the last one has been computed (and after FSDP's
-reductions). A parameter has the same place in the buffer on all ranks; a rank that has no gradient for it sends zeros.
+Norms and biases of a sequence-parallel region, and replicated linears on token shards, have on each rank the gradient
+of the
+rank's tokens; norms on sharded features have the gradient of the rank's features. Summing each gradient where it is
+computed would
+cost one small all-reduce per parameter. Instead, all partial gradients are sent as one buffer, after the last of them
+has been
+computed (and after FSDP's reductions). A parameter has the same offset in the buffer on all ranks; a rank without a
+gradient of
+the parameter sends zeros.
 
-Gradients may accumulate over several backwards. So that only new contributions are summed, every tp rank but the first clears
-what it has when a backward begins:
+Gradients may accumulate over several backwards. To sum only new contributions, every tp rank except the first clears
+its gradients when a
+backward begins:
 
     rank 0   T + p0 ┐
     rank 1   0 + p1 ┴ sum ──► T + p0 + p1 on both          T: the total so far, p: this backward's contributions
 
-The sum is queued when a backward reaches an output of the model. A backward that does not, or that does not leave gradients in
-`grad`, raises where it computes the first partial gradient.
+The sum is queued when a backward reaches an output of the model. A backward that reaches no output, or that does not
+leave gradients in `grad`, raises when the first partial gradient is computed.
 
-All other of these parameters should get equal gradients on all tp ranks; `dlp.parallel.model.replicas` compares them.
+All other replicated parameters should get equal gradients on all tp ranks; `dlp.parallel.model.replicas` compares them.
 
 **Delayed wgrads**: layers with `delay_wgrad` queue wgrads in backward, `backward_dw` runs them.
 
     backward       dx of every such layer, and both operands of its wgrad, quantized and gathered
-    backward_dw    dw = dy.T @ x of all that are queued, in the order of their backwards, into the parameters' gradients
+    backward_dw    dw = dy.T @ x for all queued wgrads, in the order of the backwards, into the parameters' gradients
 
-So a pipeline stage can send dx to the stage before it, and compute wgrads while that one works. The queue holds dy and x as
-wgrad reads them, in the low precision of the recipe. The gradients have the bits that they would have had in backward.
+A pipeline stage can thus send dx to the previous stage, and compute wgrads while the previous stage works. The queue
+holds the
+operands dy and x of wgrad in the low precision of the recipe. The gradients are bitwise equal to gradients without
+delay.
 
-**Main gradients**: which wgrads may add to gradients in their GEMM, and why others may not (`add_main_grads`).
+**Main gradients**: `add_main_grads` decides which wgrad GEMMs may accumulate into gradients, and gives the reason for
+the others.
 """
 
 from __future__ import annotations
@@ -61,13 +70,13 @@ def local_grad(parameter: Tensor) -> Tensor | None:
 
 
 def set_grad(parameter: Tensor, grad: Tensor) -> None:
-    """Set a parameter's first gradient, from this rank's part of it."""
+    """Set a parameter's first gradient from this rank's shard of the gradient."""
     spec = parameter._spec if isinstance(parameter, DTensor) else None
     parameter.grad = grad if spec is None else DTensor(grad, spec, requires_grad=False)
 
 
 class Slot(NamedTuple):
-    """A parameter with partial gradients: its full name, its module, its name there."""
+    """A parameter with partial gradients: full name, module, and name in the module."""
 
     path: str
     module: nn.Module
@@ -75,10 +84,10 @@ class Slot(NamedTuple):
 
 
 class PartialGradients:
-    """Sums the partial gradients of a model over the tp group at the end of each backward.
+    """Sum the partial gradients of a model over the tp group at the end of each backward.
 
     slots   the parameters; their modules have this object as `tp_sums`
-    fsdp    FSDP2's records of them, by id of the module and name; `dlp.fully_shard` adds its own
+    fsdp    FSDP2's records of the parameters, by id of the module and name; `dlp.fully_shard` adds records
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
@@ -110,14 +119,17 @@ class PartialGradients:
         self.num_sums = 0
         self.fsdp: dict[tuple[int, str], Managed] = {}
         self._called = False
-        self._nodes: dict[Slot, tuple[Tensor, Any]] = {}  # a parameter, and what leaves gradients in it
-        self._task: int | None = None  # the backward that is running, if its sum will come
-        self._due: list[Tensor] = []  # the parameters that it sums
+        self._nodes: dict[Slot, tuple[Tensor, Any]] = {}  # a parameter, and the object that keeps hooks alive
+        self._task: int | None = None  # id of the running backward, if a sum is queued for it
+        self._due: list[Tensor] = []  # parameters in the queued sum
         self._there: dict[tuple[bool, ...], Tensor] = {}
 
     def check_summed(self, since: int) -> int:
-        """Before an optimizer step: RuntimeError when there are gradients and no backward has summed any since `since`, the
-        result of the last check, 0 at first. Returns the number of sums so far."""
+        """Check before an optimizer step that partial gradients are summed.
+
+        Raises RuntimeError if there are gradients and no backward has summed any since `since`, the result of the last
+        check (0 at first).
+        Returns the number of sums so far."""
         if self.group.size() > 1 and self.num_sums == since:
             waiting = [slot for slot in self.slots if self._stored(slot).grad is not None]
             if waiting:
@@ -125,21 +137,22 @@ class PartialGradients:
         return self.num_sums
 
     def check_complete(self, optimizer: Optimizer) -> None:
-        """An optimizer steps inside of a backward: RuntimeError where it holds a parameter whose gradient is not summed yet."""
+        """Raise RuntimeError if an optimizer steps inside of a backward and holds a parameter whose gradient is not
+        summed yet."""
         if self.group.size() == 1:
             return
         held_by = {id(p) for group in optimizer.param_groups for p in group["params"]}
         slot = next((slot for slot in self.slots if id(self._stored(slot)) in held_by), None)
         if slot is not None:
             raise RuntimeError(
-                f"an optimizer steps inside of a backward, before the gradient of {slot.path} is summed over tp: its step "
-                f"would use this rank's part alone, and ranks would part. Step after backward(), at least the optimizer "
-                f"that holds this parameter"
+                f"an optimizer steps inside of a backward, before the gradient of {slot.path} is summed over tp: the "
+                f"step would use only this rank's contribution, and ranks would diverge. Call optimizer.step() after "
+                f"backward(), at least for the optimizer that holds this parameter"
             )
 
     def check_announced(self) -> None:
-        """Called where a partial gradient is computed: RuntimeError unless its sum is queued, or the gradient is not left in
-        the parameter."""
+        """Raise RuntimeError when a partial gradient is computed, unless the sum is queued, or the gradient is not left
+        in the parameter."""
         if self._task is None and self.slots and self.group.size() > 1:
             taken = [slot for slot in self.slots if self._is_taken(slot)]
             if taken:
@@ -147,14 +160,15 @@ class PartialGradients:
 
     def _refuse(self, slots: Sequence[Slot]) -> NoReturn:
         raise RuntimeError(
-            f"the gradients of {len(slots)} parameters ({slots[0].path}, ...) are parts of a sum over tp that was not made: "
-            f"the loss must come from calling the converted model itself, as model(...), and from tensors in what it "
-            f"returns, which may be a list, tuple or dict"
+            f"the gradients of {len(slots)} parameters ({slots[0].path}, ...) were not summed over tp: the loss must "
+            f"be computed from the return value of the converted model itself, model(...), which may be a tensor, "
+            f"list, tuple or dict"
         )
 
     def _is_taken(self, slot: Slot) -> bool:
-        """Whether the running backward leaves a gradient in this parameter. RuntimeError where `torch.autograd.grad` returns
-        it."""
+        """Whether the running backward leaves a gradient in this parameter. Raises RuntimeError if
+        `torch.autograd.grad` returns the
+        gradient."""
         parameter = self._computed_with(slot)
         if not parameter.requires_grad:
             return False
@@ -165,16 +179,16 @@ class PartialGradients:
             taken: bool = torch._C._will_engine_execute_node(known[1])
         except RuntimeError:
             raise RuntimeError(
-                f"torch.autograd.grad takes the gradient of {slot.path} as it is on this rank, a part of a sum over tp: call "
-                f"backward() and read the parameters' grad, which is the sum"
+                f"torch.autograd.grad returns the partial gradient of {slot.path} on this rank, before the sum over "
+                f"tp: call backward() and read the parameters' grad, which holds the sum"
             ) from None
         return taken
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling() or in_backward():
             return
-        self._task = None  # a backward that failed is over
-        if not self._called:  # `fully_shard` of torch may have been here
+        self._task = None  # an earlier backward that failed
+        if not self._called:  # torch's `fully_shard` may have replaced parameters
             self._called = True
             for module, name, record in managed(model):
                 self.fsdp.setdefault((id(module), name), record)
@@ -191,8 +205,8 @@ class PartialGradients:
         return self._stored(slot) if record is None else record.gathered
 
     def _is_due(self, slot: Slot) -> bool:
-        """Whether a backward that begins now brings this parameter's gradient to where the optimizer reads it; the same on all
-        tp ranks."""
+        """Whether a backward that begins now delivers this parameter's gradient to the optimizer. Equal on all tp
+        ranks."""
         record = self.fsdp.get((id(slot.module), slot.name))
         return self._stored(slot).requires_grad and (record is None or record.reduces)
 
@@ -203,7 +217,7 @@ class PartialGradients:
                     tensor.register_hook(self._begin)
 
     def _begin(self, grad: Tensor) -> None:
-        """The backward reached an output of the model: once per backward, clear and queue the sum."""
+        """Clear gradients and queue the sum, once per backward, when the backward reaches an output of the model."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
@@ -212,7 +226,7 @@ class PartialGradients:
                 self._is_taken(slot)
         self._task = task
         due = [self._stored(slot) for slot in self.slots if self._is_due(slot)]
-        self._due = list({id(parameter): parameter for parameter in due}.values())  # tied ones once
+        self._due = list({id(parameter): parameter for parameter in due}.values())  # tied parameters once
         if self.group.rank() != 0:
             for parameter in self._due:
                 kept = local_grad(parameter)
@@ -221,7 +235,7 @@ class PartialGradients:
         _ENGINE.queue_callback(self._after_fsdp)
 
     def _after_fsdp(self) -> None:
-        """FSDP has queued its own last callback by now; queue behind it, so that sharded gradients exist."""
+        """Queue the sum behind FSDP's final callback, which is queued by now, so that sharded gradients exist."""
         _ENGINE.queue_callback(self._sum)
 
     @torch.no_grad()
@@ -248,8 +262,8 @@ class PartialGradients:
                 set_grad(parameter, total.view(held(parameter).shape).to(parameter.dtype))
 
     def _words(self, there: tuple[bool, ...], device: torch.device) -> Tensor:
-        """1 for each gradient that this rank has, else 0, on the device; cached, so that equal backwards copy nothing to the
-        device."""
+        """1 for each gradient that this rank has, else 0, on the device. Cached, so that equal backwards copy nothing
+        to the device."""
         if there not in self._there:
             self._there[there] = torch.tensor(there, dtype=torch.float32, device=device)
         return self._there[there]
@@ -282,7 +296,7 @@ def backward_dw(model: nn.Module) -> int:
 
 
 def _sessions_of(model: nn.Module) -> Sequence[Session]:
-    """The session of a converted or attached model, else those of its layers, which were constructed explicitly."""
+    """The session of a converted or attached model, else the sessions of explicitly constructed layers."""
     if converted_root(model) is None:
         cores = {id(core): core for module in model.modules() if (core := getattr(module, "core", None)) is not None}
         sessions = {id(core.session): core.session for core in cores.values()}
@@ -310,7 +324,7 @@ def _run_delayed(session: Session) -> int:
 
 
 def _accumulate(parameter: Tensor, dw: Tensor) -> None:
-    """Add dw to a parameter's gradient as autograd does: the first gradient is kept, later ones are added in place."""
+    """Add dw to a parameter's gradient as autograd does: keep the first gradient, and add later gradients in place."""
     grad = local_grad(parameter)
     if grad is not None:
         grad.add_(dw)
@@ -319,10 +333,11 @@ def _accumulate(parameter: Tensor, dw: Tensor) -> None:
 
 
 def check_none_waits(session: Session) -> None:
-    """Before an optimizer step: RuntimeError where wgrads are still delayed, so that gradients are not complete."""
+    """Raise RuntimeError before an optimizer step if wgrads are still delayed, so that gradients are incomplete."""
     if session.waiting:
         raise RuntimeError(
-            f"{len(session.waiting)} wgrads still wait, the first of {session.waiting[0][0].name} (delay_wgrad = true): call "
+            f"{len(session.waiting)} wgrads are still delayed, the first of {session.waiting[0][0].name} (delay_wgrad "
+            f"= true): call "
             f"dlp.backward_dw(model) between backward and the optimizer's step"
         )
 
@@ -330,8 +345,9 @@ def check_none_waits(session: Session) -> None:
 def add_main_grads(
     session: Session, model: nn.Module, records: Mapping[Any, Sequence[Managed | None]], mode: str
 ) -> None:
-    """Let wgrads add to gradients in their GEMM where they can, and note where they cannot. `records`: FSDP's, of the weights
-    of each layer."""
+    """Let wgrad GEMMs accumulate into gradients where possible, and log the reason where not. `records`: FSDP's records
+    of each layer's
+    weights."""
     shared, left = _shared_parameters(model), dict[str, list[str]]()
     for core, its in records.items():
         found: list[MainGrad | None] = []
@@ -344,25 +360,25 @@ def add_main_grads(
             found.append(MainGrad(stored, mode, weight.name) if why is None else None)
         core.weights.main_grads = found if any(found) else []
     if any(module._compiled_call_impl is not None for module in model.modules()):
-        session.note(f"main_grads = {mode!r}: autograd adds the gradients that compiled code makes")
+        session.note(f"main_grads = {mode!r}: autograd accumulates the gradients of compiled code")
     for why, names in left.items():
         some = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        session.note(f"main_grads = {mode!r}: autograd adds the gradients of {some}: {why}")
+        session.note(f"main_grads = {mode!r}: autograd accumulates the gradients of {some}: {why}")
 
 
 def _not_by_wgrad(weight: Weight, record: Managed | None, shared: set[int]) -> str | None:
-    """Why wgrad cannot add to the gradient of a weight; None: it can."""
+    """The reason why wgrad cannot add to the gradient of a weight. None if it can."""
     stored, style = weight.stored, weight.bound.spec.style
     if not isinstance(stored, nn.Parameter):
-        return "a parametrization makes them"
+        return "a parametrization computes the weights"
     if record is not None:
         return "FSDP has them"
     if type(weight) is not LocalWeight:
-        return "they are held as codes"
+        return "the weights are quantized-only"
     if id(stored) in shared:
-        return "several modules share them"
+        return "several modules share the weights"
     if style.partial_weight_grad and weight.bound.spec.tp > 1:
-        return "they are parts of sums over tp"
+        return "the gradients are partial sums over tp"
     return None if stored.requires_grad else "they are frozen"
 
 

@@ -1,8 +1,10 @@
 """Training steps as a CUDA graph: captured once, replayed with new batches.
 
-Everything that a step does on the device (forward, backward, collectives, clipping, the optimizer, the step boundary of the
-recipes) is launched by one call instead of thousands. What Python decides is decided at capture, so it must be the same in
-every step. Numbers that change are read from memory: the batch, the learning rate.
+One call launches all device work of a step (forward, backward, collectives, clipping, the optimizer, the step boundary
+of the
+recipes) instead of thousands of calls. Decisions of Python are made at capture, so they must be the same in every step.
+Numbers
+that change, the batch and the learning rate, are read from memory.
 
     3 eager steps, capture, replay, replay, ..., one eager step (a recipe change at its boundary), 3 eager, capture, replay, ...
 
@@ -24,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dlp.parallel.model.session import Session, stepping
 
-# Eager steps before a capture: they make plans, buffers, communicators, optimizer state and captured directions.
+# Eager steps before a capture: they create plans, buffers, communicators, optimizer state and captured directions.
 WARM_UP = 3
 Result = TypeVar("Result")
 
@@ -43,8 +45,8 @@ class CapturedStep(Generic[Result]):
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         current = torch.cuda.current_stream()
-        stream = None if current == torch.cuda.default_stream() else current  # None: torch takes one of its own
-        mode = "thread_local"  # other threads watch process groups
+        stream = None if current == torch.cuda.default_stream() else current  # None: torch creates a pool
+        mode = "thread_local"  # other threads watch process groups, and call CUDA functions
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode=mode):
             self._result = work(tree_unflatten(self._leaves, self._form))
 
@@ -53,8 +55,8 @@ class CapturedStep(Generic[Result]):
         leaves, form = tree_flatten(batch)
         if form != self._form or not all(map(_alike, self._leaves, leaves)):
             raise ValueError(
-                f"a captured step replays batches like the one of its capture, {_describe(self._leaves)}; got "
-                f"{_describe(leaves)}: drop or pad a last batch that is smaller"
+                f"a captured step accepts only batches like the batch of the capture, {_describe(self._leaves)}; got "
+                f"{_describe(leaves)}; pad a smaller last batch, or use drop_last=True"
             )
         for into, each in zip(self._leaves, leaves, strict=True):
             if isinstance(into, Tensor):
@@ -74,13 +76,14 @@ def _describe(leaves: Sequence[Any]) -> str:
 
 
 class Replays:
-    """Decides which steps of a training are replayed, and keeps the graph.
+    """Decide which steps of a training are replayed, and keep the graph.
 
-    A graph holds what recipes decided. The step whose boundary changes some is eager, and so are the WARM_UP steps behind it;
-    then steps are captured anew.
+    A graph holds the decisions of recipes. The step whose boundary changes a recipe is eager, and so are the next
+    WARM_UP steps; then
+    the step is captured again.
 
     Args:
-        sessions: those of the models that the step trains; more may be appended later.
+        sessions: sessions of the models that the step trains; more may be appended later.
         stream: the stream of all steps; None on a CPU.
     """
 
@@ -89,14 +92,14 @@ class Replays:
     def __init__(self, sessions: list[Session], stream: torch.cuda.Stream | None) -> None:
         self.sessions, self._stream = sessions, stream
         self._captured: Any = None
-        self._advance: list[int] = []  # by how much a step advances the count of steps of each session
+        self._advance: list[int] = []  # increments of the step count of each session by one step
         self._changes, self._warm = self._recipe_changes(), 0
 
     def _recipe_changes(self) -> list[int]:
         return [len(session.swaps) for session in self.sessions]
 
     def next(self) -> bool:
-        """Begin a step; return whether it is to be replayed."""
+        """Begin a step. Returns whether the step is to be replayed."""
         due, changes = any(session.swaps_next for session in self.sessions), self._recipe_changes()
         if due or changes[: len(self._changes)] != self._changes:
             self.drop()
@@ -134,7 +137,8 @@ class Replays:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Run the body on the stream of all steps, after all earlier launches; later launches wait for it."""
+        """Run the body on the stream of all steps, after all earlier launches. Later launches on other streams wait for
+        the body."""
         if self._stream is None:
             yield
             return
@@ -152,8 +156,8 @@ class GraphedStep(Generic[Result]):
         device = next((x.device for x in tree_flatten(example_batch)[0] if isinstance(x, Tensor)), torch.device("cpu"))
         if device.type != "cuda":
             raise ValueError(
-                f"dlp.graphed_step: example_batch lies on {device}, and a CUDA graph needs a batch on a GPU; call the step "
-                f"itself on CPUs"
+                f"dlp.graphed_step: example_batch is on {device}, and a CUDA graph needs a batch on a GPU; call the "
+                f"step without graphed_step on CPUs"
             )
         self._step, self._like = step, tuple(example_batch)
         self._replays = Replays([], torch.cuda.Stream(device))

@@ -1,8 +1,9 @@
-"""Layer groups: which layers get which recipe, style and overlap, decided by name.
+"""Layer groups: assignment of recipe, style and overlap to layers by name.
 
 A group is a name, some patterns and the fields it sets; groups are ordered, and for each layer and each field the last
 matching group that sets it wins. Everything here is a pure function of layer names and container lengths, so that a
-configuration is checked without a model on any device; the result (`Resolved`) can be printed: what won, what was overridden.
+configuration is checked without a model on any device; the result (`Resolved`) can be printed: which groups won, and
+which groups were overridden.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ class LayerFields(LayerOptions):
 
     recipe             a recipe's name, a table {"name": ..., option: value}, or a Recipe
     style              "column", "row" or "local"
-    sequence_parallel  whether the layer's tokens are cut over tp
+    sequence_parallel  whether the layer's tokens are sharded over tp
     siblings           whether layers that read the same x become one layer
     overlap            a strategy's name, or a table by GEMM {"fprop": ..., "dgrad": ..., "wgrad": ...}
     return_bias        forward returns (y without bias, bias)
-    convert            False: matching modules are left out, with all modules in them: they run their own code, whole on
-                       every tp rank. True: a subclass of nn.Linear is converted, without its own forward
-    and the switches of `dlp.parallel.linear.spec.LayerOptions`, by their names
+    convert            False: matching modules, and all modules in them, are left out: they run their own code,
+                       replicated on
+                       tp. True: a subclass of nn.Linear is converted, and loses its own forward
+
+    The switches of `dlp.parallel.linear.spec.LayerOptions` are further fields.
     """
 
     recipe: str | Mapping[str, Any] | Recipe | None = None
@@ -102,11 +105,11 @@ class LayerGroup(LayerFields):
 
 @dataclass(frozen=True)
 class Resolved(LayerFields):
-    """The fields of one layer (None: no group sets it), and where they come from.
+    """The fields of one layer (None: no group sets the field), and the groups that set them.
 
     groups    names of all groups that match the layer, in order
-    won       field -> the group whose value holds
-    overrode  field -> the earlier groups that set it too, in order (absent where no group sets the field)
+    won       field -> the group whose value is used
+    overrode  field -> the earlier groups that also set the field, in order (absent if no group sets the field)
     """
 
     groups: tuple[str, ...] = ()
@@ -118,16 +121,18 @@ def resolve(
     groups: Sequence[LayerGroup], layer_names: Sequence[str], lengths: Mapping[str, int], prefix: str = "", *,
     aliases: Mapping[str, str] | None = None, modules: Sequence[str] = (),
 ) -> dict[str, Resolved]:  # fmt: skip
-    """Decides every field of every layer; a layer that no group matches gets a Resolved() of Nones.
+    """Decide every field of every layer. A layer that no group matches gets Resolved(), in which no field is set.
 
     layer_names  dotted names of the layers that can be converted
     lengths      dotted name of each container (ModuleList, Sequential; "" is the model) -> number of its children
-    prefix       Hugging Face's `base_model_prefix`: a name also matches with it dropped
-    aliases      further name -> layer name, for layers that are registered more than once: any of their names will do
-    modules      names of all modules: what a group with convert = false may match, to speak for all layers in them
+    prefix       Hugging Face's `base_model_prefix`: a name also matches without this prefix
+    aliases      further name -> layer name, for layers that are registered more than once; patterns may match any of
+                 the names
+    modules      names of all modules, which a group with convert = false may match; the group then covers all layers in
+                 the module
 
     Raises ValueError for two groups of one name, a pattern that matches no layer (with the nearest names), and a group
-    of which later groups have overridden every field on every layer.
+    whose fields later groups override on every layer.
     """
     names = [group.name for group in groups]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -145,7 +150,7 @@ def resolve(
 def _layers_of(
     group: LayerGroup, layers: Mapping[str, str], modules: Sequence[str], lengths: Mapping[str, int], prefix: str
 ) -> set[str]:
-    """The layers that a group matches. `layers`: every name of a layer -> its first name."""
+    """Layers that a group matches. `layers`: every name of a layer -> the layer's first name."""
     whole = group.convert is False
     names = list(dict.fromkeys([*layers, *modules])) if whole else list(layers)
     asked_by = f"layer group {group.name!r}"
@@ -156,7 +161,9 @@ def _layers_of(
         if name in found or (whole and any(name.startswith(f"{module}.") for module in found))
     }
     if not matched:
-        raise ValueError(f"{asked_by}: what it leaves out has no parameters: {min(found)}; remove the group")
+        raise ValueError(
+            f"{asked_by}: the modules that the group leaves out have no parameters: {min(found)}; remove the group"
+        )
     return matched
 
 
@@ -172,11 +179,11 @@ def _resolve_layer(groups: Sequence[LayerGroup]) -> Resolved:
 
 
 def _check_not_shadowed(group: LayerGroup, layers: Sequence[Resolved]) -> None:
-    """ValueError if no field that `group` sets holds on any of the layers that it matches."""
+    """Raise ValueError if no field that `group` sets is used on any of the matching layers."""
     winners = list(dict.fromkeys(layer.won[name] for layer in layers for name in group.fields()))
     if group.name not in winners:
         takers = ", ".join(map(repr, winners))
         raise ValueError(
-            f"group {group.name!r} is left with no layer: every layer it matches is taken by {takers}; "
-            f"move it after them, narrow their patterns, or remove it"
+            f"group {group.name!r} is left with no layer: every layer that the group matches is taken by {takers}; "
+            f"move this group after them, narrow their patterns, or remove this group"
         )

@@ -1,22 +1,25 @@
-"""The plan: what conversion will do to each layer, decided and checked from the model alone, and printable.
+"""The plan: a printable record of the conversion of each layer, decided and checked from the model without ranks.
 
     Plan           rows of layers (`dlp.parallel.model.rows`), other modules and parameters; printed as tables
     make_plan      modules and groups ──► rows ──► checks of rows against each other
-    check_flow     whether the styles of layers fit each other
+    check_flow     checks that the styles of layers fit each other
 
-No rank, device or process group is needed, so a plan for any world can be printed on a laptop. Styles fit where what one layer
-leaves cut, another takes:
+No rank, device or process group is needed, so a plan for any world can be printed on a laptop. Styles fit if each
+sharded output is the input of
+a layer that expects this sharding:
 
                             tokens          features
-    LOCAL  LOCAL_SP         as they come    whole -> whole
-    COLUMN                  whole           whole -> cut
-    ROW                     whole           cut   -> whole
-    COLUMN_SP               cut -> whole    whole -> cut
-    ROW_SP                  whole -> cut    cut   -> whole
+    LOCAL  LOCAL_SP         unchanged       full -> full
+    COLUMN                  full            full -> sharded
+    ROW                     full            sharded -> full
+    COLUMN_SP               sharded -> full  full -> sharded
+    ROW_SP                  full -> sharded  sharded -> full
 
-A plan knows no dataflow, so this looks at blocks, the children of a ModuleList: in each, columns and rows come together
-and agree on whether tokens are cut between blocks. Outside of blocks a model may split and join tokens where it likes; there,
-and for what a block cannot show, style and sequence_parallel count as one choice, which a later group makes anew as a whole.
+A plan knows no dataflow, so the check looks at blocks, the children of a ModuleList: each block needs both column and
+row
+layers, which agree on whether tokens are sharded between blocks. Outside of blocks a model may split and join tokens
+anywhere.
+There, style and sequence_parallel count as one choice: a later group that overrides one of them must set both.
 """
 
 from __future__ import annotations
@@ -99,7 +102,7 @@ class Plan:
         return "\n".join([*lines, *_note_lines(self.layers), *(f"warning: {text}" for text in self.warnings)])
 
     def _chosen(self) -> list[str]:
-        """Lines on the strategies that "auto" became, and why."""
+        """Lines that list the strategies chosen by "auto", and the reasons."""
         rows = [
             (row.name, each)
             for row in self.layers
@@ -108,12 +111,15 @@ class Plan:
         ]
         whys = dict.fromkeys(each.why for _, each in rows)
         if not rows or (len(whys) == 1 and rows[0][1].why):
-            return [f"\noverlap: serial where no group names a strategy: {why}" for why in whys]
-        said = [f"overlap by times of {self.times}; measured: a direction, predicted: its GEMM and transfer alone"]
+            return [f"\noverlap: serial for layers without a strategy from a group: {why}" for why in whys]
+        said = [
+            f"overlap by times of {self.times}; measured times are of a direction, predicted times of one GEMM and "
+            f"its transfer"
+        ]
         return ["", *said, *table(auto.HEADER, fold([auto.cells(*row) for row in rows]))]
 
     def choices(self) -> list[dict[str, Any]]:
-        """What "auto" became, by layer."""
+        """The choices of "auto", by layer."""
         return [{"layer": row.name, **each._asdict()} for row in self.layers for each in row.choices]
 
 
@@ -192,7 +198,7 @@ def _rows(
 
 
 def _counted_once(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan], tp: int) -> list[LayerPlan]:
-    """The rows, where a linear whose weight is tied to an earlier module counts its bias only, with a note."""
+    """The rows, in which a linear whose weight is tied to an earlier module counts only its bias, with a note."""
     owners: dict[int, str] = {}
     for name, module in modules.items():
         for parameter in module._parameters.values():
@@ -208,7 +214,7 @@ def _counted_once(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan],
 
 
 def _sibling_sets(layers: Sequence[LayerPlan], resolved: Mapping[str, Resolved]) -> dict[str, tuple[str, ...]]:
-    """Layer name -> the names it runs as one with: the same parent module, and siblings set by the same group."""
+    """Map each layer name to the names of its siblings: the same parent module, with siblings set by the same group."""
     sets: dict[tuple[str, str], list[LayerPlan]] = {}
     for row in layers:
         if resolved[row.name].siblings:
@@ -231,14 +237,15 @@ def _check_siblings(rows: Sequence[LayerPlan]) -> None:
             if value != other:
                 raise ValueError(
                     f"{row.name} and {first.name} are siblings and run as one layer, but differ in {what}: {value} and "
-                    f"{other}; give them the same, or set siblings = false for their group"
+                    f"{other}; give them equal values, or set siblings = false for their group"
                 )
     if len(rows) > 1 and first.style == "row":
         raise ValueError(f"{first.name}: siblings read the same x and are column-parallel or local; style is 'row'")
 
 
 def _check_ties(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan], others: Sequence[OtherPlan]) -> None:
-    """ValueError for a parameter that several modules share and that they would cut differently: it stays one parameter."""
+    """Raise ValueError for a parameter that several modules share with different shardings, since it remains one
+    parameter."""
     cuts = {row.module: row.row.shard_dim for row in layers}
     cuts |= {row.name: 0 if row.style == "vocab" else None for row in others}
     first: dict[int, str] = {}
@@ -248,14 +255,16 @@ def _check_ties(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan], o
             if parameter is not None and cuts[owner] != cuts[name]:
                 styles = {row.module: row.style for row in layers} | {row.name: row.style for row in others}
                 raise ValueError(
-                    f"{name} and {owner} share a parameter, but tp cuts it otherwise ({styles[name]} and {styles[owner]}); "
+                    f"{name} and {owner} share a parameter, but tp shards the parameter differently ({styles[name]} "
+                    f"and {styles[owner]}); "
                     f"give both the same style"
                 )
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """The names of the blocks that `check_flow` checks one by one: each child of a ModuleList of children of one class, else
-    the whole list."""
+    """Names of the blocks that `check_flow` checks one at a time: each child of a ModuleList whose children have one
+    class, else the
+    whole list."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
@@ -265,7 +274,7 @@ def blocks(model: nn.Module) -> list[str]:
 
 
 def _fp4_in_last_block(model: nn.Module, layers: Sequence[LayerPlan]) -> list[str]:
-    """A warning for each outermost list of blocks whose last block has linears in nvfp4."""
+    """Warn for each outermost list of blocks whose last block has linears in nvfp4."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     warnings = []
@@ -284,7 +293,7 @@ def _fp4_in_last_block(model: nn.Module, layers: Sequence[LayerPlan]) -> list[st
 def check_flow(
     layers: Sequence[LayerPlan], names: Sequence[str], groups: Sequence[LayerGroup], resolved: Mapping[str, Resolved]
 ) -> None:
-    """ValueError, naming a layer, for styles that no block can run. `names`: of blocks."""
+    """Raise ValueError, naming a layer, for styles that no block can run. `names`: names of the blocks."""
     order = {group.name: place for place, group in enumerate(groups)}
     by_name = {group.name: group for group in groups}
     for row in layers:
@@ -307,8 +316,8 @@ def _parents(name: str) -> list[str]:
 def _check_one_choice(
     row: LayerPlan, chosen: Resolved, order: Mapping[str, int], groups: Mapping[str, LayerGroup]
 ) -> None:
-    """ValueError where an earlier group set style and sequence_parallel together, and a later one overrides only one of
-    them."""
+    """Raise ValueError if an earlier group sets style and sequence_parallel together, and a later group overrides only
+    one of them."""
     by = [chosen.won.get("style"), chosen.won.get("sequence_parallel")]
     if by[0] is None or by[1] is None or by[0] == by[1]:
         return
@@ -319,29 +328,30 @@ def _check_one_choice(
         return
     raise ValueError(
         f"{row.name}: group {early.name!r} chose {what} = {before!r} together with {kept} = {getattr(early, kept)!r}, and "
-        f"group {late.name!r} overrides {what} alone by {now!r}; let it set both, as its inputs and outputs now are, or neither"
+        f"group {late.name!r} overrides only {what} by {now!r}; set both in {late.name!r}, or neither"
     )
 
 
 def _check_features(block: str, rows: Sequence[LayerPlan]) -> None:
-    """ValueError for a block with rows and no columns, or with a column at its end that no row follows."""
+    """Raise ValueError for a block with row layers and no column layer, or with a final column layer that no row layer
+    follows."""
     columns, takes = ([row for row in rows if row.style == style] for style in ("column", "row"))
     if takes and not columns:
         raise ValueError(
-            f"{takes[0].name}: style 'row' takes features that tp cuts, and no linear of {block} leaves any; set style = "
+            f"{takes[0].name}: style 'row' expects features sharded over tp, and no linear of {block} produces sharded "
+            f"features; set style = "
             f"'column' for the linear before it, or 'local' for this one"
         )
     followed = [row for row in columns if row.name not in (rows[-1].siblings or (rows[-1].name,))]
     if followed and not takes:
         raise ValueError(
-            f"{followed[0].name}: style 'column' leaves features cut over tp, and no linear of {block} takes them; set style = "
-            f"'row' for the linear behind it, or 'local' for this one"
+            f"{followed[0].name}: style 'column' produces features sharded over tp, and no linear of {block} consumes "
+            f"them; set style = 'row' for the linear after it, or 'local' for this one"
         )
 
 
 def _check_tokens(block: str, rows: Sequence[LayerPlan], resolved: Mapping[str, Resolved]) -> None:
-    """ValueError for a block in which some layers work on token shards and others on whole tokens, or none gathers the
-    shards."""
+    """Raise ValueError for a block in which only some layers work on token shards, or no layer gathers the shards."""
     takes = [row for row in rows if row.style == "row"]
     for row in takes:
         near = _partners(row, rows)
@@ -354,14 +364,15 @@ def _check_tokens(block: str, rows: Sequence[LayerPlan], resolved: Mapping[str, 
         won = resolved[row.module].won
         if not row.made_by_hand and won.get("style", "") != won.get("sequence_parallel"):
             raise ValueError(
-                f"{row.name}: under sequence parallelism its tokens are cut over tp, and no linear of {block} gathers them, as "
-                f"attention needs; set style = 'column' and 'row', or, if nothing there looks at other tokens, style = 'local' "
-                f"and sequence_parallel = true in one group"
+                f"{row.name}: under sequence parallelism the tokens are sharded over tp, and no linear of {block} "
+                f"gathers them, which attention requires; set style = 'column' and 'row', or, if no module of {block} "
+                f"reads other tokens, style = 'local' and sequence_parallel = true in one group"
             )
 
 
 def _partners(row: LayerPlan, rows: Sequence[LayerPlan]) -> list[LayerPlan]:
-    """The columns that a row may get its features from: those in the innermost module around it that has some."""
+    """Column layers from which a row layer may get its features: the column layers in the innermost enclosing module
+    that has some."""
     for owner in reversed(_parents(row.name)):
         near = [other for other in rows if other.style == "column" and other.name.startswith(f"{owner}.")]
         if near:
@@ -372,7 +383,8 @@ def _partners(row: LayerPlan, rows: Sequence[LayerPlan]) -> list[LayerPlan]:
 def _refuse(block: str, row: LayerPlan, other: LayerPlan) -> None:
     what, whats = ("token shards" if its.sequence_parallel else "whole tokens" for its in (row, other))
     raise ValueError(
-        f"{row.name}: it works on {what} and {other.name} in {block} on {whats}; set sequence_parallel alike for both"
+        f"{row.name}: this layer works on {what} and {other.name} in {block} on {whats}; set the same "
+        f"sequence_parallel for both"
     )
 
 
@@ -383,7 +395,7 @@ _OTHER_HEADER = ("module", "kind", "style", "tp gradient", "params/rank")
 
 
 def _note_lines(layers: Sequence[LayerPlan]) -> list[str]:
-    """Each note once, with the layers that have it."""
+    """Each note once, with the layers that have this note."""
     names: dict[str, list[str]] = {}
     for row in layers:
         for note in row.notes:
@@ -407,7 +419,7 @@ def _layer_cells(row: LayerPlan) -> tuple[str, ...]:
 
 def _other_cells(row: OtherPlan) -> tuple[str, ...]:
     gradient = "summed at the end of backward" if row.partial else "-"
-    style = row.style + "_SP" * row.sequence_parallel + " on cut features" * row.reads_cut
+    style = row.style + "_SP" * row.sequence_parallel + " on sharded features" * row.reads_cut
     return row.name, row.kind, style, gradient, f"{row.parameters:,}"
 
 
@@ -416,7 +428,7 @@ _Path = tuple[tuple[str, ...], Row]  # components of the name, the other cells
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines: header, rule, rows; columns as wide as their longest cell."""
+    """Format header and rows as lines with a rule; each column is as wide as the longest cell."""
     widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -426,14 +438,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def fold(rows: Sequence[Row]) -> list[Row]:
-    """Children 3, 4, 5 of a container as "name.3:6", Python's slice and a pattern of layer groups, where all rows below
-    them are equal but for that number; other rows as they are, in their order."""
+    """Merge rows of the children 3, 4, 5 of a container into one row "name.3:6" (a slice, and a pattern of layer
+    groups) if all rows
+    below them are otherwise equal. Other rows are kept, in order."""
     paths = [(tuple(row[0].split(".")), tuple(row[1:])) for row in rows]
     return [(".".join(parts), *cells) for parts, cells in _fold(paths)]
 
 
 def _fold(paths: Sequence[_Path]) -> list[_Path]:
-    runs: list[tuple[str, int, list[_Path]]] = []  # a component, how many children it stands for, what is below it
+    # a component, the number of children that it stands for, the entries below it
+    runs: list[tuple[str, int, list[_Path]]] = []
     for head, group in groupby(paths, key=lambda path: path[0][0]):
         below = [(parts[1:], cells) for parts, cells in group]
         folded = [path for path in below if not path[0]] + _fold([path for path in below if path[0]])

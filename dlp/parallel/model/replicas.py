@@ -1,14 +1,16 @@
-"""Replicas: parameters that every rank of a mesh axis holds must stay equal on these ranks.
+"""Replicas: a parameter that every rank of a mesh axis holds must stay equal on these ranks.
 
     axis                        replicated parameters
-    tp                          parameters that tp does not cut: norms, replicated biases, local linears
+    tp                          parameters that tp does not shard: norms, replicated biases, local linears
     dp_shard, dp_replicate      parameters that FSDP does not shard over the axis
 
 Two comparisons, before optimizer steps that `dlp.parallel.model.checks.looks` names (the first ten, then each hundredth):
 
-    gradients over tp    until each parameter has had a gradient. The error names a cause: the module reads what tp cuts
-    values, all axes     the change of a digest since the last comparison. A rank that skips a layer or a step, or a dp rank
-                         that trains alone, is found however its gradients came to differ
+    gradients over tp    until each parameter has had a gradient. The error names the cause: the module reads sharded
+                     activations
+    values, all axes     the change of a digest since the last comparison. This finds a rank that skips a layer or a
+                         step,
+                     and a dp rank that trains alone, whatever caused the difference of gradients
 
 A digest is the norm of a tensor and sums of its parts, in fp64. A comparison costs one pass over the parameters, two small
 collectives per axis and one wait for the device; a step between comparisons costs nothing. The bytes are counted under the
@@ -38,44 +40,48 @@ from dlp.parallel.weight.held import masters_of
 from dlp.parallel.weight.parameters import is_placeholder
 
 Groups = Mapping[str, ProcessGroup]
-PARTS = 8  # consecutive parts, and interleaved parts, whose sums a digest holds
-SAMPLE = 1024  # values of a parameter that are compared before a checkpoint
-TOLERANCE = 1e-2  # of the norm: gradients, and samples before a checkpoint
-DRIFT = 1e-3  # of the change since the last comparison
-ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-12}  # of the root mean square: differences that rounding explains
-COARSE = 1e-4  # as ROUNDING, for narrower dtypes
+PARTS = 8  # number of consecutive parts, and of interleaved parts, whose sums a digest holds
+SAMPLE = 1024  # number of values of a parameter that are compared before a checkpoint
+TOLERANCE = 1e-2  # relative to the norm: gradients, and samples before a checkpoint
+DRIFT = 1e-3  # relative to the change since the last comparison
+# relative to the root mean square: differences that rounding explains
+ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-12}
+COARSE = 1e-4  # like ROUNDING, for narrower dtypes
 
 
 def wide(groups: Groups) -> dict[str, ProcessGroup]:
-    """The axes with more than one rank."""
+    """Axes with more than one rank."""
     return {axis: group for axis, group in groups.items() if group.size() > 1}
 
 
 class Replicas:
-    """Compares replicas of a model's parameters. `partial`: names of parameters whose gradients are summed over tp; these
-    gradients are not compared. `groups`: this rank's group on each mesh axis."""
+    """Compare replicas of a model's parameters.
+
+    `partial`: names of parameters whose gradients are summed over tp, and not compared. `groups`: this rank's group on
+    each mesh axis."""
 
     def __init__(self, model: nn.Module, partial: Iterable[str], groups: Groups) -> None:
         self.model, self._partial, self.groups = model, set(partial), wide(groups)
-        self._unseen: dict[str, None] | None = None  # parameters that have had no gradient
+        self._unseen: dict[str, None] | None = None  # parameters that have not had a gradient
         self._before: dict[str, Tensor] = {}  # digests at the last comparison
-        self._own: set[tuple[str, str]] = set()  # (axis, plain parameter) that users cut themselves
-        self._steps = 0  # of optimizers that are not attached
+        self._own: set[tuple[str, str]] = set()  # (axis, plain parameter) that users shard themselves
+        self._steps = 0  # steps of optimizers that are not attached
 
     def holds_some(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer holds a parameter of the model, or a master in its place."""
+        """Whether an optimizer holds a parameter of the model, or the master weight of one."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         own = itertools.chain(self.model.parameters(), masters_of(self.model).values())
         return any(id(p) in held for p in own)
 
     def look_unattached(self) -> None:
-        """Before a step of an optimizer that is not attached, which nothing else counts."""
+        """Compare replicas before a step of an optimizer that is not attached. Nothing else counts these steps."""
         self.look(self._steps)
         self._steps += 1
 
     def look(self, step: int) -> None:
-        """Before step number `step`, from 0. All ranks call it. RuntimeError, on the ranks that share the parameter, naming
-        the parameter and the cause."""
+        """Compare replicas before step number `step`, counted from 0. All ranks call it.
+
+        Raises RuntimeError, on the ranks that share the parameter, naming the parameter and the cause."""
         if not self.groups or not looks(step):
             return
         parameters = values_of(self.model)
@@ -90,7 +96,7 @@ class Replicas:
         self._compare_values(parameters, digests, changes, step, first)
 
     def _find_own(self, parameters: Mapping[str, Tensor], digests: Mapping[str, Tensor]) -> None:
-        """Plain parameters that begin with different values on the ranks of an axis are cut by the user."""
+        """Find plain parameters with different initial values on the ranks of an axis: these are sharded by the user."""
         for axis, group in self.groups.items():
             names = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
             if names:
@@ -99,11 +105,11 @@ class Replicas:
                 self._own |= {(axis, name) for name, is_equal in zip(names, equal, strict=True) if not is_equal}
 
     def _on(self, axis: str, parameters: Mapping[str, Tensor]) -> list[str]:
-        """The names of the parameters that the ranks of an axis share."""
+        """Names of the parameters that the ranks of an axis share."""
         return [name for name, p in parameters.items() if is_replicated(p, axis) and (axis, name) not in self._own]
 
     def _compare_gradients(self, parameters: Mapping[str, Tensor], group: ProcessGroup) -> None:
-        """Compare over tp the gradients that are not zero for the first time."""
+        """Compare over tp the gradients that are nonzero for the first time."""
         if self._unseen is None:
             self._unseen = dict.fromkeys(n for n in self._on(TP, parameters) if n not in self._partial)
         found = {n: parameters[n] for n in self._unseen if n in parameters and parameters[n].requires_grad}
@@ -125,7 +131,7 @@ class Replicas:
         self, parameters: Mapping[str, Tensor], digests: Mapping[str, Tensor], changes: Mapping[str, Tensor], step: int,
         first: bool,
     ) -> None:  # fmt: skip
-        """Compare changes since the last comparison, the values themselves in the first one."""
+        """Compare changes since the last comparison; the first comparison compares the values."""
         for axis, group in self.groups.items():
             names = self._on(axis, parameters)
             if not names:
@@ -144,13 +150,14 @@ class Replicas:
 
 
 def _rounding(parameter: Tensor, digested: Tensor) -> Tensor:
-    """The difference of sums that rounding explains, fp32 []."""
+    """Upper bound of the difference of sums that rounding explains, fp32 []."""
     count = max(1, (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).numel())
     return digested[0].float() * (ROUNDING.get(parameter.dtype, COARSE) / count**0.5)
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters in high precision, by name; of weights that are held as codes the masters, if there are any."""
+    """Parameters in high precision, by name. A quantized-only weight is represented by its master weight, if there is
+    one."""
     found: dict[str, Tensor] = {
         name: p
         for name, p in model.named_parameters()
@@ -163,17 +170,18 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_replicated(parameter: Tensor, axis: str) -> bool:
-    """Whether all ranks of an axis hold the parameter, or the shard of it that this rank holds. Plain parameters count as
-    replicated."""
+    """Whether all ranks of an axis hold the parameter, or the same shard of it. Plain parameters count as replicated."""
     placement = placement_on(axis, parameter)
     return placement is None or isinstance(placement, Replicate)
 
 
 @torch.no_grad()
 def digest(tensors: Iterable[Tensor], absent: Sequence[bool] | None = None) -> Tensor:
-    """Numbers by which ranks compare tensors, or this rank's shards of them, fp64 [tensors, 2 + 2 PARTS]: the norm, the sums of
-    consecutive and of interleaved parts, and the sum of what is left, each sum divided by the root of its count. `absent`:
-    the tensors in whose place there are zeros."""
+    """Numbers by which ranks compare tensors, or this rank's shards of them, fp64 [tensors, 2 + 2 PARTS].
+
+    The numbers are the norm, the sums of consecutive and of interleaved parts, and the sum of the remainder; each sum
+    is divided by the
+    root of its count. `absent`: tensors for which the numbers are zero."""
     rows = []
     for place, tensor in enumerate(tensors):
         flat = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
@@ -203,8 +211,9 @@ def gather(rows: Sequence[Tensor], group: ProcessGroup) -> Tensor:
 
 @torch.no_grad()
 def check_replicas(model: nn.Module, groups: Groups) -> None:
-    """Compare the replicas of DTensors over each axis; all ranks call it. RuntimeError, naming the first parameter whose
-    replicas differ by more than TOLERANCE of the norm, in a sample of SAMPLE values."""
+    """Compare the replicas of DTensors over each axis, in a sample of SAMPLE values. All ranks call it.
+
+    Raises RuntimeError naming the first parameter whose replicas differ by more than TOLERANCE of the norm."""
     for axis, group in wide(groups).items():
         found = dict(replicated(model, axis))
         if not found:
@@ -238,15 +247,17 @@ def _kind_of(name: str, axis: str) -> str:
 def _remedy(axis: str) -> str:
     if axis == TP:
         return (
-            "gradients differed between tp ranks, or a rank skipped a layer or a step, as after an exception that was caught, "
-            "or changed the parameter alone, or an optimizer rounds with other random numbers. All tp ranks must run the same "
-            "microbatches and steps. If the module reads "
-            "features that tp cuts, add it to a layer group with style = 'column'; start anew from a checkpoint in which "
-            "replicas are equal"
+            "gradients differed between tp ranks, or a rank skipped a layer or a step (for example after a caught "
+            "exception), or only one rank changed the parameter, or an optimizer rounds with different random numbers "
+            "on the ranks. All tp ranks must run the same "
+            "microbatches and steps. If the module reads features that are sharded over tp, add the module to a layer "
+            "group with style = 'column'; then restart from a checkpoint in which replicas are equal"
         )
     return (
-        "these ranks read different data, and nothing averages their gradients, so that each rank trains alone: call "
-        "dlp.fully_shard(model, mesh=mesh) after dlp.convert and before the optimizer is made, or average gradients over "
+        "these ranks read different data, and nothing averages their gradients, so that each rank trains separately: "
+        "call "
+        "dlp.fully_shard(model, mesh=mesh) after dlp.convert and before the optimizer is created, or average gradients "
+        "over "
         "the data-parallel ranks before each step"
     )
 
@@ -254,41 +265,48 @@ def _remedy(axis: str) -> str:
 def values_differ(name: str, axis: str, step: int | None) -> str:
     if step is None:
         return (
-            f"{_kind_of(name, axis)} begin with different values: initialise the model alike on all ranks, as with one "
-            f"torch.manual_seed, or load one checkpoint on all of them"
+            f"{_kind_of(name, axis)} begin with different values: initialize the model with the same torch.manual_seed "
+            f"on all ranks, or load the same checkpoint on all ranks"
         )
-    return f"{_kind_of(name, axis)} moved apart before step {step + 1}: {_remedy(axis)}"
+    return f"{_kind_of(name, axis)} diverged before step {step + 1}: {_remedy(axis)}"
 
 
 def gradients_differ(
     model: nn.Module, bad: Sequence[str], norms: Mapping[str, list[float]], group: ProcessGroup
 ) -> str:
-    """The message for parameters whose gradients differ, in the order of the model. The module of the last of them is the
-    nearest to the cause: backward begins there. All tp ranks call it."""
+    """Message for parameters whose gradients differ, in the order of the model. All tp ranks call it.
+
+    The module of the last parameter is the nearest to the cause, since backward begins there."""
     path = bad[-1].rpartition(".")[0]
     name = next(each for each in bad if each.rpartition(".")[0] == path)
     said = (
         f"{name} is replicated on tp, but its gradient differs between tp ranks (norms "
-        f"{', '.join(f'{value:.4g}' for value in norms[name])}), so that its replicas would drift apart. "
+        f"{', '.join(f'{value:.4g}' for value in norms[name])}), so that the replicas would diverge. "
     )
     dropout = next((at for at, module in model.named_modules() if _drops(module)), None)
     if dropout is not None and not _same_random_numbers(group, next(model.parameters()).device):
         said += (
-            f"The random numbers of tp ranks differ, and {dropout} drops values: tensors that tp does not cut must be dropped "
-            f"alike, so call torch.manual_seed with one seed on all tp ranks of a data-parallel rank. If that is not the "
-            f"cause: "
+            f"The random numbers of tp ranks differ, and {dropout} drops values: replicated tensors need the same "
+            f"dropout mask on all tp ranks, so call torch.manual_seed with one seed on all tp ranks of a data-parallel "
+            f"rank. If the seeds are equal already: "
         )
-    tokens = "to a layer group with sequence_parallel = True (dlp.convert takes models of layers made by hand, too)"
+    tokens = (
+        "to a layer group with sequence_parallel = True (dlp.convert also accepts models of explicitly constructed "
+        "layers)"
+    )
     if hasattr(model.get_submodule(path), "core"):  # a linear
         return said + (
-            f"{path} is a linear that tp does not cut. If the result is used together with features that tp cuts, as k and v "
-            f"of fewer heads than tp or a gate of one column are, each rank has the gradient of its own features only: give "
-            f"the linear a multiple of tp output features (k and v: as many heads as tp, by repeating heads) and a layer "
-            f"group with style = 'column', or choose a smaller tp. If it reads tokens that tp cuts, add it {tokens}"
+            f"{path} is a linear that tp does not shard. If the output is combined with features that are sharded over "
+            f"tp (k and v with fewer heads than tp, or a gate with one column), each rank has only the gradient of its "
+            f"own features: give the linear a multiple of tp output features (k and v: as many heads as tp, by "
+            f"repeating heads) and a layer "
+            f"group with style = 'column', or choose a smaller tp. If the linear reads token shards, add the linear "
+            f"{tokens}"
         )
     return said + (
-        f"If its module reads features that tp cuts, as a norm behind a column-parallel q does, add it to a layer group with "
-        f"style = 'column'; if it reads tokens that tp cuts, {tokens}: its gradients are then summed over tp"
+        f"If the module reads features that are sharded over tp, for example a norm after a column-parallel q, add the "
+        f"module to a layer group with style = 'column'; if the module reads token shards, {tokens}: its gradients are "
+        f"then summed over tp"
     )
 
 
@@ -298,7 +316,7 @@ def _drops(module: nn.Module) -> bool:
 
 
 def _same_random_numbers(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the ranks of a group would draw the same random numbers next."""
+    """Whether the next random numbers are equal on all ranks of a group."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     mine = int.from_bytes(sha256(state.numpy().tobytes()).digest()[:6], "little")
     with observer.label(layer=CHECKS, direction="other"):

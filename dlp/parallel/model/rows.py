@@ -1,13 +1,15 @@
-"""The rows of a plan: what conversion will do to each layer, from its module and what its groups say.
+"""The rows of a plan: the conversion of each layer, decided from its module and its layer groups.
 
-    LayerPlan       a linear of the model, or a layer of dlp that was made by hand, which keeps its style and its
-                    recipe and overlap where no group sets them
+    LayerPlan       a linear of the model, or an explicitly constructed layer of dlp, which keeps its style, and keeps
+                    its
+                    recipe and overlap unless a group sets them
     OtherPlan       any other module with parameters
-    ParameterPlan   a parameter: its shape on a tp rank, and whether its gradient is partial there
+    ParameterPlan   a parameter: the shape on a tp rank, and whether the gradient is partial there
 
-The notes of a layer say where it does something else than the name of its recipe promises: an operand is gathered in high
-precision, a GEMM decodes an operand since the other one is not quantized, results are rounded, codes depend on tp although
-`amax_scope="all"`; and how the device runs the recipe.
+The notes of a layer tell where the layer deviates from the name of its recipe: an operand is gathered in high
+precision, a GEMM
+decodes an operand because the other operand is not quantized, results are rounded, codes depend on tp although
+`amax_scope="all"`. A note also tells how the device runs the recipe.
 """
 
 from __future__ import annotations
@@ -33,23 +35,23 @@ from dlp.quant.gemm import check_kernel, kernel_name, support
 from dlp.quant.quantizer import Quantizer, caps_of
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, OPERANDS, RESULTS, Operand, Recipe
 
-HELD = "the weight is held as codes only (quantized_model_init)"
-BY_HAND = "made by hand: layer groups reach its recipe and overlap"
+HELD = "the weight is quantized-only (quantized_model_init)"
+BY_HAND = "constructed explicitly: layer groups can change only recipe and overlap"
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One linear.
+    """Row of one linear.
 
     shape       (N, K) of the unsharded weight
-    siblings    the names of all siblings, itself included
-    kernels     of fprop, dgrad, wgrad
-    parameters  on this rank, before FSDP
-    group       by field the group whose value holds
-    overrode    by field the groups whose values do not
-    weight      the parameter's name
-    notes       what the columns do not show
-    choices     what "auto" became in `overlap`
+    siblings    names of all siblings, including this layer
+    kernels     kernels of fprop, dgrad, wgrad
+    parameters  number of parameters on this rank, before FSDP
+    group       field -> the group whose value is used
+    overrode    field -> the groups whose values are overridden
+    weight      name of the parameter
+    notes       remarks that the columns do not show
+    choices     strategies that "auto" chose in `overlap`
     """
 
     name: str
@@ -71,7 +73,8 @@ class LayerPlan:
 
     @property
     def module(self) -> str:
-        """The module's name, which is the row's, except in a layer made by hand with several weights."""
+        """Name of the module. It equals the name of the row, except for an explicitly constructed layer with several
+        weights."""
         return self.weight.rpartition(".")[0]
 
     @property
@@ -85,8 +88,9 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class OtherPlan:
-    """A module with parameters that does not become a linear, with style "vocab", "replicated" or "left out". `reads_cut`: it
-    reads features that tp cuts."""
+    """Row of a module with parameters that does not become a linear, with style "vocab", "replicated" or "left out".
+
+    `reads_cut`: the module reads features that tp shards."""
 
     name: str
     kind: str
@@ -97,14 +101,17 @@ class OtherPlan:
 
     @property
     def partial(self) -> bool:
-        """Whether its gradients on a tp rank are parts of a sum."""
+        """Whether gradients on a tp rank are partial sums."""
         return self.style != "vocab" and (self.sequence_parallel or self.reads_cut)
 
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """A parameter, by its first name. shape: on a tp rank, before FSDP; partial: its gradient there covers the rank's own
-    tokens only; shared: several modules have it."""
+    """Row of a parameter, by its first name.
+
+    shape: on a tp rank, before FSDP. partial: the gradient on a tp rank covers only the rank's own tokens. shared:
+    several modules
+    have the parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -114,8 +121,9 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class Place:
-    """What a plan is made for: the number of tp ranks, the device type, (B, S) of a microbatch; times to choose strategies by,
-    or why there are none; what carries transfers over tp, as in `make_plan`."""
+    """The setting of a plan: the number of tp ranks, the device type, (B, S) of a microbatch, the times for choosing
+    strategies or the
+    reason why there are none, and the carrier of transfers over tp, as in `make_plan`."""
 
     tp: int
     device_type: str
@@ -126,7 +134,7 @@ class Place:
 
 
 def plan_linear(name: str, module: nn.Linear, chosen: Resolved, place: Place) -> LayerPlan:
-    """The row of an nn.Linear. ValueError for what its groups set and it cannot have."""
+    """Row of an nn.Linear. Raises ValueError for options of its groups that the linear cannot have."""
     if chosen.sequence_parallel and place.batch is None:
         raise ValueError(
             f"{name}: sequence parallelism needs the shape of a microbatch: pass batch=(B, S) to convert, split tokens with "
@@ -140,7 +148,7 @@ def plan_linear(name: str, module: nn.Linear, chosen: Resolved, place: Place) ->
 
 
 def plan_made(name: str, module: nn.Module, chosen: Resolved, place: Place) -> Iterator[LayerPlan]:
-    """The rows of a layer made by hand, one for each of its weights."""
+    """Rows of an explicitly constructed layer, one for each weight."""
     core: Any = module.core
     spec, members = core.spec, core.members
     style_name, sequence_parallel = next(key for key, row in STYLES.items() if row is spec.style)
@@ -150,12 +158,13 @@ def plan_made(name: str, module: nn.Module, chosen: Resolved, place: Place) -> I
     ):  # fmt: skip
         if asked is not None and asked != its:
             raise ValueError(
-                f"{name}: it was made by hand with {what} = {its}, and a layer group asks for {asked}; make it so, or leave "
-                f"{what} out of its groups"
+                f"{name}: the layer was constructed with {what} = {its}, and a layer group sets {what} = {asked}; "
+                f"construct the layer with {what} = {asked}, or remove {what} from its groups"
             )
     if spec.group is not None and spec.tp != place.tp:
         raise ValueError(
-            f"{name}: it was made by hand for tp {spec.tp}, and the mesh has tp {place.tp}; make both equal"
+            f"{name}: the layer was constructed for tp {spec.tp}, and the mesh has tp {place.tp}; construct the layer "
+            f"on this mesh"
         )
     own = {gemm: getattr(spec.overlap, gemm).name for gemm in GEMMS}
     constructed = own if len(set(own.values())) > 1 else own[GEMMS[0]]
@@ -177,11 +186,12 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
     sequence_parallel = bool(chosen.sequence_parallel)
     if sequence_parallel and batch is not None and batch[0] * batch[1] % tp:
         raise ValueError(
-            f"{name}: sequence parallelism cuts B*S = {batch[0]}*{batch[1]} tokens over tp {tp}, which does not divide them"
+            f"{name}: sequence parallelism needs a number of tokens divisible by tp {tp}; got B*S = "
+            f"{batch[0]}*{batch[1]}; choose another batch or sequence length"
         )
     tokens = batch[0] * batch[1] // tp if batch is not None else None
 
-    # what was chosen, or the default; each refuses what does not fit
+    # the chosen value, or the default; each lookup rejects a value that does not fit
     style_name = chosen.style or "local"
     row = style(style_name, sequence_parallel)
     local = shard_sizes(row, *shape, tp, name)
@@ -192,7 +202,7 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
     options, return_bias = chosen.settled(row), bool(chosen.return_bias)
     check_extras(name, recipe, options, return_bias)
 
-    # who chose it: "edges (recipe), qkv (style)"; what nobody set stays at its default
+    # groups that set a field: "edges (recipe), qkv (style)"; fields that no group sets keep their default
     fields_of = {group: [f for f, winner in chosen.won.items() if winner == group] for group in chosen.won.values()}
     winners = [f"{group} ({', '.join(fields)})" for group, fields in fields_of.items()]
     winners += [f"{field} default" for field in ("style", "recipe") if field not in chosen.won]
@@ -201,7 +211,7 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
         *layer_notes(recipe, row, tokens),
         *chosen.notes(row),
         *_kept_note(recipe, row, options, tokens),
-        *(["returns (y, bias): whoever is called next adds the bias"] if return_bias else ()),
+        *(["bias is returned, not added (return_bias)"] if return_bias else ()),
         *(scope_notes(recipe, row, local, tokens) if tp > 1 else ()),
         *capture_note(recipe, place.device_type),
     )
@@ -214,18 +224,18 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
 
 
 def _overlap(value: str | Mapping[str, str] | None, layer: str) -> Asked:
-    """What groups chose, after each name was looked up. ValueError for an unknown strategy."""
+    """Strategies chosen by groups, with each name checked. Raises ValueError for an unknown strategy."""
     chosen = dict(value) if isinstance(value, Mapping) else value or AUTO
     for gemm, strategy in chosen.items() if isinstance(chosen, dict) else [(GEMMS[0], chosen)]:
         if gemm not in GEMMS:
-            raise ValueError(f"{layer}: an overlap strategy is chosen for {', '.join(GEMMS)}; got {gemm!r}")
+            raise ValueError(f"{layer}: an overlap strategy is set for one of {', '.join(GEMMS)}; got {gemm!r}")
         if strategy != AUTO:
             overlaps.load(strategy)
     return chosen
 
 
 def with_strategies(rows: Sequence[LayerPlan], place: Place) -> list[LayerPlan]:
-    """The rows, with the strategies that "auto" becomes."""
+    """The rows, in which "auto" is replaced by the chosen strategies."""
     by_name, found = {row.name: row for row in rows}, dict[str, tuple[Asked, tuple[Choice, ...]]]()
     for row in rows:
         names = row.siblings or (row.name,)
@@ -243,13 +253,13 @@ def with_strategies(rows: Sequence[LayerPlan], place: Place) -> list[LayerPlan]:
 
 
 def _by_nccl(row: LayerPlan, place: Place) -> Iterator[str]:
-    """A note where a strategy was chosen that hides transfers under GEMMs and tp sends by NCCL."""
+    """Note for a strategy that overlaps transfers with GEMMs while transfers over tp use NCCL."""
     asked = row.overlap.values() if isinstance(row.overlap, dict) else [row.overlap]
     names = sorted({*asked} - {AUTO, SERIAL})
     if names and place.transport == NCCL and place.tp > 1 and row.style != "local":
         yield (
-            f"{' and '.join(names)} sends by NCCL, whose kernels take multiprocessors from the GEMM beside them; within one "
-            f"host transport = 'mapped' copies instead"
+            f"{' and '.join(names)} uses NCCL, whose kernels take SMs from the concurrent GEMM; within one host, "
+            f"transport = 'mapped' uses copy engines instead"
         )
 
 
@@ -263,7 +273,7 @@ def _kernels(recipe: Recipe, device_type: str, layer: str) -> tuple[str, str, st
 
 
 def plan_other(name: str, module: nn.Module, chosen: Resolved, tp: int) -> OtherPlan:
-    """The row of a module that is no linear, or is left out."""
+    """Row of a module that is not a linear, or is left out."""
     count = sum(p.numel() for p in module._parameters.values() if p is not None)
     sequence_parallel = bool(chosen.sequence_parallel)
     if chosen.convert is not False and isinstance(module, nn.Embedding) and chosen.style == "column":
@@ -271,25 +281,26 @@ def plan_other(name: str, module: nn.Module, chosen: Resolved, tp: int) -> Other
         return OtherPlan(name, type(module).__name__, "vocab", sequence_parallel, count // tp)
     if chosen.style == "row" or (isinstance(module, nn.EmbeddingBag) and chosen.style == "column"):
         raise ValueError(
-            f"{name}: style {chosen.style!r} is for linears; {type(module).__name__} is replicated: 'column' where it reads "
-            f"features that tp cuts, else 'local'"
+            f"{name}: style {chosen.style!r} is for linears; {type(module).__name__} is replicated: set 'column' if "
+            f"the module reads features that are sharded over tp, else 'local'"
         )
-    reads_cut = chosen.style == "column"  # behind a column-parallel linear, where tokens are whole
+    reads_cut = chosen.style == "column"  # after a column-parallel linear every rank has all tokens
     style = "left out" if chosen.convert is False else "replicated"
     return OtherPlan(name, type(module).__name__, style, sequence_parallel and not reads_cut, count, reads_cut)
 
 
 def _check_vocabulary(name: str, module: nn.Embedding, tp: int) -> None:
-    """ValueError for an embedding that tp cannot cut along the vocabulary without changing what it does."""
+    """Raise ValueError for an embedding that cannot be sharded along the vocabulary without changing its results."""
     if module.num_embeddings % tp:
         raise ValueError(
-            f"{name}: a vocabulary of {module.num_embeddings} cannot be cut over tp {tp}, which does not divide it; pad it"
+            f"{name}: the vocabulary of {module.num_embeddings} is not divisible by tp {tp}; pad the vocabulary"
         )
     more = ["scale_grad_by_freq"] * module.scale_grad_by_freq
     more += [key for key, _ in module.named_parameters() if key != "weight"]
     if more:
         raise ValueError(
-            f"{name}: an embedding with {more[0]} cannot be cut along the vocabulary; style = 'local' for it"
+            f"{name}: an embedding with {more[0]} cannot be sharded along the vocabulary; set style = 'local' for this "
+            f"module"
         )
 
 
@@ -297,8 +308,11 @@ def plan_parameters(
     modules: Mapping[str, nn.Module], linears: Mapping[str, ParallelStyle], vocabulary: set[str], partial: set[str],
     tp: int,
 ) -> tuple[ParameterPlan, ...]:  # fmt: skip
-    """Each parameter of these modules once. linears: the style of each linear; vocabulary: embeddings that tp cuts; partial:
-    other modules whose gradients on a tp rank are parts of a sum."""
+    """Each parameter of these modules once.
+
+    linears: style of each linear. vocabulary: embeddings that tp shards. partial: other modules whose gradients on a tp
+    rank are partial
+    sums."""
     found: dict[int, ParameterPlan] = {}
     for name, module in modules.items():
         for key, parameter in module._parameters.items():
@@ -318,10 +332,10 @@ def plan_parameters(
 def _treatment(
     name: str, key: str, style: ParallelStyle | None, vocabulary: set[str], partial: set[str]
 ) -> tuple[int | None, bool]:
-    """The dimension of a parameter that tp cuts, and whether its gradient is partial."""
+    """The dimension of a parameter that tp shards, and whether the gradient is partial."""
     if style is None:
         return (0, False) if name in vocabulary else (None, name in partial)
-    if key.startswith("weight"):  # of several, each has a number
+    if key.startswith("weight"):  # a layer with several weights numbers them
         return style.shard_dim, style.partial_weight_grad
     return (0 if style.shard_dim == 0 else None), style.partial_bias_grad
 
@@ -330,7 +344,7 @@ ORIENTATIONS = ("rowwise", "columnwise")
 
 
 def layer_notes(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> tuple[str, ...]:
-    """The notes of one layer. `tokens`: of a microbatch on one rank of a sequence-parallel layer; None: not known."""
+    """Notes of one layer. `tokens`: tokens of a microbatch on one rank of a sequence-parallel layer; None if not known."""
     return (*_travel(recipe, style, tokens), *_mixed(recipe), *_rounded(recipe))
 
 
@@ -346,56 +360,63 @@ def _travel(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> Iterato
         if why is not None
     ]
     if any(why == ASKED for _, why in whys):
-        yield f"{style.gathers} travels once, in high precision, and is quantized on arrival: {ASKED}"
+        yield f"{style.gathers} is gathered once, in high precision, and quantized after the gather: {ASKED}"
         return
     for orientation, why in whys:
-        yield f"{style.gathers} {orientation} travels in high precision: {why}"
+        yield f"{style.gathers} {orientation} is gathered in high precision: {why}"
     twice = style.gathers == "dy" and not whys and len(routes[0].gathers) == 2
     both = _share_of_bf16(recipe.dy.rowwise, recipe.dy.columnwise) if twice else 0.0
     if both > 1.0:
-        yield f"dy travels in two orientations, {both:.2f}x of bf16; gather_dy = 'high_precision' sends it once as it is"
+        yield (
+            f"dy is gathered in two orientations, {both:.2f}x the bytes of bf16; gather_dy = 'high_precision' gathers "
+            f"dy once, unquantized"
+        )
 
 
 def scope_notes(recipe: Recipe, style: ParallelStyle, local: tuple[int, int], tokens: int | None) -> Iterator[str]:
-    """Notes on codes that depend on tp although `amax_scope="all"`: where tp cuts a block, its values have other scales than on
-    one rank. local: w [N, K] of a rank; tokens: of a rank, None: not known."""
+    """Notes on codes that depend on tp although `amax_scope="all"`: blocks that tp splits get other scales than on one
+    rank.
+
+    local: w [N, K] of a rank. tokens: tokens of a rank; None if not known."""
     if recipe.amax_scope != "all":
         return
     features = {"x": local[1], "dy": local[0]}
     for name in OPERANDS:
         operand: Operand = getattr(recipe, name)
         cut = style.cut(name)
-        if cut is None or style.gathers == name:  # what is gathered travels in whole blocks or is cast on arrival
+        # a gathered operand consists of complete blocks, or is cast after the gather
+        if cut is None or style.gathers == name:
             continue
         size = local[cut] if name == "w" else features[name] if cut else tokens
         unit = max(operand.rowwise.format.block[cut], operand.columnwise.format.block[1 - cut])
         if size is not None and unit and size % unit:
             what = "features" if name == "w" or cut else "tokens"
             yield (
-                f"amax_scope = 'all' does not hold for {name}: tp cuts it inside a block of {operand.rowwise.format.name}, "
-                f"{size} {what} a rank are no multiple of {unit}, so its codes depend on tp"
+                f"amax_scope = 'all' does not hold for {name}: tp splits a block of {operand.rowwise.format.name}, "
+                f"since {size} {what} per rank are not a multiple of {unit}, so the codes of {name} depend on tp"
             )
 
 
 def _kept_note(recipe: Recipe, style: ParallelStyle, options: LayerOptions, tokens: int | None) -> tuple[str, ...]:
-    """A note on what `save_original_input` costs a layer whose x nothing else keeps."""
+    """Note on the memory that `save_original_input` costs a layer whose x no other module keeps."""
     own, chosen = linear_plan(recipe, style, 1, tokens), linear_plan(recipe, style, 1, tokens, kept=options.keeps)
     if own.kept == chosen.kept:
         return ()
     operand = 2 * _share_of_bf16(recipe.x.columnwise)
     return (
-        f"x takes 2.00 bytes an element in bf16, none where something else keeps it; its operand took {operand:.2f}",
+        f"x takes 2.00 bytes per element in bf16, or 0 if another module keeps x; the quantized operand would take "
+        f"{operand:.2f}",
     )
 
 
 def _share_of_bf16(*quantizers: Quantizer) -> float:
-    """The size of an operand of these quantizers, for a large matrix, relative to bf16."""
+    """Size of an operand of these quantizers, for a large matrix, relative to bf16."""
     size = (4096, 4096)
     return sum(each.format.nbytes(size, torch.bfloat16) for each in quantizers) / (2 * size[0] * size[1])
 
 
 def _mixed(recipe: Recipe) -> Iterator[str]:
-    """The GEMMs of which exactly one operand is in high precision."""
+    """GEMMs with exactly one operand in high precision."""
     for which in GEMMS:
         formats = [quantizer.format for quantizer in recipe.operands(which)]
         a, _, b, _ = GEMM_OPERANDS[which]
@@ -409,12 +430,14 @@ def _rounded(recipe: Recipe) -> Iterator[str]:
     for result in RESULTS:
         quantizer = getattr(recipe, result)
         if quantizer is not None:
-            yield f"{result} is rounded to {quantizer.format.name} and handed on decoded"
+            yield f"{result} is rounded to {quantizer.format.name} and returned decoded"
 
 
 def support_note(recipe: Recipe, device_type: str) -> str:
-    """How this device runs the recipe: "fp8_current: native (torch._scaled_mm)", or GEMM by GEMM; on a GPU also whether casts
-    have kernels: "casts by kernel", "casts by reference (native kernels need nvcc, ...)"."""
+    """Describe how this device runs the recipe: "fp8_current: native (torch._scaled_mm)", or one entry per GEMM.
+
+    On a GPU the note also tells how casts run: "casts by kernel", "casts by reference (native kernels need nvcc, ...)".
+    """
     by_gemm = {}
     for which in GEMMS:
         a, b = recipe.operands(which)
@@ -427,14 +450,15 @@ def support_note(recipe: Recipe, device_type: str) -> str:
 
 
 def capture_note(recipe: Recipe, device_type: str) -> tuple[str, ...]:
-    """Why no direction of a layer with this recipe is captured on GPUs, whatever carries its transfers; empty: they may be."""
+    """The reason why no direction of a layer with this recipe is captured on GPUs, for any transport; "" if directions
+    may be captured."""
     if device_type == "cpu" or not recipe.beyond_launches:
         return ()
-    return (f"forward and backward are launched step by step: {recipe.beyond_launches}",)
+    return (f"forward and backward are launched kernel by kernel: {recipe.beyond_launches}",)
 
 
 def _casts(recipe: Recipe, device_type: str) -> tuple[str, ...]:
-    """What casts, for all operands at once if they are equal, else operand by operand; empty where the recipe quantizes
+    """The implementation of casts, once if all operands have the same, else per operand; "" if the recipe quantizes
     nothing."""
     by_operand: dict[str, str] = {}
     for name in OPERANDS:

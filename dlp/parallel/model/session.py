@@ -1,9 +1,9 @@
 """Session: the `StepState` of the layers of one model, with the step boundary around the model.
 
     steps       optimizer steps so far
-    swaps       recipe changes that were made; scheduled: those to come (`dlp.parallel.model.boundary`)
-    stale       which weights have changed since the boundary cast them (`dlp.parallel.model.checks`)
-    lockstep    whether ranks run the same forwards and steps in the first step
+    swaps       recipe changes that were made; scheduled: future changes (`dlp.parallel.model.boundary`)
+    stale       the weights that have changed since the boundary cast them (`dlp.parallel.model.checks`)
+    lockstep    checks that ranks run the same forwards and steps in the first step
 
 Passes read a `dlp.parallel.linear.state.StepState`. A Session adds the hooks of the model and of optimizers. The step boundary
 itself is `dlp.parallel.model.boundary`.
@@ -35,15 +35,15 @@ _STEPPING: ContextVar[list[Session] | None] = ContextVar("dlp_stepping", default
 
 
 class Session(StepState):
-    """The state of one model around which `convert` or `attach` has put a step boundary; see the module.
+    """State of one model with a step boundary, which `convert` or `attach` has added; see the module.
 
-    plan                the `Plan` that `convert` returned; None: layers that were constructed explicitly
-    optimizers          the attached ones, see `count_step`
-    stale               which weights have changed since the boundary cast them
+    plan                the `Plan` that `convert` returned; None for layers that were constructed explicitly
+    optimizers          attached optimizers, see `count_step`
+    stale               the weights that have changed since the boundary cast them
     at_first_forward    called once, with the model
-    sums                the sums of partial gradients over tp; None: there are none
-    replicas            of the model that `convert` or `attach` was given
-    meets               the hook `meet`
+    sums                sums of partial gradients over tp; None if there are none
+    replicas            `Replicas` of the model that `convert` or `attach` was called with
+    meets               handle of the hook `meet`
     """
 
     def __init__(self, **state: Any) -> None:
@@ -64,7 +64,7 @@ class Session(StepState):
         return None if self.sums is None else self.sums.group
 
     def sum_partial(self, sums: Any) -> Any:
-        """Sum partial gradients over tp by `sums`, a `dlp.parallel.model.grads.PartialGradients`."""
+        """Use `sums`, a `dlp.parallel.model.grads.PartialGradients`, to sum partial gradients over tp."""
         self.sums, self.check_gradients = sums, sums.check_announced
         return sums
 
@@ -82,14 +82,14 @@ class Session(StepState):
     # ---- hooks of the model
 
     def meet(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """The first forward pre-hook of the session's model: compare what ranks do in the first step."""
+        """First forward pre-hook of the session's model: compare the actions of ranks in the first step."""
         if torch.compiler.is_dynamo_compiling() or self.lockstep.over or not torch.is_grad_enabled():
             return
         if self.cores and not (in_backward() or capturing()):
             self.lockstep.forward((args, kwargs), self.cores[0].device, is_sharded(model))
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
-        """The forward pre-hook of the session's model."""
+        """Forward pre-hook of the session's model."""
         if self.at_first_forward is not None and not torch.compiler.is_dynamo_compiling():
             look, self.at_first_forward = self.at_first_forward, None
             look(model)
@@ -115,12 +115,15 @@ class Session(StepState):
 
     @property
     def swaps_next(self) -> bool:
-        """Whether the boundary of the running step will swap recipes."""
+        """Whether the boundary of the running step will change recipes."""
         return any(swap.step <= self.steps + 1 for swap, _ in self.scheduled)
 
     def count_step(self, optimizer: Optimizer) -> None:
-        """An attached optimizer has stepped. Several optimizers take turns, and a round of turns is one step: `optimizers`
-        holds who has had its turn."""
+        """Count a step of an attached optimizer.
+
+        Several optimizers step one after the other, and a step of each is one step of the session: `optimizers` holds
+        the optimizers that
+        have stepped already."""
         found = _STEPPING.get()
         if found is not None and self not in found:
             found.append(self)
@@ -131,7 +134,7 @@ class Session(StepState):
         self.optimizers[optimizer] = True
 
     def before_any_step(self, optimizer: Optimizer) -> None:
-        """The pre-hook of all optimizers' steps, attached or not: what holds without `attach`, too."""
+        """Pre-hook of the steps of all optimizers: the checks that also run without `attach`."""
         if self.replicas is None or not self.replicas.groups or (self.attached and self.lockstep.over):
             return
         if torch.compiler.is_dynamo_compiling() or not self.replicas.holds_some(optimizer):
@@ -145,18 +148,18 @@ class Session(StepState):
             self.sums.check_complete(optimizer)
 
     def look(self) -> None:
-        """Compare replicas before the next step, where `replicas` does so; for steps that a CUDA graph replays, which call no
-        hooks."""
+        """Compare replicas before the next step, if `replicas` is due. For steps that a CUDA graph replays, which call
+        no hooks."""
         if self.replicas is not None:
             self.replicas.look(self.steps)
 
     def after_any_step(self, optimizer: Optimizer) -> None:
-        """The post-hook of all optimizers' steps, attached or not."""
+        """Post-hook of the steps of all optimizers, attached or not."""
         foreign, layers = optimizer not in self.optimizers, [core.weights for core in self.cores]
         if foreign and self.stale.count_step(optimizer, layers) and self.attached:
             self.note(
-                f"an {type(optimizer).__name__} that is not attached steps on weights, which are cast where they are used "
-                f"until an attached one steps: call dlp.attach for it too"
+                f"an {type(optimizer).__name__} that is not attached has changed weights, which are cast where they "
+                f"are used until the next step of an attached optimizer: call dlp.attach for this optimizer too"
             )
 
     def share(self, memo: dict[int, Any]) -> None:
@@ -168,7 +171,7 @@ class Session(StepState):
 
 @contextmanager
 def stepping(found: list[Session]) -> Iterator[None]:
-    """Append the sessions whose attached optimizers step inside to `found`."""
+    """Append the sessions whose attached optimizers step inside of this context to `found`."""
     token = _STEPPING.set(found)
     try:
         yield
@@ -180,34 +183,35 @@ def stepping(found: list[Session]) -> Iterator[None]:
 
 
 def session_of(model: nn.Module) -> Session:
-    """The session of this model, or of the converted model inside it. ValueError before `convert` or `attach`."""
+    """The session of this model, or of the converted model inside it. Raises ValueError before `convert` or `attach`."""
     root = converted_root(model)
     if root is None:
-        raise ValueError("this model has no step boundary yet: call dlp.convert or dlp.attach on it first")
+        raise ValueError("this model has no step boundary yet: call dlp.convert or dlp.attach on the model first")
     found: Session = root.dlp_session  # type: ignore[assignment]
     return found
 
 
 def converted_root(model: nn.Module) -> nn.Module | None:
-    """The module that `convert` or `attach` was called with: this model, or a module in it; None: there is none. ValueError for
-    several."""
+    """The module that `convert` or `attach` was called with: this model, or a module in it; None if there is none.
+
+    Raises ValueError if there are several."""
     if "dlp_session" in vars(model):
         return model
     roots = {name: module for name, module in model.named_modules() if "dlp_session" in vars(module)}
     if len(roots) > 1:
-        raise ValueError(f"{' and '.join(roots)} are converted models of their own: call this for each of them")
+        raise ValueError(f"{' and '.join(roots)} are separate converted models: call this function for each of them")
     return next(iter(roots.values()), None)
 
 
 def give_session(model: nn.Module, session: Session) -> None:
-    """Make this the session of `model`, each of whose forwards is a microbatch."""
+    """Make this the session of `model`. Each forward of `model` is a microbatch."""
     model.dlp_session = session  # type: ignore[assignment]
     session.hook_first(model)
     model.register_forward_pre_hook(session.before_forward)
     _watch_optimizers(session)
 
 
-_WATCHING: weakref.WeakSet[Session] = weakref.WeakSet()  # sessions of models
+_WATCHING: weakref.WeakSet[Session] = weakref.WeakSet()  # sessions of models that are alive
 _REGISTERED: list[RemovableHandle] = []  # the two hooks
 
 
@@ -222,8 +226,10 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _watch_optimizers(session: Session) -> None:
-    """Call `before_any_step` and `after_any_step` around each step of any optimizer, as long as the session lives. The hooks
-    stay: torch iterates over the hooks while they run, and a model that dies meanwhile must not remove one."""
+    """Call `before_any_step` and `after_any_step` around each step of any optimizer, as long as the session exists.
+
+    The hooks are never removed: torch iterates over hooks while they run, and the end of a model in that loop must not
+    remove a hook."""
     if not _REGISTERED:
         _REGISTERED.append(register_optimizer_step_pre_hook(_before_step))
         _REGISTERED.append(register_optimizer_step_post_hook(_after_step))
@@ -314,7 +320,9 @@ def graphing(model: nn.Module) -> Iterator[None]:
     session = session_of(model)
     delayed = session.has_slots()
     if delayed and not session.attached:
-        raise ValueError("dlp.graphing: delayed scales change at an optimizer's step: call dlp.attach before")
+        raise ValueError(
+            "dlp.graphing: delayed scales change at the optimizer step: call dlp.attach before dlp.graphing"
+        )
     session.graphed, session.graphing = set(), True
     try:
         with without_effects(session):
@@ -325,7 +333,7 @@ def graphing(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_effects(session: Session) -> Iterator[None]:
-    """Passes inside leave no amax, no flag of something not finite and no microbatch behind."""
+    """Run passes without effects: amaxes, non-finite flags and the microbatch counter keep their values."""
     kept = [(memory, memory.clone()) for memory in _written(session, session.has_slots())]
     ran = set(session.ran)
     try:
@@ -337,11 +345,11 @@ def without_effects(session: Session) -> Iterator[None]:
             for memory, before in kept:
                 memory.copy_(before)
             for flags in session.flags.now:
-                if flags.data_ptr() not in known:  # made inside
+                if flags.data_ptr() not in known:  # tensors created inside
                     flags.zero_()
 
 
 def _written(session: Session, delayed: bool) -> list[Tensor]:
-    """The tensors that passes write and that a step boundary, or the next pass, reads."""
+    """Tensors that passes write, and that a step boundary or the next pass reads."""
     staged = [session.scaling.table.staging] if delayed else []
     return [*staged, *session.flags.now, *([session.counter] if session.draws and session.cores else [])]

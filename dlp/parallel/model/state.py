@@ -1,18 +1,21 @@
-"""state_dict: what a checkpoint must hold beside weights and optimizer, as plain tensors by name.
+"""state_dict: the state that a checkpoint needs in addition to weights and optimizer, as plain tensors by name.
 
-    steps, microbatch      int64 []       the optimizer steps done, and the counter of stochastic rounding
-    swaps                  uint8 [bytes]  JSON: the recipe swaps made so far
+    steps, microbatch      int64 []       completed optimizer steps, and the counter of stochastic rounding
+    swaps                  uint8 [bytes]  JSON: the recipe changes made so far
     slots.NAME.scale       fp32 []        delayed scaling of one tensor, NAME as in "layers.0.mlp.up_proj.x"
     slots.NAME.history     fp32 [L]
     slots.NAME.target      fp32 []        the value onto which the scale maps the amax: fp8_max * 2^-margin
-    masters.NAME           fp32 [N, K]   of a weight that is held quantized, where an optimizer steps on masters; a DTensor
-                                         where that is one
+    masters.NAME           fp32 [N, K]   master weight of a quantized-only weight, if an optimizer steps on masters; a
+                           DTensor
+                                          if the weight is a DTensor
 
 Slots are equal on all ranks where all ranks share scales (the default), so that a checkpoint loads on any mesh. With a
-narrower amax group they have a dimension of ranks in front; the same ranks take back their own, others the maximum of
-the histories and the scales that follow from it.
+narrower amax group they have a leading dimension of ranks; on the same mesh each rank loads its own slots, on another
+mesh each
+rank loads the maximum of the histories, and the scales computed from the maximum.
 
-What is saved once must be equal on the ranks that share it, which `check_scales` and `check_replicas` look at first.
+A value that is saved once must be equal on the ranks that share it; `check_scales` and `check_replicas` verify this
+first.
 """
 
 from __future__ import annotations
@@ -137,36 +140,40 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
     rounded = load_masters(model, saved_masters)
     if rounded:
         remarks.append(
-            f"{len(rounded)} held weights ({rounded[0]}, ...) start from their codes: the checkpoint has no masters of them"
+            f"{len(rounded)} quantized-only weights ({rounded[0]}, ...) get master weights from their codes: the "
+            f"checkpoint has no master weights for them"
         )
     return remarks
 
 
 def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
-    """Swaps from their JSON. ValueError for other bytes, and for a recipe's file that the checkpoint names and `recipe_files`
-    does not."""
+    """Read recipe changes from their JSON. Raises ValueError for other bytes, and for a recipe file that the checkpoint
+    names and
+    `recipe_files` does not list."""
     try:
         swaps = [Swap(**{**each, "layers": tuple(each["layers"])}) for each in json.loads(bytes(saved.tolist()))]
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"the saved recipe swaps are not those of a model ({type(error).__name__}: {error})") from None
+        raise ValueError(
+            f"the saved recipe changes cannot be read ({type(error).__name__}: {error}); load another checkpoint"
+        ) from None
     for swap in swaps:
         file = source(swap.asked)
         if file is not None and file not in recipe_files:
             raise ValueError(
-                f"{', '.join(swap.layers[:1])} was set to a recipe of {file} at step {swap.step}, and code that only a "
-                f"checkpoint names is not run; name this recipe in the config too, with its recipes_path"
+                f"{', '.join(swap.layers[:1])} was set to a recipe of {file} at step {swap.step}, and files that only "
+                f"a checkpoint names are not run; name this recipe in the config too, with recipes_path"
             )
     return swaps
 
 
 class NamedSession(NamedTuple):
-    """A session, and what the members of its layers are called in the state: by their own names, where not None."""
+    """A session, and the names of its layers in the state; None keeps the layers' own names."""
 
     session: StepState
     members: Mapping[str, str] | None = None
 
     def saved_as(self, slot: str) -> str:
-        """The name of a slot in the state."""
+        """Name of a slot in the state."""
         for own, name in (self.members or {}).items():
             if slot.startswith(f"{own}."):
                 return name + slot.removeprefix(own)
@@ -174,8 +181,9 @@ class NamedSession(NamedTuple):
 
 
 def _sessions(model: nn.Module) -> list[NamedSession]:
-    """The session of a model, or those of its layers, if it has no other. ValueError for a model without layers, and for a part
-    of a converted one."""
+    """The session of a model, or the sessions of its layers if the model has none.
+
+    Raises ValueError for a model without layers, and for a part of a converted model."""
     lone = {} if converted_root(model) is not None else layer_modules(model)
     if not lone or not all(module.core.session.lone for module in lone.values()):
         return [NamedSession(session_of(model))]
@@ -190,8 +198,11 @@ def _sessions(model: nn.Module) -> list[NamedSession]:
 
 
 def _load_slots(named: NamedSession, state: SlotState) -> list[str]:
-    """Load the slots that the session and the checkpoint both have; returns sentences on those that the checkpoint lacks, or
-    has otherwise. Slots of autocast regions are loaded when their region runs."""
+    """Load the slots that both the session and the checkpoint have.
+
+    Returns sentences about the slots that are missing or differ in the checkpoint. Slots of autocast regions are loaded
+    when their
+    region runs."""
     session = named.session
     saved = state if named.members is None else _own(named, state)
     table = session.scaling.table if session.has_slots() else SlotTable({})
@@ -209,17 +220,18 @@ def _load_slots(named: NamedSession, state: SlotState) -> list[str]:
     return [
         f"{len(names)} delayed scales ({min(names)}, ...) {said}"
         for names, said in (
-            (fresh.keys() - there, "start anew: the checkpoint has none for them"),
-            (there - known, "start anew: the checkpoint has them for another amax_history_len, fp8_format or margin"),
-            ({name for name in known if TARGET not in saved[name]}, "are taken as scales of this recipe's fp8_format and "
-             "margin: the checkpoint, of an earlier version, does not state its own"),
+            (fresh.keys() - there, "start without history: the checkpoint has no scales for them"),
+            (there - known, "start without history: the checkpoint has scales for another amax_history_len, fp8_format "
+                "or margin"),
+            ({name for name in known if TARGET not in saved[name]}, "are loaded as scales of this recipe's fp8_format "
+                "and margin: the checkpoint, from an earlier version, does not record them"),
         )
         if names
     ]  # fmt: skip
 
 
 def _own(named: NamedSession, state: SlotState) -> SlotState:
-    """The slots of a state that belong to the layers of one session, by their names there."""
+    """Slots of a state that belong to the layers of one session, by their names in the session."""
     members = {name: own for own, name in (named.members or {}).items()}
     found = {}
     for slot, value in state.items():
@@ -239,14 +251,14 @@ def _world() -> int:
 
 
 def _differs_by_rank(session: StepState) -> bool:
-    """Whether some ranks do not share delayed scales, so that each saves its own."""
+    """Whether some ranks do not share delayed scales, so that each rank saves its own scales."""
     group = session.amax_group
     alone = any(spec.slots and not spec.recipe.reduce_amax for spec in session.specs())
     return _world() > 1 and (alone or group is None or group.size() < _world())
 
 
 def _by_rank(flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor with one more dimension in front, over ranks; by one all-gather."""
+    """Gather each tensor, with a new leading dimension over ranks, in one all-gather."""
     mine = torch.cat([tensor.reshape(-1) for tensor in flat.values()])
     assert dist.group.WORLD is not None
     (everyone,) = all_gather((mine[None],), (0,), dist.group.WORLD).wait()
@@ -296,13 +308,13 @@ def _check_scales(session: StepState) -> int:
 
 
 def _delayed(session: StepState) -> Named:
-    """The delayed scales that the amax group agrees on, by name."""
+    """Delayed scales on which the amax group agrees, by name."""
     table, agreed = session.scaling.table, session.scaling.agreed.tolist()
     return {name: table.scale[i] for i, name in enumerate(table.names) if agreed[i]}
 
 
 def _weights(core: LayerState) -> Named:
-    """The scales, in persistent operands of weights, that span the whole tensor."""
+    """Scales of persistent weight operands that span the full tensor."""
     found: Named = {}
     kept = core.weights.parts
     held = [] if kept is None else unflatten(core.spec.recipe.w, kept.parts, len(core.members))
@@ -316,7 +328,7 @@ def _weights(core: LayerState) -> Named:
 
 
 def _shards(weight: ShardedWeight) -> Named:
-    """The parts of a sharded weight's operands that are not gathered, since all ranks have equal ones."""
+    """Parts of a sharded weight's operands that are not gathered, since they are equal on all ranks."""
     return {
         f"{weight.name}.w {name} of {operand.format.name}": tensor
         for layout, operand in weight.own.items()

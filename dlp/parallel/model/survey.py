@@ -1,20 +1,23 @@
-"""What conversion takes and what it refuses, by name, from the model alone.
+"""Survey: classify the modules of a model for conversion, and reject unsupported modules by name, without ranks.
 
     exactly nn.Linear            becomes parallel
-    another class of linear      refused by name, since its own forward would be lost; convert = true takes it all the same
-    dlp's own layers             adopted: they keep their style, groups reach their recipe and overlap
+    another class of linear      rejected by name, since its own forward would be lost; convert = true converts it
+                                 nevertheless
+    dlp's own layers             adopted: they keep their style; groups can change recipe and overlap
     anything with parameters     replicated on tp: its forward sees plain tensors
-    convert = false              left out: the same, for the module and all that is in it
+    convert = false              left out: replicated as well, for the module and all modules in it
 
-Modules of dlp say what they are by `dlp_made`: "by hand", "by convert" or, an embedding, "vocabulary"; so that nothing here
-imports a layer. A module that reads the parameters of another one would see DTensors there. Where the class tells, it is
-refused by name; elsewhere the error of the first forward is given a note (`explain`).
+The attribute `dlp_made` of dlp's modules tells their origin: "by hand" (constructed explicitly), "by convert", or
+"vocabulary" for
+an embedding; so this file imports no layer. A module that reads parameters of another module would see DTensors. If the
+class shows
+this, the module is rejected by name; otherwise the error of the first forward gets a note (`explain`).
 
-What torch does to a model from outside that a converted one cannot bear is refused as well (`guard`):
+`guard` rejects torch features that a converted model does not support:
 
-    DistributedDataParallel        broadcasts parameters, and reduces gradients, that must not be DTensors
+    DistributedDataParallel        broadcasts parameters and reduces gradients, which must not be DTensors
     FullyShardedDataParallel       (FSDP1) takes parameters out of their modules
-    load_state_dict(assign=True)   puts other parameters in the place of those that an optimizer holds, and that lie on tp
+    load_state_dict(assign=True)   replaces the parameters that an optimizer holds and that are sharded over tp
 """
 
 from __future__ import annotations
@@ -35,22 +38,22 @@ from dlp.parallel.linear.state import StepState
 from dlp.parallel.model.groups import OF_LINEARS, LayerGroup, Resolved
 from dlp.parallel.weight.parameters import check_is_parameter, check_plain
 
-LEAVE_OUT = "a layer group with convert = false leaves it out"
+LEAVE_OUT = "leave the module out by a layer group with convert = false"
 MIXED = ("got mixed torch.Tensor and DTensor", "is a DTensor, but layers read", "is called with a DTensor")
 READ_OTHERS = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
-)  # torch's own; others are found by their first forward
+)  # torch's module classes that read other modules' parameters; the first forward finds others
 
 
 @dataclass(frozen=True)
 class Survey:
     """The modules of a model, as conversion sees them.
 
-    modules   those that it treats, since they own parameters, by their first name
+    modules   modules that conversion treats, since they own parameters, by first name
     aliases   further name -> first name
-    names     of all modules, each by its first name
-    lengths   dotted name -> number of children, of containers
+    names     first names of all modules
+    lengths   dotted name -> number of children, for containers
     """
 
     modules: dict[str, nn.Module]
@@ -60,7 +63,7 @@ class Survey:
 
 
 def survey(model: nn.Module) -> Survey:
-    """The survey of a model. ValueError for one of which a part has been converted."""
+    """Survey a model. Raises ValueError for a model of which a part is converted already."""
     first: dict[int, str] = {}
     every = list(model.named_modules(remove_duplicate=False))
     for name, module in every:
@@ -71,7 +74,7 @@ def survey(model: nn.Module) -> Survey:
         if runtime is not None or getattr(module, "dlp_made", None) == "by convert":
             raise ValueError(
                 f"{part} is converted already: convert a plain model, once and as a whole (a layer group with convert = false "
-                f"leaves parts out); dlp.set_recipe changes recipes of a converted one"
+                f"leaves parts out); dlp.set_recipe changes recipes of a converted model"
             )
         first.setdefault(id(module), name)
     modules = {name: module for name, module in model.named_modules() if _owns_parameters(module)}
@@ -87,20 +90,22 @@ def container_lengths(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, int
 
 
 def made_by_hand(module: nn.Module) -> bool:
-    """Whether this is one of dlp's own layers."""
+    """Whether this is an explicitly constructed layer of dlp."""
     return getattr(module, "dlp_made", None) == "by hand"
 
 
 def _owns_parameters(module: nn.Module) -> bool:
-    """Whether conversion treats a module: it owns parameters, or has one that a parametrization computes; not an embedding of
-    dlp that was made by hand."""
+    """Whether conversion treats a module: the module owns parameters, or has a parameter that a parametrization
+    computes, and is not an
+    explicitly constructed embedding of dlp."""
     if getattr(module, "dlp_made", None) == "vocabulary":
         return False
     return isinstance(module, nn.Linear) or any(parameter is not None for parameter in module._parameters.values())
 
 
 def left_out(model: nn.Module, left: set[str], treated: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
-    """Module name -> the modules with parameters in it, itself included, for each module of which all are in `left`."""
+    """Map each left-out module to the modules with parameters in it, including itself. `left`: names of left-out
+    modules."""
     names = {id(module): name for name, module in treated.items()}
     found = {}
     for name, module in model.named_modules():
@@ -111,14 +116,15 @@ def left_out(model: nn.Module, left: set[str], treated: Mapping[str, nn.Module])
 
 
 def check(name: str, module: nn.Module, convert: bool | None) -> None:
-    """ValueError for a module that cannot be converted as it is. `convert`: what its groups say."""
+    """Raise ValueError for a module that cannot be converted. `convert`: the value that its groups set."""
     if made_by_hand(module):
         return
     _check_parameters(name, module, convert is not False)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.max_norm is not None or module.sparse):
         what = "sparse gradients" if module.max_norm is None else "max_norm, which rewrites its weight in forward,"
         raise ValueError(
-            f"{name}: an embedding with {what} cannot be a DTensor: make it one without before dlp.convert"
+            f"{name}: an embedding with {what} cannot be a DTensor: replace the module by an embedding without these "
+            f"before dlp.convert"
         )
     if convert is False:
         return
@@ -136,7 +142,7 @@ def check(name: str, module: nn.Module, convert: bool | None) -> None:
 
 
 def check_readers(model: nn.Module, left: Mapping[str, Any]) -> None:
-    """ValueError for a module whose forward reads the parameters of modules in it, if it is not left out."""
+    """Raise ValueError for a module whose forward reads the parameters of modules in it, unless the module is left out."""
     for name, module in model.named_modules():
         if isinstance(module, READ_OTHERS) and name not in left:
             kind = _kind(module)
@@ -150,39 +156,46 @@ def _check_linear(name: str, module: nn.Linear, convert: bool | None) -> None:
     check_is_parameter(name, module)
     if type(module) is not nn.Linear and not convert:
         raise ValueError(
-            f"{name}: a {_kind(module)} is no plain nn.Linear, and converted it would lose its own forward: {LEAVE_OUT}, one "
-            f"with convert = true replaces it all the same"
+            f"{name}: a {_kind(module)} is not exactly nn.Linear, and conversion would replace its own forward: "
+            f"{LEAVE_OUT}, or convert it nevertheless with convert = true"
         )
     more = [key for key, _ in module.named_parameters() if key not in ("weight", "bias")]
     if more:
-        raise ValueError(f"{name}: a {_kind(module)} has parameters beside weight and bias ({more[0]}); {LEAVE_OUT}")
+        raise ValueError(
+            f"{name}: a {_kind(module)} has parameters other than weight and bias ({more[0]}); {LEAVE_OUT}"
+        )
 
 
 def _check_parameters(name: str, module: nn.Module, converted: bool) -> None:
-    """ValueError for a parameter that carries something that a DTensor in its place would lose. `converted`: the module is not
-    left out."""
+    """Raise ValueError for a parameter with state that conversion to a DTensor would lose. `converted`: the module is
+    not left out."""
     for key, parameter in module._parameters.items():
         if parameter is None:
             continue
         path = f"{name}.{key}".lstrip(".")
         if isinstance(parameter, UninitializedParameter):
-            raise ValueError(f"{path}: it has no shape yet: call the model once before dlp.convert")
+            raise ValueError(f"{path}: the parameter has no shape yet: call the model once before dlp.convert")
         if key == "weight" and (converted or isinstance(parameter, DTensor)):
             check_plain(name, parameter)
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"{path}: it is a DTensor already: dlp.convert comes before fully_shard and other parallelism"
+                f"{path}: the parameter is a DTensor already: dlp.convert comes before fully_shard and other "
+                f"parallelism"
             )
         if converted and type(parameter) is not nn.Parameter:
             raise ValueError(
-                f"{path}: it is a {type(parameter).__name__}, of which conversion would make a plain parameter; "
+                f"{path}: the parameter is a {type(parameter).__name__}, which conversion would replace by a plain "
+                f"parameter; "
                 f"{LEAVE_OUT}"
             )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ValueError(f"{path}: it has gradient hooks, which would be lost; register them after dlp.convert")
+            raise ValueError(
+                f"{path}: the parameter has gradient hooks, which would be lost; register them after dlp.convert"
+            )
         if parameter.grad is not None:
             raise ValueError(
-                f"{path}: it has a gradient, which would be lost; optimizer.zero_grad() before dlp.convert"
+                f"{path}: the parameter has a gradient, which would be lost; call optimizer.zero_grad() before "
+                f"dlp.convert"
             )
 
 
@@ -200,8 +213,10 @@ def unreached(
     modules: Mapping[str, nn.Module],
     linears: Collection[str],
 ) -> tuple[str, ...]:
-    """Warnings on matrices that a group's recipe matches and does not reach. ValueError for a group that sets fields of linears
-    and matches none. `linears`: the modules that are linears."""
+    """Warnings about matrices that a group's recipe matches but cannot change.
+
+    Raises ValueError for a group that sets fields of linears and matches no linear. `linears`: names of modules that
+    are linears."""
     warnings = []
     for group in groups:
         sets = [key for key in OF_LINEARS if key in group.fields()]
@@ -209,26 +224,30 @@ def unreached(
         if sets and not set(matched).intersection(linears):
             kinds = ", ".join(dict.fromkeys(_kind(modules[name]) for name in matched))
             raise ValueError(
-                f"layer group {group.name!r}: {sets[0]} is for linears, and reaches none: what it matches, as "
-                f"{matched[0]}, is {kinds}; make these nn.Linears, or take {sets[0]} out of the group"
+                f"layer group {group.name!r}: {sets[0]} is for linears, and the group matches none: the matched "
+                f"modules ({matched[0]}, ...) are {kinds}; replace these by nn.Linear, or remove {sets[0]} from the "
+                f"group"
             )
         missed = [n for n in matched if n not in linears and group.recipe is not None and _multiplies(modules[n])]
         for kind in dict.fromkeys(_kind(modules[name]) for name in missed):
             names = [name for name in missed if _kind(modules[name]) == kind]
             some = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-            warnings.append(f"the recipe of group {group.name!r} does not reach {some}: a {kind} is no nn.Linear")
+            warnings.append(
+                f"the recipe of group {group.name!r} does not apply to {some}: a {kind} is not an nn.Linear"
+            )
     return tuple(warnings)
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a module has a matrix that is no table of embeddings."""
+    """Whether a module has a matrix that is not an embedding table."""
     parameters = (parameter for parameter in module._parameters.values() if parameter is not None)
     return not isinstance(module, nn.Embedding | nn.EmbeddingBag) and any(p.dim() > 1 for p in parameters)
 
 
 def explain(names: Mapping[int, str]) -> Callable[..., None]:
-    """A forward hook of the model, called for errors too, which adds a note to the error of a module that has read a DTensor.
-    `names`: by id of a module."""
+    """Forward hook of the model, also called for errors: add a note to the error of a module that has read a DTensor.
+
+    `names`: names of modules by id."""
 
     def hook(model: nn.Module, args: Any, output: Any) -> None:
         error = sys.exc_info()[1]
@@ -244,8 +263,8 @@ def explain(names: Mapping[int, str]) -> Callable[..., None]:
 
 
 def _modules_of(error: BaseException, names: Mapping[int, str]) -> Iterator[nn.Module]:
-    """The model's modules whose methods are in an error's traceback and that were not called with the DTensor themselves, the
-    innermost first."""
+    """The model's modules whose methods are in an error's traceback, innermost first, without modules that were called
+    with the DTensor."""
     traceback, frames = error.__traceback__, []
     while traceback is not None:
         frames.append(traceback.tb_frame)
@@ -265,38 +284,39 @@ def _is_given_a_dtensor(frame: FrameType) -> bool:
 
 
 class NotForDdp:
-    """The list of ignored parameters that DistributedDataParallel first reads from a model; reading it raises."""
+    """List of ignored parameters, which DistributedDataParallel reads first from a model; reading the list raises."""
 
     def __init__(self, model: str) -> None:
         self.model = model
 
     def __iter__(self) -> Iterator[str]:
         raise ValueError(
-            f"{self.model}: DistributedDataParallel takes no model that dlp.convert made, whose parameters are DTensors on tp; "
-            f"build the mesh with dp_replicate = the number of replicas and call dlp.fully_shard(model, mesh=mesh), which "
-            f"averages their gradients"
+            f"{self.model}: DistributedDataParallel does not support converted models, whose parameters are DTensors "
+            f"on tp; build the mesh with dp_replicate = the number of replicas and call dlp.fully_shard(model, "
+            f"mesh=mesh), which averages the gradients of replicas"
         )
 
 
 def check_no_fsdp1(model: nn.Module) -> None:
-    """ValueError for layers whose weights FSDP1 keeps in one flat tensor, which a step boundary cannot cast."""
+    """Raise ValueError for layers whose weights FSDP1 keeps in one flat tensor, which a step boundary cannot cast."""
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel) and any(hasattr(each, "core") for each in module.modules()):
             raise ValueError(
                 f"dlp.attach: {name or type(module.module).__name__} is sharded by FullyShardedDataParallel (FSDP1), whose "
-                f"weights a step boundary cannot cast; use dlp.fully_shard, or leave dlp.attach away (use_orig_params=True)"
+                f"weights a step boundary cannot cast; use dlp.fully_shard, or omit dlp.attach (and set "
+                f"use_orig_params=True)"
             )
 
 
 def guard(model: nn.Module, session: StepState) -> None:
-    """Refuse, for this model, what torch would do to it from outside (see the module)."""
+    """Reject torch features that this model does not support after conversion (see the module)."""
     model.register_load_state_dict_pre_hook(_Assigned(model, session))
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         model._ddp_params_and_buffers_to_ignore = NotForDdp(type(model).__name__)  # type: ignore[assignment]
 
 
 class _Assigned:
-    """The hook before a model loads a state dict: refuses assign=True where it would replace parameters that are needed."""
+    """Hook before a model loads a state dict: reject assign=True if it would replace parameters that are needed."""
 
     def __init__(self, model: nn.Module, session: StepState) -> None:
         self.model, self.session = model, session
@@ -312,11 +332,11 @@ class _Assigned:
                 continue
             if self.session.attached:
                 raise ValueError(
-                    f"{name}: load_state_dict(assign=True) would replace the parameters that the optimizer given to dlp.attach "
-                    f"holds, which then trains nothing; leave assign away, or load before the optimizer is made"
+                    f"{name}: load_state_dict(assign=True) would replace the parameters of the attached optimizer, "
+                    f"which would then train nothing; omit assign=True, or load before the optimizer is created"
                 )
             if isinstance(parameter, DTensor) and not isinstance(given, DTensor):
                 raise ValueError(
                     f"{name}: load_state_dict(assign=True) would put a plain tensor in place of the DTensor that dlp.convert "
-                    f"made; leave assign away, or load the plain model before dlp.convert"
+                    f"made; omit assign=True, or load the plain model before dlp.convert"
                 )
