@@ -1,1 +1,1 @@
-"""The only place where recipe, style and overlap meet: parallel linears, conversion, FSDP, the step boundary."""
+"""Parallel linears, conversion, FSDP and the step boundary: only this package combines recipe, style and overlap."""

@@ -1,22 +1,28 @@
-"""The cast engine: from matrices to quantized operands.
+"""The cast engine: cast matrices to quantized operands.
 
     matrix [rows, columns]  ──►  rowwise operand [rows, columns]       quantized along its columns
                                  columnwise operand [columns, rows]    quantized along its rows, stored transposed
 
-    plan       `CastPlan`, one for a tensor (x, w, dy, y, dx) and a number of rows: which reads of the matrix make the wanted
-               orientations, what is padded, which scales ranks agree on
+    plan       `CastPlan`, one for a tensor (x, w, dy, y, dx) and a number of rows: the reads of the matrix that produce
+               the orientations, the
+           padding, and the scales on which ranks agree
     observe    the amaxes that the casts need
-    agree      one MAX all-reduce a group over all that was observed; `Groups` with two members agree one after the other
-    cast       into new storage, or into storage that is passed
+    agree      one MAX all-reduce per group over all observed amaxes; `Groups` with two groups agree over one, then the
+               other
+    cast       cast into new storage, or into given storage
 
 x and dy are cast when the layer runs (`make_casts`). Weights are cast all together at the step boundary, into operands whose
-memory stays the same (`CastBatch`): matrices that share a quantizer are observed in one launch and cast in one. Such a launch
-reads a table of addresses in device memory, which is rewritten when a matrix, an operand or a delayed scale has moved: in the
-first steps, after a load, after a swap of recipes. All other steps only launch, so that a CUDA graph can capture them. A matrix
-is observed and cast by itself, with the same bits, where its quantizer offers no batch, where its operands have no storage yet,
-or where no kernel reads it.
+memory stays the same (`CastBatch`): matrices that share a quantizer are observed in one launch and cast in another.
+Such a launch
+reads a table of addresses in device memory, which is rewritten when a matrix, an operand or a delayed scale has moved:
+in the
+first steps, after a load, after a recipe change. All other steps only launch, so that a CUDA graph can capture them. A
+matrix is
+observed and cast separately, with equal bits, if the quantizer has no batch, the operands have no storage yet, or no
+kernel can
+read the matrix.
 
-This file knows no layer. A layer's delayed scales, random-number origins and flags come as a `CastContext`, from
+This file knows no layers. A layer passes delayed scales, random-number origins and flags in a `CastContext`, from
 `dlp.parallel.linear.state`.
 """
 
@@ -63,7 +69,7 @@ BOTH: Orientations = (True, True)
 
 HP = HighPrecision()
 Values = Tensor | LazyMatrix
-# the groups over which an amax is agreed: over the first, then the result over the second; None: no agreement
+# the groups that agree on an amax: over the first group, then over the second; None: no agreement
 Groups = tuple[ProcessGroup | None, ProcessGroup | None]
 NOBODY: Groups = (None, None)
 NOWHERE: Wanted = (None, None)  # casts allocate their operands
@@ -73,11 +79,13 @@ def agrees(
     style: ParallelStyle, recipe: Recipe, tensor: str, quantizer: Quantizer, columnwise: bool, *,
     whole: bool = False, own_group: bool = False,
 ) -> bool:  # fmt: skip
-    """Whether ranks agree on the scales of an operand: where tp cuts the dimension that a scale spans, and the operand is
-    gathered, or the recipe has `amax_scope="all"`.
+    """Whether ranks agree on the scales of an operand.
+
+    They agree if tp shards the dimension that a scale spans, and the operand is gathered or the recipe has
+    `amax_scope="all"`.
 
     columnwise   the quantizer casts the transposed tensor
-    whole        the tensor has been gathered, so that every rank sees all of it
+    whole        the tensor has been gathered, so that every rank has the full tensor
     own_group    the user named an amax group, which agrees on every scale
     """
     if own_group:
@@ -90,26 +98,27 @@ def agrees(
 
 
 def operand_shape(recipe: Recipe, tensor: str, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
-    """[rows, contraction] of the operand of a matrix of this `shape`, x [M, K], w [N, K] or dy [M, N], zeros of padding
-    included."""
+    """Shape [rows, contraction], with padding, of the operand of a matrix of this `shape`: x [M, K], w [N, K] or dy [M,
+    N]."""
     rows, columns = (size + -size % unit for size, unit in zip(shape, _units(recipe, tensor), strict=True))
     return (columns, rows + -rows % recipe.units[0]) if columnwise else (rows, columns)
 
 
 def _units(recipe: Recipe, tensor: str) -> tuple[int, int]:
-    """The multiples that rows and columns of a stored tensor are padded to. Tokens are padded only where they are contracted:
-    to `CastPlan.contracted`."""
+    """Multiples to which rows and columns of a stored tensor are padded. Tokens are padded only as a contraction
+    dimension, to
+    `CastPlan.contracted`."""
     _, n, k = recipe.units
     return {"x": (1, k), "w": (n, k), "dy": (1, n)}.get(tensor, (1, 1))
 
 
 @dataclass(frozen=True)
 class Read:
-    """One read of a stored matrix, and the operands that it makes.
+    """One read of a stored matrix, and the operands that the read produces.
 
-    rowwise      the quantizer of its rowwise operand, None where it makes none
-    columnwise   that of its columnwise one; a read makes both only where `one_read` offers that
-    groups       which ranks agree on the amaxes of each
+    rowwise      quantizer of the rowwise operand; None if the read does not produce it
+    columnwise   quantizer of the columnwise operand; a read produces both only if `one_read` supports this
+    groups       ranks that agree on the amaxes of each operand
     """
 
     rowwise: Quantizer | None
@@ -125,12 +134,12 @@ class Read:
     def quantizer(self) -> Quantizer:
         """The quantizer whose caps say whether the cast takes a slot, an origin, a flag."""
         quantizer = self.rowwise or self.columnwise
-        assert quantizer is not None, "a read that makes nothing"
+        assert quantizer is not None, "a read without operands"
         return quantizer
 
     @cached_property
     def agreed(self) -> bool:
-        """Whether ranks agree on anything before the cast."""
+        """Whether ranks agree on any amax before the cast."""
         return any(group is not None for groups in self.groups for group in groups)
 
     @cached_property
@@ -143,18 +152,18 @@ class Read:
 
     @cached_property
     def origins(self) -> tuple[bool, ...]:
-        """One entry for each `Origin` that the cast takes: whether that is of the transposed matrix."""
+        """One entry for each `Origin` that the cast takes: whether the origin is of the transposed matrix."""
         wanted = ((False, self.rowwise), (True, self.columnwise))
         return tuple(col for col, q in wanted if q is not None) if caps_of(self.quantizer).origin else ()
 
     @cached_property
     def _writes(self) -> Orientations:
-        """The orientations that it writes; one that keeps the source's values is not written."""
+        """Orientations that the read writes. An orientation that keeps the source's values is not written."""
         row, col = self.rowwise, self.columnwise
         return row is not None and not row.format.keeps_source, col is not None and not col.format.keeps_source
 
     def into(self, wanted: Wanted) -> Wanted:
-        """The storage that it writes to, of storage for both orientations."""
+        """Select the storage that the read writes to, from storage for both orientations."""
         row, col = self._writes
         return wanted[0] if row else None, wanted[1] if col else None
 
@@ -168,11 +177,11 @@ class Read:
 
 
 class Cast(NamedTuple):
-    """A read of one matrix, with all that it needs.
+    """A read of one matrix, with all inputs.
 
     matrix      [rows, columns] as stored, or lazy
-    slot, at    delayed scale and origins, as `Quantizer.cast` takes them
-    into        storage of its operands; None: the cast allocates
+    slot, at    delayed scale and origins, as arguments of `Quantizer.cast`
+    into        storage of the operands; None: the cast allocates
     flag        fp32 [], see `flagged`
     """
 
@@ -184,7 +193,7 @@ class Cast(NamedTuple):
     flag: Tensor | None = None
 
     def make(self, amaxes: Amaxes) -> Wanted:
-        """The operands, with these agreed amaxes."""
+        """Return the operands, cast with these agreed amaxes."""
         read, matrix, slot, at, (out, out_t), flag = self
         more: dict[str, Any] = {}
         if flag is not None:
@@ -195,7 +204,8 @@ class Cast(NamedTuple):
         if both is not None:
             if at:
                 more["at"] = at
-            if out is not None or out_t is not None:  # `both` takes storage for both or none; the other is compact, too
+            # `both` takes storage for both operands or for none; the other storage is contiguous as well
+            if out is not None or out_t is not None:
                 rowwise, columnwise = both.rowwise.format, both.columnwise.format
                 more["outs"] = (
                     out or compact(rowwise, matrix.shape, matrix.dtype, matrix.device),
@@ -214,7 +224,7 @@ class Cast(NamedTuple):
         return None, placed(read.quantizer.cast(matrix.t(), amaxes[1], **more), out_t)
 
     def batch(self) -> Quantizer | None:
-        """The quantizer whose batch this cast can join; None: it runs by itself."""
+        """Quantizer whose batch this cast can join; None: the cast runs separately."""
         read = self.read
         wanted = [
             (q, into) for q, into in zip((read.rowwise, read.columnwise), self.into, strict=True) if q is not None
@@ -225,7 +235,7 @@ class Cast(NamedTuple):
         return quantizer if ops.has_batches(self.matrix) else None
 
     def addresses(self) -> tuple[int, ...]:
-        """The addresses of all that the launch reads and writes."""
+        """Addresses of all memory that the launch reads and writes."""
         tensors = [self.matrix, *(part for operand in self.into if operand is not None for part in operand.parts)]
         tensors += [] if self.slot is None else [self.slot.scale, self.slot.staging]
         tensors += [] if self.flag is None else [self.flag]
@@ -241,28 +251,28 @@ def compact(fmt: Format, shape: Sequence[int], dtype: torch.dtype, device: torch
 
 
 def placed(operand: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTensor:
-    """The operand in `out`: copied there if the quantizer did not write to it."""
+    """Return the operand in `out`, copied there if the quantizer did not write to `out`."""
     return operand if out is None or operand is out else operand.format.fill(out, *operand.parts)
 
 
 class Operands(NamedTuple):
-    """The operands of one tensor, by orientation; None where one was not asked for."""
+    """Operands of one tensor, by orientation; None for an orientation that was not requested."""
 
     rowwise: QuantizedTensor | None
     columnwise: QuantizedTensor | None
 
     def at(self, columnwise: bool) -> QuantizedTensor:
         found = self[columnwise]
-        assert found is not None, "this orientation was not asked for"
+        assert found is not None, "this orientation was not requested"
         return found
 
 
 class CastContext(NamedTuple):
-    """What the casts of one matrix take from the model around the layer.
+    """Inputs of the casts of one matrix from the model.
 
-    flag       fp32 [], which becomes NaN where a value is not finite; None: not recorded
-    slots      for each read its delayed scale, None for a recipe without
-    origins    for each read the origins of what it makes, for stochastic rounding
+    flag       fp32 [], which becomes NaN if a value is not finite; None: not recorded
+    slots      delayed scale for each read; None for a recipe without delayed scales
+    origins    origins of the operands of each read, for stochastic rounding
     """
 
     flag: Tensor | None
@@ -276,17 +286,17 @@ GetContext = Callable[["CastPlan", str, torch.Size, torch.device, bool], CastCon
 
 @dataclass(frozen=True)
 class CastPlan:
-    """How matrices of one tensor become operands: one plan for all matrices with equally many rows.
+    """Casts of one tensor: one plan for all matrices with the same number of rows.
 
     tensor      x, w, dy, y or dx
-    whole       it has been gathered, so that every rank sees all of it
-    reads       the reads that make the wanted operands
-    agreed      by orientation: whether ranks agree on its scales
-    derived     the columnwise operand is the rowwise one, transposed
-    units       the multiples that rows and columns are padded to
-    contracted  the multiple that rows are padded to for the columnwise operand, whose contraction they are
+    whole       the tensor has been gathered, so that every rank has the full tensor
+    reads       the reads that produce the requested operands
+    agreed      by orientation: whether ranks agree on the scales
+    derived     the columnwise operand is the transposed rowwise operand
+    units       multiples to which rows and columns are padded
+    contracted  multiple to which rows are padded for the columnwise operand, whose contraction dimension they are
     lazy        there is one read, and it takes a `LazyMatrix`
-    quantizes   False where both orientations keep the source's values
+    quantizes   False if both orientations keep the source's values
     """
 
     tensor: str
@@ -301,11 +311,11 @@ class CastPlan:
 
     @cached_property
     def pads(self) -> bool:
-        """Whether there are matrices that need zeros."""
+        """Whether some matrices need zero padding."""
         return (*self.units, self.contracted) != (1, 1, 1)
 
     def matrices(self, value: Values) -> list[Any]:
-        """The matrix that each read is given: the value, stored and padded as the read needs it."""
+        """The matrix for each read: the value, stored and padded as the read requires."""
         if not self.lazy:
             value = stored(value)
         if not self.pads:
@@ -317,14 +327,15 @@ class CastPlan:
         return [padded if read.rowwise is not None else _pad(padded, self.contracted, 1) for read in self.reads]
 
     def shapes(self, shape: Sequence[int]) -> list[tuple[int, int]]:
-        """The shapes of `matrices`, for a value of this shape."""
+        """Shapes of `matrices` for a value of this shape."""
         rows, columns = (size + -size % unit for size, unit in zip(shape, self.units, strict=True))
         whole = rows + -rows % self.contracted
         return [(rows if read.rowwise is not None else whole, columns) for read in self.reads]
 
     @cached_property
     def keeps(self) -> bool:
-        """Whether both orientations are the source's values and no quantizer around them measures: there is nothing to run."""
+        """Whether there is nothing to run: both orientations are the source's values, and no wrapping quantizer
+        measures."""
         return all(type(q) is KeepHighPrecision for read in self.reads for q in (read.rowwise, read.columnwise) if q)
 
     @cached_property
@@ -333,14 +344,14 @@ class CastPlan:
         return any(read.has_slot for read in self.reads)
 
     def casts(self, matrices: Sequence[Any], context: CastContext, into: Wanted = NOWHERE) -> list[Cast]:
-        """The casts of one tensor; `matrices`: one for each read."""
+        """Casts of one tensor; `matrices`: one for each read."""
         casts = []
         for read, matrix, slot, at in zip(self.reads, matrices, context.slots, context.origins, strict=True):
             casts.append(Cast(read, matrix, slot, at, into if into is NOWHERE else read.into(into), context.flag))
         return casts
 
     def numbers_agreed(self, value: Tensor) -> int:
-        """How many fp32 numbers ranks agree on before the casts of this value."""
+        """Number of fp32 values on which ranks agree before the casts of this value."""
         observed: list[Tensor | None] = []
         for read, matrix in zip(self.reads, self.matrices(value), strict=True):
             observed += [amax for amax, agreed in zip(read.observe(matrix), self.agreed, strict=True) if agreed]
@@ -348,7 +359,7 @@ class CastPlan:
 
 
 def numbers_in(amaxes: Iterable[Tensor | None]) -> int:
-    """How many numbers these are; a tensor that serves both orientations counts once."""
+    """Total number of values; a tensor that serves both orientations counts once."""
     return sum({id(amax): amax.numel() for amax in amaxes if amax is not None}.values())
 
 
@@ -356,16 +367,16 @@ def cast_plan(
     style: ParallelStyle, recipe: Recipe, tensor: str, orientations: Orientations, rows: int, *,
     whole: bool = False, own_group: bool = False, group: ProcessGroup | None = None,
 ) -> CastPlan:  # fmt: skip
-    """The plan that makes these orientations of matrices of x, w, dy, y or dx with this number of rows.
+    """Return the plan that produces these orientations of matrices of x, w, dy, y or dx with this number of rows.
 
     whole, own_group   see `agrees`
-    group              the ranks that agree, where any do; None: there is one rank, or nothing is executed
+    group              ranks that agree, if any do; None: there is one rank, or the plan is not executed
     """
     quantizers = recipe.of(tensor)
     assert quantizers is not None, f"{recipe} has no quantizer for {tensor}"
     row, col = orientations
     by_row, by_col = quantizers.rowwise, quantizers.columnwise
-    contracted = 1 if tensor == "w" else recipe.units[0]  # the rows of a weight fit already
+    contracted = 1 if tensor == "w" else recipe.units[0]  # the rows of a weight need no padding
     offered = one_read(by_row, by_col) is not None
     derived = not offered and (tensor not in OPERANDS or recipe.derives(tensor, rows))
     together = offered and row and col and rows % contracted == 0
@@ -401,7 +412,7 @@ def cast_plan(
 
 
 def _pad(matrix: Values, rows: int, columns: int) -> Any:
-    """The matrix with zeros appended up to multiples of `rows` and `columns`; itself where it fits."""
+    """Return the matrix, zero-padded to multiples of `rows` and `columns`; unchanged if it fits."""
     below, right = -matrix.shape[0] % rows, -matrix.shape[1] % columns
     return F.pad(stored(matrix), (0, right, 0, below)) if below or right else matrix
 
@@ -410,11 +421,12 @@ def cast(
     plan: CastPlan, orientations: Orientations, values: Sequence[Values], members: Sequence[str], get_context: GetContext, *,
     record: bool = True, into: Wanted = NOWHERE,
 ) -> list[Operands]:  # fmt: skip
-    """Values [rows, columns] of the plan's tensor, one for each member -> their operands, with one amax agreement for all.
+    """Cast values [rows, columns] of the plan's tensor, one for each member, with one amax agreement for all.
 
-    get_context   gives the `CastContext` of each value
+    get_context   returns the `CastContext` of each value
     record        amaxes count for delayed scales
-    into          storage of `operand_shape` for the operands of a single value; None for an orientation: the cast allocates
+    into          storage of `operand_shape` for the operands of a single value; None for an orientation: the cast
+                  allocates
     """
     row, col = orientations
     if not plan.reads:
@@ -430,7 +442,7 @@ def cast(
         matrices = plan.matrices(value)
         casts += plan.casts(matrices, get_context(plan, member, value.shape, value.device, record), into)
     results = make_casts(casts)
-    if len(plan.reads) == 1 and not plan.derived:  # one read for each value makes what is wanted
+    if len(plan.reads) == 1 and not plan.derived:  # one read of each value produces all operands
         return list(starmap(Operands, results))
     if plan.derived:  # the rowwise operand, and its transpose
         return [Operands(q if row else None, placed(q.transpose(), into[1]) if col else None) for q, _ in results if q]
@@ -443,8 +455,10 @@ def _kept(matrix: Tensor) -> QuantizedTensor:
 
 
 def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[Wanted]:
-    """Observe, agree, cast. Ranks that agree call it with the same casts in the same order. Returns the operands of each cast.
-    `prepared`: launches that already exist for some of the casts."""
+    """Observe, agree and cast, and return the operands of each cast.
+
+    Ranks that agree must call this with the same casts in the same order. `prepared`: existing launches for some of the
+    casts."""
     grads = _gate_grads(casts) if prepared is None and len(casts) == 2 else None
     if grads is not None:
         quantizer: Any = casts[0].read.quantizer
@@ -470,8 +484,9 @@ def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[
 
 
 def _gate_grads(casts: Sequence[Cast]) -> ops.GatedGrads | None:
-    """The lazy pair of gradients that these two casts read, of gate and up of one SwiGLU or GeGLU, where one kernel makes all
-    four operands from one read of it; else None."""
+    """The lazy pair of gradients of gate and up that these two casts read, if one kernel can produce all four operands
+    from one read of
+    the pair; else None."""
     first, second = casts
     gate, up, read = first.matrix, second.matrix, first.read
     if not (isinstance(gate, ops.GatedGrad) and isinstance(up, ops.GatedGrad) and gate.of_both(up)):
@@ -482,9 +497,10 @@ def _gate_grads(casts: Sequence[Cast]) -> ops.GatedGrads | None:
 
 
 def _agreed(casts: Sequence[Cast], observed: list[Amaxes]) -> list[Amaxes]:
-    """The observed amaxes, after each was maximized over the first, then the second of its read's groups."""
+    """Observed amaxes, after the maximum over the first, then over the second of the read's groups."""
     for turn in range(len(NOBODY)):
-        by_group: dict[ProcessGroup, dict[int, Tensor]] = {}  # by identity: one value may serve both orientations
+        # keyed by identity, since one value may serve both orientations
+        by_group: dict[ProcessGroup, dict[int, Tensor]] = {}
         for cast, amaxes in zip(casts, observed, strict=True):
             for groups, amax in zip(cast.read.groups, amaxes, strict=True):
                 group = groups[turn]
@@ -499,13 +515,14 @@ def _agreed(casts: Sequence[Cast], observed: list[Amaxes]) -> list[Amaxes]:
 
 
 class Prepared(NamedTuple):
-    """Launches of batched casts. `places[i]`: the indices, among all casts, of those that `launches[i]` observes and casts."""
+    """Launches of batched casts. `places[i]`: indices, among all casts, of the casts that `launches[i]` observes and
+    casts."""
 
     places: list[list[int]]
     launches: list[ops.Launches]
 
     def observe(self) -> dict[int, Amaxes]:
-        """Launch the reads of amaxes; returns them by index of cast."""
+        """Launch the reads of amaxes, and return the amaxes by index of the cast."""
         amaxes: dict[int, Amaxes] = {}
         for places, launches in zip(self.places, self.launches, strict=True):
             for launch in launches.observe:
@@ -514,7 +531,7 @@ class Prepared(NamedTuple):
         return amaxes
 
     def cast(self, agreed: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
-        """Launch the casts. `agreed`: pairs of an observed amax, whose memory the launches read, and the agreed one."""
+        """Launch the casts. `agreed`: pairs of an observed amax, whose memory the launches read, and the agreed amax."""
         changed = {id(own): (own, new) for own, new in agreed if own is not None and new is not None and own is not new}
         if changed:
             owns, news = zip(*changed.values(), strict=True)
@@ -524,7 +541,7 @@ class Prepared(NamedTuple):
 
 
 class CastBatch:
-    """Runs the same casts at every step boundary, and keeps the launches prepared for them as long as no address changes."""
+    """Run the same casts at every step boundary, and keep their prepared launches as long as no address changes."""
 
     def __init__(self) -> None:
         self._made_for: list[tuple[int, Quantizer, tuple[int, ...]]] = []
@@ -532,7 +549,8 @@ class CastBatch:
 
     @torch.no_grad()
     def make(self, casts: Sequence[Cast]) -> list[Wanted]:
-        """`make_casts`, with one launch for all casts that share a quantizer and a dtype, where the quantizer offers that."""
+        """Apply `make_casts` with one launch for all casts that share a quantizer and a dtype, if the quantizer
+        supports batches."""
         batched: dict[tuple[Quantizer, torch.dtype], list[int]] = {}
         for i, cast in enumerate(casts):
             quantizer = cast.batch()
@@ -546,7 +564,7 @@ class CastBatch:
 
 
 def _launches(quantizer: Any, casts: Sequence[Cast]) -> ops.Launches:
-    """The launches of these casts, all by this `quantizer`, which has a method `batch`."""
+    """Prepare the launches of these casts, all of this `quantizer`, which has a method `batch`."""
     matrices, into = [cast.matrix for cast in casts], [cast.into for cast in casts]
     launches: ops.Launches = quantizer.batch(
         matrices, into, [cast.slot for cast in casts], [cast.flag for cast in casts]

@@ -8,8 +8,8 @@
     COLUMN_SP    0                     gather="x"           reduce="scatter"     gather="x"
     ROW_SP       1                     reduce="scatter"     gather="dy"          gather="dy"
 
-x [M, K], w [N, K], dy [M, N]. Everything else is read off the row: what travels, which dimension of an operand is cut
-by tp, and so where a scale must be agreed.
+x [M, K], w [N, K], dy [M, N]. All other properties follow from the row: the transfers, the sharded
+dimension of each operand, and therefore the scales on which ranks must agree.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class GemmComm:
-    """Communication of one GEMM over tp: the operand gathered before it, and how its result is reduced after it."""
+    """Communication of one GEMM over tp: the operand gathered before the GEMM, and the reduction of the result."""
 
     gather: str | None = None
     reduce: str | None = None
@@ -28,7 +28,8 @@ class GemmComm:
 
 @dataclass(frozen=True)
 class ParallelStyle:
-    """One row of the table. `cut_x`, `cut_dy`: the dimension of x, dy that tp cuts on this rank, None if it is whole."""
+    """One row of the table. `cut_x`, `cut_dy`: dimension of x, dy that tp shards; None if this rank has the full
+    tensor."""
 
     name: str
     shard_dim: int | None = None
@@ -45,21 +46,21 @@ class ParallelStyle:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether tokens are cut by tp in x, in dy, or in both."""
+        """Whether tp shards tokens in x, in dy, or in both."""
         return 0 in (self.cut_x, self.cut_dy)
 
     @property
     def partial_weight_grad(self) -> bool:
-        """Whether dw and db of a rank cover its own tokens only, so that they must be summed over tp."""
+        """Whether dw and db of a rank cover only the rank's own tokens, so that they must be summed over tp."""
         return self.wgrad.reduce == "all"
 
     @property
     def partial_bias_grad(self) -> bool:
-        """Whether db is a sum over the rows of a dy whose tokens are cut."""
+        """Whether db is a sum over the rows of a dy with sharded tokens."""
         return self.cut_dy == 0
 
     def cut(self, tensor: str) -> int | None:
-        """The dimension of x, w, dy, y or dx (as stored) that tp cuts."""
+        """The dimension of x, w, dy, y or dx (as stored) that tp shards."""
         cuts = {"x": self.cut_x, "w": self.shard_dim, "dy": self.cut_dy, "y": self.cut_dy, "dx": self.cut_x}
         return cuts[tensor]
 
@@ -81,14 +82,14 @@ STYLES = {
 
 
 def style(name: str, sequence_parallel: bool) -> ParallelStyle:
-    """The row for "local", "column" or "row". ValueError for another name."""
+    """Return the row for "local", "column" or "row". Raises ValueError for another name."""
     if (name, sequence_parallel) not in STYLES:
         raise ValueError(f"unknown parallel style {name!r:.60}: it is one of local, column, row")
     return STYLES[name, sequence_parallel]
 
 
 def shard_sizes(style: ParallelStyle, out_features: int, in_features: int, tp: int, layer: str) -> tuple[int, int]:
-    """The local shape of w [N, K]. ValueError naming the layer when the cut dimension does not divide by tp."""
+    """The local shape of w [N, K]. Raises ValueError naming the layer if the sharded dimension is not divisible by tp."""
     sizes = [out_features, in_features]
     if style.shard_dim is not None:
         feature = ("out_features", "in_features")[style.shard_dim]

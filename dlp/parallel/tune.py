@@ -1,19 +1,22 @@
-"""Measures what the directions of a config's layers take under each overlap strategy, and writes the table that "auto" reads.
+"""Measure the directions of a config's layers under each overlap strategy, and write the table that "auto" reads.
 
     torchrun --nproc-per-node 2 -m dlp.parallel.tune CONFIG [--section.key value ...] --out overlap.json
                                 [--recipes bf16 fp8_current] [--tokens 4096 8192] [--strategies serial chunked chunked:2]
                                 [--rounds 5] [--add]
 
-The config says layers, tokens, tp and transport, the ranks are those that `torchrun` starts, GPUs where there are some. Each
-problem, a linear or siblings, is measured under the recipe that the config gives it, or under all that are named:
+The config defines layers, tokens, tp and transport; `torchrun` starts the ranks, on GPUs if there are any. Each
+problem, a linear or
+siblings, is measured under its recipe in the config, or under all recipes of --recipes:
 
     fprop    the forward of the layer under each strategy
-    dgrad    its backward, wgrad and all, which may run beside a reduction of dgrad
-    alone    each of its GEMMs without a transfer, for the model of other sizes (`dlp.parallel.auto`)
+    dgrad    the backward of the layer including wgrad, which may overlap the reduction of dgrad
+    alone    each GEMM of the layer without a transfer, for the model of other sizes (`dlp.parallel.auto`)
 
-On GPUs each pass is captured in a CUDA graph, so times are of the device: of replays one after the other, the median over
-rounds of the slowest rank; strategies take turns. Rank 0 prints a line of each problem as it is measured, and writes the file
-anew. `--add` keeps the rows of the file that exist, which must be of the same kind of machine.
+On GPUs each pass is captured in a CUDA graph, so times are device times: the median over rounds of consecutive replays
+on the
+slowest rank, with strategies in alternation. After each problem rank 0 prints a line and rewrites the file. `--add`
+keeps existing
+rows of the file, which must be from the same kind of machine.
 """
 
 from __future__ import annotations
@@ -56,11 +59,11 @@ from dlp.quant.tensor import QuantizedTensor
 
 Run = Callable[[], object]
 WARM, COUNT, ROUNDS = 4, 8, 5
-LINK = (1 << 16, 1 << 20), (1 << 20, 1 << 25)  # bytes of a rank's shard: few and many, on CPUs and on GPUs
+LINK = (1 << 16, 1 << 20), (1 << 20, 1 << 25)  # bytes of a rank's shard: small and large, on CPUs and on GPUs
 
 
 class Timed(NamedTuple):
-    """Seconds: the median over rounds, and the median distance from it."""
+    """Time in seconds: the median over rounds, and the median deviation from the median."""
 
     seconds: float
     noise: float
@@ -72,7 +75,7 @@ class Timed(NamedTuple):
 
 
 def timed(runs: Sequence[Run], device: torch.device, rounds: int, count: int = COUNT) -> list[Timed]:
-    """The times of each run, of the slowest rank; runs take turns."""
+    """Times of each run on the slowest rank; runs alternate."""
     for run in runs:
         for _ in range(WARM):
             run()
@@ -94,14 +97,14 @@ def timed(runs: Sequence[Run], device: torch.device, rounds: int, count: int = C
 
 
 def _captured(run: Run) -> Run:
-    """The launches of a run as a CUDA graph. The current stream is not torch's default stream."""
+    """Capture the launches of a run as a CUDA graph. The current stream must not be torch's default stream."""
     step = CapturedStep(lambda nothing: run(), ())
     return lambda: step(())
 
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """A stream beside torch's default stream, which cannot take part in captures."""
+    """A stream other than torch's default stream, which cannot take part in captures."""
     if device.type != "cuda":
         yield
         return
@@ -118,11 +121,11 @@ def _settle(device: torch.device) -> None:
         dist.barrier()
 
 
-# A layer
+# ---- a layer
 
 
 def layer_of(problem: Problem, overlap: str | Mapping[str, str], tp: DeviceMesh, dtype: torch.dtype) -> nn.Module:
-    """A layer of this problem, with weights of `dtype` that have been cast."""
+    """Construct a layer of this problem, with cast weights of `dtype`."""
     name, sequence_parallel = next(key for key, row in STYLES.items() if row is problem.style)
     options: dict[str, Any] = {
         "sequence_parallel": sequence_parallel, "recipe": problem.recipe, "overlap": overlap, "dtype": dtype,
@@ -139,7 +142,7 @@ def layer_of(problem: Problem, overlap: str | Mapping[str, str], tp: DeviceMesh,
 
 
 def passes(layer: nn.Module, problem: Problem, ranks: int, dtype: torch.dtype, device: torch.device) -> tuple[Run, Run]:
-    """Two functions: the forward of a layer, and its forward and backward."""
+    """Return two functions: the forward of a layer, and its forward and backward."""
     style = problem.style
     rows = problem.tokens // (ranks if style.cut_x == 0 else 1)
     columns = problem.in_features // (ranks if style.cut_x == 1 else 1)
@@ -163,7 +166,7 @@ def passes(layer: nn.Module, problem: Problem, ranks: int, dtype: torch.dtype, d
 
 
 def gemms_alone(problem: Problem, ranks: int, dtype: torch.dtype, device: torch.device) -> list[Run]:
-    """fprop, dgrad and wgrad of a rank, each as one GEMM for all members, on operands that are cast already."""
+    """fprop, dgrad and wgrad of a rank, each as one GEMM for all members, on operands that are already cast."""
     tokens, columns, features = problem.sizes(ranks)
     bound = Linear(features, columns, recipe=problem.recipe, dtype=dtype, device=device).core.bound
     bound.session.begin_forward(bound, True)
@@ -184,7 +187,7 @@ def gemms_alone(problem: Problem, ranks: int, dtype: torch.dtype, device: torch.
 
 
 def measure(problem: Problem, strategies: Sequence[str], tp: DeviceMesh, dtype: torch.dtype, rounds: int) -> Row:
-    """The row of one problem, measured on all ranks of the world together."""
+    """Measure the row of one problem, on all ranks of the world together."""
     with own_stream(device_of(tp)):
         return _measure(problem, strategies, tp, dtype, rounds)
 
@@ -214,18 +217,18 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def empty_table(tp: DeviceMesh, by: str, link: tuple[float, float], about: Mapping[str, Any]) -> Times:
-    """A table of these ranks and this device, without rows; `link`: of `links`."""
+    """A table of these ranks and this device without rows; `link`: result of `links`."""
     here, device = machine(tp.device_type), device_of(tp)
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
     about = {**about, "torch": here.torch, "version": here.version}
     return Times(here.kind, here.device, tp.size(), by, processors, *link, rows=(), about=about)
 
 
-# The links
+# ---- links
 
 
 def links(group: ProcessGroup, device: torch.device, rounds: int) -> tuple[float, float]:
-    """Bytes a second that a rank sends in a gather, and seconds of a gather besides its bytes: from a small and a large one."""
+    """Bandwidth in bytes per second of a gather per rank, and latency in seconds, from a small and a large gather."""
     few, many = LINK[device.type == "cuda"]
 
     def gather(nbytes: int) -> Run:
@@ -245,12 +248,13 @@ def links(group: ProcessGroup, device: torch.device, rounds: int) -> tuple[float
     return speed, max(small - peers * few / speed, 0.0)
 
 
-# A config
+# ---- a config
 
 
 def layers_of(arguments: Sequence[str]) -> dict[str, Any]:
-    """Ranks of tp, transport, dtype and the layers of a config, as `bench.shapes` prints them; rank 0 calls it. SystemExit, on
-    all ranks, if it refuses; it has then printed why."""
+    """Read the number of tp ranks, transport, dtype and layers of a config through `bench.shapes`, on rank 0.
+
+    Raises SystemExit on all ranks if the config is rejected; rank 0 has then printed the reason."""
     said: list[Any] = [None]
     if dist.get_rank() == 0:
         command = [sys.executable, "-m", "bench.shapes", *arguments, "--world", str(world_size()), "--layers"]
@@ -264,7 +268,8 @@ def layers_of(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _rows_to_keep(before: Times, now: Times) -> tuple[Row, ...]:
-    """The rows of a table that is measured on. ValueError for the table of another kind of machine."""
+    """Rows of an existing table to which measurements are added. Raises ValueError for a table of another kind of
+    machine."""
     here = Machine(now.kind, now.device, now.about["torch"], now.about["version"])
     why = before.obstacle(here, now.ranks, now.transport)
     if why is not None:
@@ -275,7 +280,7 @@ def _rows_to_keep(before: Times, now: Times) -> tuple[Row, ...]:
 def problems_of(
     found: Mapping[str, Any], names: Sequence[str] | None, tokens: Sequence[int] | None = None
 ) -> list[Problem]:  # fmt: skip
-    """Each problem once, without those of styles that send nothing."""
+    """Each problem once, without problems of styles that have no transfers."""
     problems: dict[Any, Problem] = {}
     for each in found["layers"]:
         style, own = STYLES[each["style"], each["sequence_parallel"]], recipes.as_recipe(each["recipe"])
@@ -287,8 +292,8 @@ def problems_of(
 
 
 def said(problem: Problem, row: Row, count: str) -> str:
-    """A line of progress: milliseconds of each direction by strategy, and their noise; the one that `auto` chooses is
-    marked."""
+    """Format a line of progress: milliseconds of each direction by strategy, with noise. A star marks the choice of
+    `auto`."""
     parts = []
     for gemm, of in row.directions.items():
         best, noise = row.fastest(gemm), row.noise[gemm]
@@ -336,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     link = f"a link carries {times.speed / 1e9:.3g} GB/s, and takes {1e6 * times.meeting:.3g} us beside"
     _say(f"{times.ranks} x {times.device} by {by}; {link}; milliseconds:")
     if dist.get_rank() == 0:
-        known.out.write_text(times.text())  # before anything is measured that could not be kept
+        known.out.write_text(times.text())  # checked before measuring, since the results could not be stored
     for number, problem in enumerate(problems, 1):
         row = measure(problem, strategies, tp, dtype, known.rounds)
         times = replace(times, rows=(*(each for each in times.rows if each.key != row.key), row))
@@ -349,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _strategy(name: str) -> str:
-    """A strategy's name on the command line. ArgumentTypeError for an unknown one."""
+    """Check a strategy's name on the command line. Raises ArgumentTypeError for an unknown name."""
     try:
         return overlaps.load(name).name
     except ValueError as error:

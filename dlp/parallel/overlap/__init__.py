@@ -1,9 +1,10 @@
-"""Overlap strategies: who schedules a GEMM together with its collective.
+"""Overlap strategies: schedules of a GEMM together with its collective.
 
-A strategy decides *when* transfers and GEMMs are issued. It gets a GEMM as a value (`Gemm`, run on rows of A), so it may
-run it once or chunk by chunk; it never knows a format or a layer.
-Strategies are modules of this folder with a module-level `STRATEGY`; `load("serial")` imports one by name. One that works in
-chunks takes their number behind its name, `load("chunked:2")`, by its function `in_chunks`.
+A strategy decides *when* transfers and GEMMs are issued. A GEMM is a value (`Gemm`, run on rows of A), so a strategy
+may run the GEMM once or chunk by chunk. A strategy knows no formats and no layers.
+Strategies are modules of this folder with a module-level `STRATEGY`; `load("serial")` imports a strategy by name. The
+number of
+chunks follows the name, as in `load("chunked:2")`, if the strategy has a function `in_chunks`.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from dlp.comm.collectives import Pending, ReduceCodec
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
 
-Sent = list[tuple[torch.dtype, int]]  # bytes, by the dtype they are of
+Sent = list[tuple[torch.dtype, int]]  # bytes, by dtype of the values
 
 
 class Work(NamedTuple):
-    """GEMMs and the one transfer that goes with them, for a model of how long they take; times in seconds.
+    """GEMMs and one transfer, for a model of their duration; times in seconds.
 
-    gathers     the transfer brings the rows that they read; else it takes those of the last one's result
-    gemms       of each GEMM alone, over the rows of all ranks
-    columns     of their results
-    rows        of a rank's shard, or of its share of the result
-    format      of the operand whose rows they read
-    ranks       of the group
-    transfer    from this rank to all others, and the other way round at the same time
-    meeting     what each transfer takes beside its bytes
-    processors  multiprocessors of a rank; 0: not known
-    behind      what this rank does next, which a reduction may run under
+    gathers     the transfer delivers rows of A; else the transfer sends rows of the last GEMM's result
+    gemms       time of each GEMM alone, over the rows of all ranks
+    columns     columns of the results
+    rows        rows of a rank's shard, or of a rank's share of the result
+    format      format of operand A
+    ranks       number of ranks
+    transfer    time from this rank to all others, with the reverse direction at the same time
+    meeting     latency of each transfer
+    processors  SMs of a rank; 0: not known
+    behind      time of this rank's next work, which can overlap a reduction
     """
 
     gathers: bool
@@ -51,32 +52,36 @@ class Work(NamedTuple):
 
 
 class Gather(Protocol):
-    """An operand on its way from all ranks; may be consumed any number of times."""
+    """An operand that is being gathered from all ranks. It may be used any number of times."""
 
     def gemm(self, gemm: Gemm) -> Tensor:
-        """The GEMM over all rows of the gathered operand."""
+        """Run the GEMM over all rows of the gathered operand."""
         ...
 
     def whole(self) -> QuantizedTensor:
-        """The gathered operand."""
+        """Return the gathered operand."""
         ...
 
 
 class Lease(Protocol):
-    """`mine`: this rank's segment of the storage that a gather arrives in. Quantize into it, then start the gather; what
-    is kept for longer does not belong there, since it would keep the whole storage alive."""
+    """`mine`: this rank's segment of the storage of a gather. Quantize into `mine`, then start the gather.
+
+    Tensors that live longer must not be stored there, since they would keep the whole storage alive."""
 
     @property
     def mine(self) -> QuantizedTensor: ...
 
     def gather(self) -> Gather:
-        """Start gathering: `mine` has been written."""
+        """Start the gather; `mine` has been written."""
         ...
 
 
 class Overlap(Protocol):
-    """`launches_only`: through a transport it only launches, in order, so that a direction can be captured. `calls_only`: so it
-    can without one, since what sends is called between launches."""
+    """Overlap strategy.
+
+    `launches_only`: with a transport, the strategy only launches, in order, so that a direction can be captured.
+    `calls_only`: a direction
+    can also be captured without a transport, since sends are calls between launches."""
 
     name: str
     launches_only: bool
@@ -84,14 +89,15 @@ class Overlap(Protocol):
 
     @property
     def at_once(self) -> Overlap:
-        """The one for what is read when all of it has arrived, of which nothing needs to arrive before the rest."""
+        """Strategy for a consumer that needs the complete operand."""
         ...
 
     def lease(
         self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,
         device: torch.device,
     ) -> Lease:  # fmt: skip
-        """Storage to gather shards of `shape` [rows, contraction] along `dim`; `dtype`: of high-precision parts."""
+        """Allocate storage for gathering shards of `shape` [rows, contraction] along `dim`; `dtype`: dtype of
+        high-precision parts."""
         ...
 
     def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> Gather:
@@ -108,27 +114,30 @@ class Overlap(Protocol):
         dtype: torch.dtype,
         codec: ReduceCodec,
     ) -> Pending[Tensor]:
-        """Run the GEMM, round its result to `dtype` and sum it over the group: reduce "all", or "scatter" over rows."""
+        """Run the GEMM, round the result to `dtype`, and sum it over the group: reduce "all", or "scatter" over rows."""
         ...
 
     def sent(self, y: Tensor, ranks: int, *, reduce: str, codec: ReduceCodec) -> Sent:
-        """What one rank of so many sends in `gemm_reduce` of a result like y [M, N], which needs no memory. A strategy
-        that does not say it works all the same; what its layers send is then not compared with a plan."""
+        """Bytes that a rank sends in `gemm_reduce` of a result like y [M, N], which may be a meta tensor.
+
+        A strategy without this method works as well, but the bytes of its layers are not compared with a plan."""
         ...
 
     def seconds(self, work: Work) -> float:
-        """How long a rank is at work and what is `behind`, by a model. A strategy that does not say it is never chosen by
-        `overlap = "auto"` for a layer that was not measured."""
+        """Predicted time in seconds of this rank for the work and `behind`.
+
+        `overlap = "auto"` never chooses a strategy without this method for a layer that was not measured."""
         ...
 
 
 def names() -> list[str]:
-    """The strategies that exist: the modules of this folder, sorted."""
+    """Names of all strategies: the modules of this folder, sorted."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def load(chosen: str) -> Overlap:
-    """The strategy of that name, as "chunked" or "chunked:2"; ValueError for an unknown one, or a number it cannot have."""
+    """Load a strategy by name, such as "chunked" or "chunked:2". Raises ValueError for an unknown name or an invalid
+    number."""
     name, colon, chunks = chosen.partition(":")
     if name == "auto":
         raise ValueError(

@@ -1,19 +1,26 @@
-"""chunked: a GEMM runs shard by shard, as its operand arrives or as its result leaves.
+"""chunked: a GEMM runs shard by shard, as shards of the operand arrive or shards of the result are sent.
 
     gather         from rank - 1 ──►│ from rank - 2 ──►│             gemm_reduce
     gemm     own   │ on rank - 1's rows │ on rank - 2's rows         gemm    for rank + 1 │ for rank + 2 │ own
                                                                      send                 to rank + 1 ─►│ to rank + 2 ─►│ sum
 
-A gathered operand is multiplied own rows first, then in the order in which shards are sent. Of a result that is summed
-over ranks, each rank's rows are computed, sent to it at once, and its own come last; contributions are summed in fp32
-in rank order, as `serial` does. A contraction that is gathered (wgrad's) arrives the same way, and is contracted as one.
+For a gathered operand, the GEMM runs on this rank's rows first, then on the other shards in the order of arrival. For a
+result
+that is summed over ranks, the rows of each other rank are computed and sent at once, and this rank's rows are computed
+last;
+contributions are summed in fp32 in rank order, as in `serial`. A gathered contraction dimension (of wgrad) arrives in
+the same way,
+and one GEMM contracts all of it.
 
-`chunked:2` cuts what goes to or comes from each other rank in two (`pieces`), so that the first GEMM on it, or the first
-send of it, begins earlier; `chunked` is `chunked:1`. A rank's own rows are one GEMM, and what is contracted is not cut. Cuts
-lie between blocks of the format, and where there are rows enough between tiles of a GEMM, so there may be fewer.
+`chunked:2` splits the transfer to or from each other rank in two (`pieces`), so that the first GEMM or the first send
+begins
+earlier; `chunked` is `chunked:1`. A rank's own rows are one GEMM, and a contraction dimension is not split. Pieces end
+between
+blocks of the format and, if there are enough rows, between tiles of a GEMM, so there may be fewer pieces.
 
-Shards travel through memory that ranks map (`dlp.comm.mapped`); elsewhere, over several hosts and between CPU ranks, by
-sends and receives, whole.
+Shards are sent through mapped memory (`dlp.comm.mapped`). Over several hosts and between CPU ranks, complete shards are
+sent by
+sends and receives.
 """
 
 from __future__ import annotations
@@ -43,14 +50,14 @@ from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
 
 Contribution = tuple[int, int, Parts]  # whose rows, the first of them, their parts
-TILE = 128, 256  # rows and columns of the results that one multiprocessor of a GPU makes at a time in a large GEMM
+TILE = 128, 256  # rows and columns of the result tile that one SM computes at a time in a large GEMM
 
 
 class Shards(Protocol):
-    """The shards of all ranks, on their way."""
+    """Shards of all ranks that are being gathered."""
 
     def of(self, rank: int, piece: int) -> QuantizedTensor:
-        """A rank's, of which the current stream waits for what comes up to this piece."""
+        """Shard of `rank`. The current stream waits for pieces 0 to `piece`."""
         ...
 
     def whole(self) -> QuantizedTensor: ...
@@ -58,7 +65,7 @@ class Shards(Protocol):
 
 @dataclass(frozen=True)
 class MappedShards:
-    """Through memory that ranks map: this rank's are here before the others'."""
+    """Shards in mapped memory; this rank's shard is available first."""
 
     mine: QuantizedTensor
     group: ProcessGroup
@@ -76,7 +83,7 @@ class MappedShards:
 
 @dataclass(frozen=True)
 class SentShards:
-    """By sends and receives. Of `mine` only parts that are equal on all ranks are read here."""
+    """Shards by sends and receives. Only the parts of `mine` that are equal on all ranks are read here."""
 
     mine: QuantizedTensor
     dims: list[int | None]
@@ -100,7 +107,7 @@ class SentShards:
 
 @dataclass(frozen=True)
 class ChunkedGather:
-    cuts: Cuts  # of a shard's rows
+    cuts: Cuts  # pieces of a shard's rows
     group: ProcessGroup
     shards: Shards
 
@@ -155,21 +162,24 @@ def _arriving(mine: QuantizedTensor, group: ProcessGroup, gathering: Gathering, 
 
 
 def _cuts_of(mine: QuantizedTensor, dims: Sequence[int | None], chunks: int) -> Cuts:
-    """A shard's rows, as they arrive: at once where rows of a part do not lie together."""
+    """Pieces of a shard's rows; one piece if the rows of a part are not contiguous."""
     rows = mine.shape[0]
     return pieces(rows, chunks, unit_of(mine.format)) if {*dims} <= {0, None} else ((0, rows),)
 
 
 def unit_of(fmt: Format) -> int:
-    """Rows that an operand of this format can be cut at multiples of."""
+    """Number of rows of which pieces of an operand in this format must be multiples."""
     return lcm(fmt.block[0] or 1, fmt.multiple[0])
 
 
 @cache
 def pieces(rows: int, chunks: int, unit: int, columns: int = 0, processors: int = 0) -> Cuts:
-    """Rows in at most so many pieces, each but the last of multiples of `unit` rows; of whole tiles, where there are rows
-    enough. Where a GEMM with so many `columns` runs on so many multiprocessors, the first pieces are of whole waves of tiles:
-    a piece that ends in part of a wave would leave multiprocessors idle."""
+    """Split rows into at most `count` pieces, each but the last a multiple of `unit` rows, and of complete tiles if
+    there are enough rows.
+
+    If a GEMM with `columns` runs on a known number of SMs, the first pieces are complete waves of tiles, since a
+    partial wave would leave
+    SMs idle."""
     tiled, across = lcm(unit, TILE[0]), -(-columns // TILE[1])
     step = tiled if rows >= chunks * tiled else unit
     size = -(-rows // chunks)
@@ -188,11 +198,11 @@ def _processors(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Chunked:
-    """`chunks`: of what goes to or comes from each other rank."""
+    """`chunks`: number of pieces of the transfer to or from each other rank."""
 
     chunks: int = 1
-    launches_only: ClassVar[bool] = True  # where ranks map each other's memory
-    calls_only: ClassVar[bool] = True  # elsewhere
+    launches_only: ClassVar[bool] = True  # with mapped memory
+    calls_only: ClassVar[bool] = True  # without mapped memory
 
     @property
     def name(self) -> str:
@@ -220,7 +230,7 @@ class Chunked:
         return SentLease(fmt.wrap(mine), dims, group, exchange, self.chunks)
 
     def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> ChunkedGather:
-        """The operand exists elsewhere: without a transport one copy into its segment comes first."""
+        """Gather an operand that exists already: with a transport, it is first copied into its segment."""
         transport = transport_of(group)
         if transport is not None:
             return _arriving(a, group, transport.gathering(a.parts, a.format.moves_along(dim)), self.chunks)
@@ -242,7 +252,7 @@ class Chunked:
         dtype: torch.dtype,
         codec: ReduceCodec,
     ) -> Pending[Tensor]:
-        """Raises ValueError where the format of `a` cannot be cut between the rows of two ranks."""
+        """Run the GEMM and reduce. Raises ValueError if blocks of `a`'s format cross the rows of two ranks."""
         total, rows = a.shape[0], -(-a.shape[0] // group.size())
         shapes, dtypes = codec.kinds((group.size(), rows, gemm.b.shape[0]), dtype)
         device = a.payload.device
@@ -255,7 +265,7 @@ class Chunked:
             exchange = transport.open(shapes, dtypes)
             for rank, row, parts in made:
                 if rank == group.rank():
-                    own = rank, parts  # summed where it is
+                    own = rank, parts  # summed where the contributions arrive
                 else:
                     exchange.send(parts, rank, row)
             arriving = exchange.sent()
@@ -303,14 +313,14 @@ class Chunked:
 
 
 def _waves(rows: int, columns: int, processors: int) -> float:
-    """Of tiles that as many multiprocessors make at a time, the last one whole; rows, where they are not known."""
+    """Number of output-tile waves, rounded up; `rows` if the number of SMs is unknown."""
     return -(-(-(-rows // TILE[0]) * -(-columns // TILE[1])) // processors) if processors else rows
 
 
 def _contributions(
     a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, cuts: Cuts, dtype: torch.dtype, codec: ReduceCodec
 ) -> Iterator[Contribution]:
-    """The pieces of each rank's rows, in the order in which they are made: its own come last, as one."""
+    """Pieces of each rank's rows, in the order of computation: this rank's rows come last, as one piece."""
     rows, me = cuts[-1][1], group.rank()
     others = [(to, start, stop) for _, to, _ in by_distance(group) for start, stop in cuts]
     for rank, start, stop in [*others, (me, 0, rows)]:
@@ -322,7 +332,7 @@ def _sent(
     contributions: Iterable[Contribution], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype],
     group: ProcessGroup, device: torch.device,
 ) -> Pending[Parts]:  # fmt: skip
-    """Contributions by sends and receives, all of a rank's at once -> those that came, [R, ...]."""
+    """Send contributions, all pieces for a rank at once, and return the received contributions [R, ...]."""
     exchange = DirectExchange(group, [shape[1:] for shape in shapes], dtypes, group.size(), device)
     distances = iter(by_distance(group))
     for rank, of_rank in groupby(contributions, itemgetter(0)):
@@ -341,7 +351,7 @@ def _sent(
 
 
 def _rows_between(start: int, stop: int, a: QuantizedTensor, gemm: Gemm) -> Tensor:
-    """The GEMM on rows [start, stop) of A; with zeros below its last row."""
+    """The GEMM on rows [start, stop) of A, with zero rows appended after the last row."""
     rows, total = stop - start, a.shape[0]
     start, stop = min(start, total), min(stop, total)
     if start == stop:
@@ -370,7 +380,7 @@ def _cut(a: QuantizedTensor, start: int, stop: int, which: str) -> QuantizedTens
 
 
 def _whole(scattered: Tensor, group: ProcessGroup, transport: Transport | None) -> Tensor:
-    """Every rank's rows of a sum -> all of them."""
+    """Gather every rank's rows of a sum."""
     if transport is not None:
         return transport.all_gather(scattered)
     return collectives.all_gather((scattered,), (0,), group).wait()[0]

@@ -1,11 +1,13 @@
-"""serial: a GEMM runs when its operand has arrived; a reduction starts when its GEMM is done.
+"""serial: a GEMM runs after the gather of its operand, and a reduction starts after its GEMM.
 
     gather ──────►│ gemm
                     gemm │ reduce ──────►
 
-Collectives are asynchronous all the same, so a gather started early (wgrad's, before dgrad runs) and a reduction awaited
-late (dgrad's, after wgrad) run under the GEMM between. Of a group with a transport (`dlp.comm.mapped`), transfers are
-launches like others, so that a direction can be captured as a whole.
+Collectives are nevertheless asynchronous: a gather that starts early (for wgrad, before dgrad runs) and a reduction
+that is
+awaited late (of dgrad, after wgrad) overlap the GEMM between them. With a transport (`dlp.comm.mapped`), transfers are
+launches, so
+that a complete direction can be captured.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class SerialGather:
 
 @dataclass(frozen=True)
 class SerialLease:
-    """`start`: gathers the parts of `mine`, which have been written."""
+    """Lease of `serial`. `start`: gathers the parts of `mine`, which have been written."""
 
     mine: QuantizedTensor
     start: Callable[[], Pending[Parts]]
@@ -55,8 +57,8 @@ class SerialLease:
 
 class Serial:
     name = "serial"
-    launches_only = True  # where ranks map each other's memory
-    calls_only = True  # elsewhere
+    launches_only = True  # with mapped memory
+    calls_only = True  # without mapped memory
 
     @property
     def at_once(self) -> Serial:
@@ -101,7 +103,7 @@ class Serial:
 
 
 def _chunks(y: Tensor, ranks: int, reduce: str) -> Tensor:
-    """y [M, N] -> what each rank sums, [R, ...]."""
+    """Split y [M, N] into the chunks that each rank sums, [R, ...]."""
     return collectives.shares(y, ranks) if reduce == "all" else y.unflatten(0, (ranks, -1))
 
 
@@ -113,9 +115,9 @@ def _shape_of_chunks(rows: int, cols: int, ranks: int, reduce: str) -> tuple[int
 def _summed(
     a: QuantizedTensor, gemm: Gemm, transport: Transport, reduce: str, dtype: torch.dtype, codec: ReduceCodec
 ) -> Pending[Tensor]:
-    """The GEMM's contributions, summed over ranks: this rank's rows, or all of them."""
+    """Sum the GEMM's contributions over ranks: this rank's rows, or all rows."""
     chunks = _shape_of_chunks(a.shape[0], gemm.b.shape[0], transport.world, reduce)
-    exchange = transport.open(*codec.kinds(chunks, dtype))  # before the GEMM, which fills the GPU
+    exchange = transport.open(*codec.kinds(chunks, dtype))  # taken before the GEMM, which occupies the GPU
     y = rounded(gemm(a), dtype)
     packed = codec.pack(_chunks(y, transport.world, reduce))
     own = transport.rank, tuple(part[transport.rank] for part in packed)

@@ -1,1 +1,1 @@
-"""What a step sends: predicted from a plan, and counted."""
+"""Bytes that a step sends: predicted from a plan, and counted."""

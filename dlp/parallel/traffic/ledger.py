@@ -1,13 +1,13 @@
-"""The ledger: a step's planned bytes beside those that were counted, and an error on every rank where they differ.
+"""The ledger: compare the planned bytes of a step with the counted bytes, and raise on every rank if they differ.
 
-    traffic.step_traffic(plan, load)    planned, from the plan           by group, layer, direction
-    observer.Observer                       counted, from what torch ran     by group, layer, direction
+    traffic.step_traffic(plan, load)    planned, computed from the plan           by group, layer, direction
+    observer.Observer                       counted, from the collectives of torch     by group, layer, direction
 
     ledger = Ledger(mesh)
     with ledger.step(planned):          forward, backward, optimizer step with its boundary
         ...
 
-The check costs one small reduction, in which ranks learn whether any of them has a difference.
+The check costs one small reduction, which tells ranks whether any rank has a difference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dlp.parallel.model.plan import Plan
 from dlp.parallel.model.session import session_of
 from dlp.parallel.traffic.predict import Traffic, Workload, step_traffic
 
-# FSDP's collectives say nothing of themselves
+# FSDP's collectives have no label
 FSDP = {
     (DP_SHARD, "all_gather"): "weights",
     (DP_SHARD, "reduce_scatter"): "grads",
@@ -42,11 +42,11 @@ Account = dict[tuple[str, str, str], int]
 
 
 class LedgerError(RuntimeError):
-    """Other bytes were sent than planned; the message, equal on all ranks, has both numbers."""
+    """Error for a step that sent other bytes than planned. The message has both numbers, and is equal on all ranks."""
 
 
 class Ledger:
-    """Counts the bytes of steps on a mesh of `build_mesh`. `last`: the observer of the last step."""
+    """Count the bytes of steps on a mesh of `build_mesh`. `last`: the observer of the last step."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._device = mesh.device_type
@@ -55,11 +55,12 @@ class Ledger:
 
     @contextmanager
     def step(self, planned: Traffic | None) -> Iterator[observer.Observer]:
-        """A context that counts what is sent inside, and at its end compares that with `planned`; None: this rank compares
-        nothing. LedgerError, on all ranks."""
+        """Count transfers in a context, and compare them with `planned` at the end. None: this rank compares nothing.
+
+        Raises LedgerError on all ranks."""
         with self.counter() as seen:
             yield seen
-        for key in [key for key in seen.sent if key.layer == observer.CHECKS]:  # which no plan predicts
+        for key in [key for key in seen.sent if key.layer == observer.CHECKS]:  # no plan predicts these bytes
             del seen.sent[key]
         self.last = seen
         counted = _account(seen.sent)
@@ -89,7 +90,7 @@ def _account(counts: Mapping[Any, int]) -> Account:
 
 
 def _difference(wrong: Mapping[tuple[str, str, str], tuple[int, int]]) -> str:
-    """Both numbers for each group and direction, and a layer where they differ."""
+    """Both numbers for each group and direction, with a layer whose numbers differ."""
     sums: dict[tuple[str, str], list[int]] = {}
     example: dict[tuple[str, str], str] = {}
     for (group, layer, direction), (planned, counted) in sorted(wrong.items()):
@@ -103,7 +104,7 @@ def _difference(wrong: Mapping[tuple[str, str, str], tuple[int, int]]) -> str:
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan that `convert` made, with the recipes that layers have now. ValueError for a model that was not converted."""
+    """The plan of `convert`, with the current recipes of layers. Raises ValueError for a model that was not converted."""
     plan = session_of(model).plan
     if plan is None:
         raise ValueError("this model has no plan: its layers were made by hand, not by dlp.convert")

@@ -1,4 +1,4 @@
-"""What a step sends, predicted from the plan alone: bytes by group, layer, direction and precision.
+"""Prediction of the bytes that a step sends, from the plan alone, by group, layer, direction and precision.
 
     plan      styles, recipes and shapes      ─┐
     Workload  mesh, microbatches, FSDP, dtypes ┴─► step_traffic ──► {Sent(group, layer, direction, precision): bytes}
@@ -7,9 +7,11 @@
     boundary     amax agreements of whole weights, delayed scales, partial gradients
     FSDP         weights, rowwise in forward and columnwise in backward; gradients; amax agreements of shards
 
-Formats give the bytes of an operand and which of its parts are gathered; quantizers, called with meta tensors, the amaxes that
-ranks agree on; strategies the bytes of their reductions. The bytes that are really sent are counted by other code
-(`dlp.comm.observer`), and the two are compared (`dlp.parallel.traffic.ledger`).
+Formats define the bytes of an operand and the parts that are gathered; quantizers, called with meta tensors, define the
+amaxes on
+which ranks agree; strategies define the bytes of their reductions. Separate code counts the bytes that are actually
+sent
+(`dlp.comm.observer`), and the ledger compares both (`dlp.parallel.traffic.ledger`).
 
 Bytes are those that one rank sends, as `dlp.comm.observer` defines them. All parameters are taken to have gradients.
 """
@@ -55,7 +57,7 @@ Shape = tuple[int, int]
 
 
 class Unpredictable(ValueError):
-    """A format or a strategy of a user does not say what it sends, so that bytes cannot be predicted."""
+    """Error for a user's format or strategy that does not state its bytes, so that bytes cannot be predicted."""
 
 
 @contextmanager
@@ -63,7 +65,7 @@ def predicting(what: str) -> Iterator[None]:
     """A context in which an error of a format, quantizer or strategy is raised as Unpredictable, naming `what`."""
     try:
         yield
-    except Exception as error:  # whatever a user's own code does
+    except Exception as error:  # user code may raise any exception
         raise Unpredictable(f"the bytes of {what} cannot be predicted: {error or type(error).__name__}") from error
 
 
@@ -137,7 +139,7 @@ class Workload:
         return self.dims.name_of(group)
 
     def unit_of(self, name: str) -> str:
-        """The innermost unit of FSDP that a parameter is in."""
+        """The innermost FSDP unit that contains a parameter."""
         return next(module for module in _around(name) if module in self._unit_names)
 
     def recomputes(self, name: str) -> bool:
@@ -153,7 +155,7 @@ class Workload:
         return frozenset(self.recomputed)
 
     def shard(self, shape: Sequence[int], *, padded: bool = False) -> tuple[int, ...]:
-        """The shape that FSDP leaves on this rank of a parameter of this shape: rows in equal parts, the last ones shorter."""
+        """Shape of this rank's FSDP shard of a parameter of this shape: equal numbers of rows, fewer on the last ranks."""
         first, *rest = shape
         rows = -(-first // self.ranks(DP_SHARD))
         here = rows if padded else min(max(first - rows * self.dp_shard_rank, 0), rows)
@@ -161,7 +163,7 @@ class Workload:
 
 
 def _around(name: str) -> Iterator[str]:
-    """A module or parameter and all modules around it, from the inside out: "a.b.c", "a.b", "a", ""."""
+    """A module or parameter and all enclosing modules, innermost first: "a.b.c", "a.b", "a", ""."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -174,7 +176,7 @@ def nothing(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor
 
 
 def precision_of(fmt: Format, dtype: torch.dtype) -> str:
-    """The name under which an operand of values of `dtype` is counted."""
+    """Precision name under which an operand of values of `dtype` is counted."""
     return observer.dtype_name(dtype) if fmt.keeps_source else fmt.name
 
 
@@ -182,8 +184,10 @@ def precision_of(fmt: Format, dtype: torch.dtype) -> str:
 
 
 def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
-    """The bytes of one optimizer step, from the first forward through the step boundary, without the loss and what a program
-    adds. Groups of one rank are left out. Raises Unpredictable."""
+    """Bytes of one optimizer step, from the first forward through the step boundary, without the loss and the program's
+    own collectives.
+
+    Groups of one rank are left out. Raises Unpredictable."""
     total: Counter[Sent] = Counter()
 
     def add(sends: Sends, times: int = 1) -> None:
@@ -214,13 +218,13 @@ def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
 
 
 def cross_entropy(load: Workload) -> dict[Sent, int]:
-    """Of the vocab-parallel loss: two fp32 numbers a token."""
+    """Bytes of the vocab-parallel loss: two fp32 numbers per token."""
     nbytes = observer.gathered(2 * load.tokens * 4, load.ranks(TP)) * load.microbatches
     return {Sent(load.named(TP), "cross_entropy", "fprop", "float32"): nbytes} if nbytes else {}
 
 
 def in_bf16(plan: Plan) -> Plan:
-    """The same plan without quantization, to compare with."""
+    """The same plan without quantization, for comparison."""
     bf16 = recipes.load("bf16")
     return replace(plan, layers=tuple(replace(row, recipe=bf16) for row in plan.layers))
 
@@ -232,7 +236,7 @@ def in_bf16(plan: Plan) -> Plan:
 class LinearTraffic:
     """A linear, or siblings, as one rank runs it.
 
-    rows      of the plan, one for each weight
+    rows      rows of the plan, one for each weight
     shapes    w_i [N_i, K] on this rank
     cached    weights are cast once, at the step boundary
     at_use    weights that are cast in passes, in lists that are cast together
@@ -268,7 +272,7 @@ class LinearTraffic:
         return linear_plan(self.recipe, self.style, ranks, tokens, kept=kept, own_group=own_group)
 
     def forward(self) -> Sends:
-        """The forward before a wgrad: the gathers of x and the reduction of each y_i."""
+        """Bytes of the forward before wgrad: the gathers of x and the reduction of each y_i."""
         yield from self._routed(self.plan.x[True], [self.shapes[0][1]], self.x_dtype)
         for shapes in self.at_use:
             yield self._agreement(self.casts("w", ROWWISE), shapes)
@@ -276,7 +280,7 @@ class LinearTraffic:
             yield from self._reduced("fprop", "y", out)
 
     def backward(self) -> Sends:
-        """The gathers of dy_i and x, and the reduction of dx."""
+        """Bytes of the backward: the gathers of dy_i and x, and the reduction of dx."""
         features = self.shapes[0][1]
         outs, dtype = [out for out, _ in self.shapes], self.plan.result_dtype("fprop", self.x_dtype)
         yield from self._routed(self.plan.dy(True, True), outs, dtype)
@@ -286,12 +290,12 @@ class LinearTraffic:
         yield from self._reduced("dgrad", "dx", features)
 
     def casts(self, tensor: str, orientations: Orientations) -> CastPlan:
-        """The cast plan of w or of a result, for which the number of rows does not matter."""
+        """The cast plan of w or of a result, which does not depend on the number of rows."""
         own_group = self.load.amax_group is not None
         return cast_plan(self.style, self.recipe, tensor, orientations, 0, own_group=own_group)
 
     def _routed(self, route: Route, features: Sequence[int], dtype: torch.dtype) -> Sends:
-        """A route of matrices [tokens, features]: the agreements and gathers of its casts before and after."""
+        """Bytes of a route of matrices [tokens, features]: agreements of its casts, and gathers."""
         plan, tokens = self.plan, self.plan.rows(route.tensor)
         if route.before is not None:
             yield self._agreement(route.before, [(tokens, size) for size in features])
@@ -304,13 +308,13 @@ class LinearTraffic:
             yield self._agreement(route.after, [(self.load.tokens, features[0])])
 
     def _agreement(self, casts: CastPlan, shapes: Sequence[Shape]) -> tuple[Sent, int]:
-        """The all-reduce before the casts of values of these shapes."""
+        """Bytes of the all-reduce before the casts of values of these shapes."""
         group, elements = self.load.amax_group or TP, sum(_numbers_agreed(casts, shape) for shape in shapes)
         nbytes = observer.reduced(elements, 4, self.load.ranks(group))
         return Sent(self.load.named(group), self.name, "amax", "float32"), nbytes
 
     def _reduced(self, gemm: str, tensor: str, features: int) -> Sends:
-        """The reduction of y or dx over tp, and the agreement for one that its recipe quantizes."""
+        """Bytes of the reduction of y or dx over tp, and of the amax agreement if the recipe quantizes the result."""
         reduce: Reduction | None = getattr(self.plan, gemm)
         if reduce is not None:
             partial = nothing(*self.plan.contribution(gemm, features, self.x_dtype))
@@ -323,7 +327,7 @@ class LinearTraffic:
             yield self._agreement(self.casts(tensor, ROWWISE), [(rows, columns)])
 
     def _strategy(self, gemm: str) -> Callable[..., overlaps.Sent]:
-        """The `sent` of the GEMM's strategy. ValueError for one that has none."""
+        """The method `sent` of the GEMM's strategy. Raises ValueError for a strategy without this method."""
         chosen = self.rows[0].overlap
         name = chosen if isinstance(chosen, str) else chosen.get(gemm, "serial")
         found: Callable[..., overlaps.Sent] | None = getattr(overlaps.load(name), "sent", None)
@@ -345,7 +349,7 @@ def linears_of(plan: Plan, load: Workload) -> Iterator[LinearTraffic]:
         shapes = [shard_sizes(row.row, *row.shape, load.ranks(TP), row.name) for row in members]
         cached = not by_fsdp and load.weight_cache == "step"
         at_use = [] if cached else [shapes]
-        if by_fsdp:  # each by itself, unless its shards have been cast
+        if by_fsdp:  # each weight separately, unless its shards have been cast
             with predicting(names[0]):
                 found = [weights.get(row.weight) for row in members]
                 at_use = [[s] for s, its in zip(shapes, found, strict=True) if not (its and travels_as(*its, load))]
@@ -353,7 +357,7 @@ def linears_of(plan: Plan, load: Workload) -> Iterator[LinearTraffic]:
 
 
 def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Sends:
-    """A vocab-parallel embedding: its rows, each found by one rank, are summed over tp; their gradients are gathered."""
+    """Bytes of a vocab-parallel embedding: rows are summed over tp, and their gradients are gathered."""
     if other.style != "vocab":
         return
     hidden = next(p.shape[1] for p in plan.weights if p.name == f"{other.name}.weight")
@@ -371,7 +375,7 @@ def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Sends:
 
 
 def _cached_weights(layers: Sequence[LinearTraffic], load: Workload) -> Sends:
-    """Weights that are whole on a rank: one agreement on all that their casts observe."""
+    """Bytes of weights without FSDP sharding: one agreement on all observed amaxes."""
     elements = 0
     for layer in layers:
         with predicting(layer.name):
@@ -382,7 +386,7 @@ def _cached_weights(layers: Sequence[LinearTraffic], load: Workload) -> Sends:
 
 
 def _delayed(plan: Plan, load: Workload) -> Sends:
-    """Delayed scaling: one amax for each slot, all slots of the model together."""
+    """Bytes of delayed scaling: one amax per slot, all slots of the model together."""
     sets = dict.fromkeys(row.siblings or (row.name,) for row in plan.layers)
     recipe = {row.name: row.recipe for row in plan.layers}
     slots = [(recipe[names[0]], delayed_slots(recipe[names[0]], names)) for names in sets]
@@ -393,8 +397,9 @@ def _delayed(plan: Plan, load: Workload) -> Sends:
 
 
 def _partial_gradients(plan: Plan, load: Workload) -> Sends:
-    """Partial gradients, summed over tp in fp32 at the end of each backward that leaves some, with one word for each parameter
-    that says whether it has one. Under FSDP these are the backwards that reduce."""
+    """Bytes of partial gradients, summed over tp in fp32 at the end of each backward that leaves some, with one flag
+    per parameter that
+    tells whether it has a gradient. Under FSDP these are the backwards that reduce."""
     partial = [p for p in plan.weights if p.partial]
     if not partial:
         return
@@ -403,12 +408,12 @@ def _partial_gradients(plan: Plan, load: Workload) -> Sends:
     yield Sent(load.named(TP), "", "grads", "float32"), nbytes
 
 
-# FSDP. A pass that needed more than its transfer brought has gathered it apart, once; from then on both travel together,
-# and that is what is predicted.
+# FSDP. A pass that needs an operand missing from its transfer gathers it separately, once; later both are gathered
+# together, which is the case predicted here.
 
 
 def units_of(plan: Plan, load: Workload) -> dict[str, list[ParameterPlan]]:
-    """FSDP's units and the parameters in each."""
+    """FSDP's units and the parameters in each unit."""
     units: dict[str, list[ParameterPlan]] = {unit: [] for unit in load.units}
     for parameter in plan.weights if units else ():
         units[load.unit_of(parameter.name)].append(parameter)
@@ -423,7 +428,7 @@ def linear_weights(plan: Plan) -> dict[str, tuple[LayerPlan, ParameterPlan]]:
 
 
 def travels_as(row: LayerPlan, parameter: ParameterPlan, load: Workload) -> ShardLayouts | None:
-    """The layouts in which a linear's weight is gathered by FSDP; None: in high precision."""
+    """Layouts in which FSDP gathers a linear's weight; None: in high precision."""
     refused = "other modules share it" if parameter.shared else None if load.gather else "it was asked for"
     shape, own_group = (parameter.shape[0], parameter.shape[1]), load.amax_group is not None
     return weight_layouts(row.recipe, shape, load.ranks(DP_SHARD), refused=refused, own_group=own_group)[0]
@@ -443,7 +448,8 @@ def gather_passes(
 def _gathers(
     found: tuple[LayerPlan, ParameterPlan] | None, parameter: ParameterPlan, load: Workload, again: bool
 ) -> Sends:
-    """The gathers of a parameter's shards in forward and backward of a microbatch; arguments as of `gather_passes`."""
+    """Bytes of the gathers of a parameter's shards in forward and backward of a microbatch; arguments as for
+    `gather_passes`."""
     first, *rest = load.shard(parameter.shape, padded=True)
     for layout in (each for layouts in gather_passes(found, parameter, load, again) for each in layouts):
         shape = layout.of((first, prod(rest)))
@@ -453,7 +459,7 @@ def _gathers(
 
 
 def fsdp_gradients(plan: Plan, load: Workload) -> Counter[Sent]:
-    """The reductions of all units' gradients, over dp_shard, then over dp_replicate."""
+    """Bytes of the reductions of all units' gradients, over dp_shard, then over dp_replicate."""
     total: Counter[Sent] = Counter()
     ranks, dtype = load.ranks(DP_SHARD), load.reduce_dtype
     for own in units_of(plan, load).values():
@@ -468,8 +474,9 @@ def fsdp_gradients(plan: Plan, load: Workload) -> Counter[Sent]:
 
 
 def _agreements(plan: Plan, load: Workload) -> Sends:
-    """The step boundary's all-reduces of the amaxes of shards: over dp_shard, over a wider group, and over dp_shard of delayed
-    amaxes that no wider group agrees on."""
+    """Bytes of the step boundary's all-reduces of amaxes of shards: over dp_shard, over a wider group, and over
+    dp_shard for delayed
+    amaxes on which no wider group agrees."""
     shards, wider, staged = 0, 0, 0
     for (style, recipe, layouts, shape), count in Counter(_reads(plan, load)).items():
         delayed = [caps_of(layout.quantizer).slot is not None for layout in layouts if layout is not None]
@@ -484,8 +491,9 @@ def _agreements(plan: Plan, load: Workload) -> Sends:
 
 
 def _reads(plan: Plan, load: Workload) -> Iterator[tuple[ParallelStyle, Recipe, ShardRead, tuple[int, ...]]]:
-    """The reads that a step boundary makes of weights sharded over dp_shard: style and recipe of the linear, layouts, shape of
-    the shard. Those of equal layers are equal."""
+    """Reads of weights sharded over dp_shard at a step boundary: style and recipe of the linear, layouts, shape of the
+    shard. Equal
+    layers have equal reads."""
     if not load.units or load.ranks(DP_SHARD) == 1:
         return
     for row, parameter in linear_weights(plan).values():

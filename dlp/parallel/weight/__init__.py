@@ -1,1 +1,1 @@
-"""Where a weight lives, and the casts that a step boundary makes of it."""
+"""Storage of weights, and the casts of weights at a step boundary."""

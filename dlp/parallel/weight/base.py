@@ -1,18 +1,21 @@
-"""Where w lives, which operands a layer reads of it, and where its gradient goes: `Weight`, and the weights of one layer.
+"""`Weight`: storage of w, its operands for a layer, and the destination of its gradient; and the weights of one layer.
 
     rowwise     w [N, K]      operand of fprop
     columnwise  w.T [K, N]    operand of dgrad
 
-    LocalWeight     (local.py)    the whole parameter is on this rank. It is cast at the step boundary, into operands that
+    LocalWeight     (local.py)    this rank holds the complete parameter. It is cast at the step boundary, into operands
+                    that
                                   forward and backward only read; without a step boundary, in each pass
-    ManagedWeight   (fsdp2.py)    the same, where FSDP manages the parameter on one rank and a layer may see a copy of it
-    HeldWeight      (held.py)     there are codes and scales only, no high-precision parameter
-    ShardedWeight   (sharded.py)  FSDP shards its rows. Each rank casts its own at the step boundary; passes gather them
+    ManagedWeight   (fsdp2.py)    like LocalWeight, if FSDP manages the parameter on one rank and a layer may see a copy
+    HeldWeight      (held.py)     only codes and scales exist, no high-precision parameter
+    ShardedWeight   (sharded.py)  FSDP shards the rows. Each rank casts its rows at the step boundary; passes gather the
+                    operands
 
 The step boundary casts all weights of a model together (`refresh`): their values are rounded to the dtype of activations
 (`Values`), then observed, agreed on and cast in one `CastBatch`.
 
-**Main gradients** (`MainGrad`): the GEMM of wgrad adds dw to a gradient that exists, with beta = 1, in place of autograd.
+**Main gradients** (`MainGrad`): the wgrad GEMM accumulates dw into an existing gradient with beta = 1, instead of
+autograd.
 
     off         autograd gets dw [N, K] of each backward and adds it to the parameter's `grad`
     grad        the first dw becomes the parameter's `grad`, by autograd; to a `grad` in fp32 further ones are added by the GEMM
@@ -20,9 +23,11 @@ The step boundary casts all weights of a model together (`refresh`): their value
                 `overwrite_main_grad` is true it replaces that. `grad_added_to_main_grad` is then set to True, and autograd gets
                 zeros where `zero_out_wgrad` is true, for hooks that wait for a gradient
 
-In fp32 the bits are those of autograd's sum: equal sums of products, added once; except that nvfp4 on a GPU multiplies the sum
-by a scale and adds in one rounding, where autograd rounds twice. `torch.autograd.grad`, which does not leave gradients in
-parameters, gets all of them from autograd.
+In fp32 the result is bitwise equal to autograd's sum, except for nvfp4 on a GPU, which scales the sum of products and
+adds it with
+one rounding, where autograd rounds twice. `torch.autograd.grad`, which leaves no gradients in parameters, always gets
+gradients
+from autograd.
 """
 
 from __future__ import annotations
@@ -59,8 +64,10 @@ class Member(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A forward or backward that reads a weight. value [N, K]: its parameter on this rank, now; dtype: of x; record: gradients
-    are enabled, so amaxes count for delayed scales."""
+    """A forward or backward that reads a weight.
+
+    value [N, K]: current parameter on this rank; dtype: of x; record: gradients are enabled, so amaxes count for
+    delayed scales."""
 
     bound: BoundSpec
     value: Tensor
@@ -71,16 +78,17 @@ class Use(NamedTuple):
 class Weight(Protocol):
     """One w [N, K] of a layer.
 
-    owner         the weights of its layer
-    name          of its member, under which scales are kept
-    stored        the parameter that optimizers step on; None where a parametrization replaced it
-    parts         the parts of its cast operands, of which `num_rowwise` belong to the rowwise one and come first; empty: a pass
-                  casts it
-    managed       FSDP manages it, and the layer may see a copy of `stored`
-    gathered      its operands are made before a pass, by FSDP's hooks
-    held          it exists as codes only, and its parameter is a placeholder
-    fresh         the operands in use, if there are any, were cast at a step boundary
-    why, noted    why its operands are not gathered as the recipe says, None if they are; and the reason that was logged last
+    owner         weights of the layer
+    name          name of the member, under which scales are kept
+    stored        parameter that optimizers step on; None if a parametrization replaced it
+    parts         parts of the cast operands; the first `num_rowwise` belong to the rowwise operand. Empty: each pass
+                  casts the weight
+    managed       FSDP manages the weight, and the layer may see a copy of `stored`
+    gathered      FSDP's hooks make the operands before a pass
+    held          only codes exist, and the parameter is a placeholder
+    fresh         the current operands, if any, were cast at a step boundary
+    why, noted    reason why operands are not gathered as the recipe requires, None if they are; and the last logged
+                  reason
     """
 
     owner: LayerWeights
@@ -95,7 +103,7 @@ class Weight(Protocol):
 
     @property
     def bound(self) -> BoundSpec:
-        """The spec of its layer."""
+        """Spec of the layer."""
 
     @property
     def name(self) -> str: ...
@@ -104,54 +112,58 @@ class Weight(Protocol):
     def stored(self) -> Tensor | None: ...
 
     def rowwise(self, use: Use) -> QuantizedTensor:
-        """w [N, K], fprop's operand."""
+        """w [N, K], operand of fprop."""
 
     def columnwise(self, use: Use) -> QuantizedTensor:
-        """w.T [K, N], dgrad's operand."""
+        """w.T [K, N], operand of dgrad."""
 
     def casts(self, values: Values) -> list[Cast]:
-        """The casts that the step boundary runs for it; empty: none."""
+        """Casts that the step boundary runs for this weight; empty: none."""
 
     def take(self, operands: Sequence[Wanted]) -> None:
-        """Take the operands that those casts made."""
+        """Take the operands that the casts made."""
 
     def staged(self) -> tuple[ProcessGroup, list[Tensor]] | None:
-        """Amaxes that delayed scaling recorded in those casts and that a group must agree on now; None where `ScalingState`
+        """Amaxes that delayed scaling recorded in the casts, on which a group must agree now; None if `ScalingState`
         agrees on them."""
 
     def check(self, recipe: Recipe) -> None:
-        """ValueError for a recipe that its layer cannot run under."""
+        """Raise ValueError for a recipe that the layer cannot run under."""
 
     def serves(self, spec: LinearSpec) -> bool:
-        """Whether `parts` are also the operands under another spec than the layer's own. ValueError as in `check`."""
+        """Whether `parts` are also the operands under a spec other than the layer's own. Raises ValueError as in
+        `check`."""
 
     def drop(self, *, retyped: bool = False) -> None:
-        """Forget operands, since the recipe changed, or the values did, other than by a step; `retyped`: the dtype of x did."""
+        """Forget operands, since the recipe or, without a step, the values changed; `retyped`: the dtype of x changed."""
 
     def shown(self, *, written: bool) -> AbstractContextManager[None]:
-        """A context in which the parameter holds its values; `written`: they may be overwritten there."""
+        """Context in which the parameter holds its values; `written`: they may be overwritten."""
 
     def check_in_place(self, parameter: Any) -> None:
-        """ValueError for a parameter of the module that the layer would not compute with."""
+        """Raise ValueError for a parameter of the module that the layer would not compute with."""
 
 
 class Target(NamedTuple):
-    """The tensor [N, K] that wgrad adds dw to, or, with `overwrite`, writes it to."""
+    """The tensor [N, K] into which wgrad accumulates dw, or, with `overwrite`, writes dw."""
 
     tensor: Tensor
     overwrite: bool = False
 
 
 class MainGrad:
-    """Where wgrads of one parameter of layer `name` go, in mode "grad" or "main_grad"."""
+    """Destination of the wgrads of one parameter of layer `name`, in mode "grad" or "main_grad"."""
 
     def __init__(self, parameter: nn.Parameter, mode: str, name: str) -> None:
         self.parameter, self.mode, self.name = parameter, mode, name
         self._leaf = get_gradient_edge(parameter).node
 
     def target(self, value: Tensor) -> Target | None:
-        """Where wgrad writes in the running backward; None: autograd gets dw. `value`: the weight that forward read; in other
-        memory than the parameter's it was computed from that, and autograd goes on from dw."""
+        """Destination of wgrad in the running backward; None: autograd gets dw.
+
+        `value`: the weight that forward read. If its memory is not the parameter's, it was computed from the parameter,
+            and autograd
+        continues from dw."""
         if value.data_ptr() != _local(self.parameter).data_ptr() or not self._accumulates():
             return None
         return self.buffer()
@@ -160,14 +172,15 @@ class MainGrad:
         """Whether the running backward accumulates into the parameter's `grad`."""
         try:
             return torch._C._will_engine_execute_node(self._leaf)
-        except RuntimeError:  # torch.autograd.grad returns it
+        except RuntimeError:  # torch.autograd.grad returns the gradient
             return False
 
     def buffer(self) -> Target | None:
-        """The gradient that dw can be added to; None: there is none. ValueError for an unfit `main_grad`."""
+        """The gradient into which dw can be accumulated; None: there is none. Raises ValueError for an unsuitable
+        `main_grad`."""
         parameter = self.parameter
         if self.mode == "grad":
-            if parameter._backward_hooks:  # they read the gradient that autograd passes on
+            if parameter._backward_hooks:  # hooks read the gradient that autograd passes on
                 return None
             grad = None if parameter.grad is None else _local(parameter.grad)
             fits = grad is not None and grad.dtype == torch.float32 and grad.is_contiguous()
@@ -184,7 +197,7 @@ class MainGrad:
         return Target(main, bool(getattr(parameter, "overwrite_main_grad", False)))
 
     def written(self) -> Tensor | None:
-        """What autograd gets after wgrad wrote dw."""
+        """The gradient for autograd after wgrad wrote dw."""
         if self.mode == "grad":
             return None
         self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
@@ -197,7 +210,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class MemberWeight:
-    """Base of weights: what each knows of its layer, of which it is member `index`."""
+    """Base of weights: access to the layer, of which the weight is member `index`."""
 
     managed = gathered = fresh = held = False
 
@@ -221,8 +234,8 @@ class MemberWeight:
         raise NotImplementedError
 
     def check(self, recipe: Recipe) -> None:
-        """Values can be cast by any recipe, and are gathered in high precision where codes cannot be, so only `check_blocks`
-        may refuse."""
+        """Check only blocks: any recipe can cast values, and weights are gathered in high precision if codes cannot be
+        gathered."""
         spec, stored = self.bound.spec, self.stored
         if stored is not None:
             check_blocks(spec.name, recipe, spec.style, stored.shape, spec.tp)
@@ -234,15 +247,15 @@ class MemberWeight:
         return nullcontext()
 
     def check_in_place(self, parameter: Any) -> None:
-        """Layers compute with whatever parameter their module has."""
+        """No check: layers compute with any parameter of their module."""
 
 
 class WeightParts:
-    """The parts of the operands that the step boundary cast, of all weights of a layer, as flat lists.
+    """Parts of the operands from the step boundary, for all weights of a layer, as flat lists.
 
     number               unique among all WeightParts
-    parts                for each weight those of the rowwise operand, then those of the columnwise one
-    rowwise, columnwise  of one orientation
+    parts                for each weight, parts of the rowwise operand, then parts of the columnwise operand
+    rowwise, columnwise  parts of one orientation
     calls                `BoundCall`s whose captured launches hold the addresses of these parts
     """
 
@@ -255,7 +268,7 @@ class WeightParts:
 
     @property
     def columnwise(self) -> list[Tensor]:
-        """RuntimeError for a frozen layer, which holds rowwise operands only."""
+        """Columnwise parts. Raises RuntimeError for a frozen layer, which has only rowwise operands."""
         if not self._sizes[1]:
             raise RuntimeError(
                 "a backward reached a frozen layer, which holds no columnwise codes to make dx of: call its forward under "
@@ -264,12 +277,12 @@ class WeightParts:
         return self._columnwise
 
     def both_of(self, used: Sequence[int]) -> list[Tensor]:
-        """The parts of some of the weights, in both orientations."""
+        """Parts of some of the weights, in both orientations."""
         size = sum(self._sizes)
         return [part for i in used for part in self.parts[i * size : (i + 1) * size]]
 
     def columnwise_of(self, used: Sequence[int]) -> list[Tensor]:
-        """The columnwise parts of some of the weights."""
+        """Columnwise parts of some of the weights."""
         size, columnwise = self._sizes[1], self.columnwise
         if len(used) * size == len(columnwise):
             return columnwise
@@ -277,13 +290,13 @@ class WeightParts:
 
 
 class LayerWeights:
-    """The weights of one layer, in the order of its members.
+    """The weights of one layer, in the order of members.
 
-    caches       weights that are whole on this rank are cast at the step boundary, else in each pass
-    dtype        of x when the layer last ran: values are rounded to it before they are cast
-    parts        the cast operands of all of them; None: at least one has none
-    held         at least one exists as codes only
-    main_grads   for each member where its wgrads go, None: to autograd; empty: all go to autograd
+    caches       weights without FSDP sharding are cast at the step boundary, else in each pass
+    dtype        dtype of x in the last run: values are rounded to it before casts
+    parts        cast operands of all weights; None if at least one weight has none
+    held         at least one weight is quantized-only
+    main_grads   destination of each member's wgrads, None: autograd; empty: autograd for all members
     """
 
     def __init__(self, layer: LayerState) -> None:
@@ -295,7 +308,7 @@ class LayerWeights:
         self.held = self._gathered = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied layer casts its weights in each pass, until it is attached to an optimizer of its own."""
+        """State of a copied layer, which casts its weights in each pass until it is attached to its own optimizer."""
         return vars(self) | {"caches": False, "dtype": None, "parts": None, "main_grads": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -306,7 +319,7 @@ class LayerWeights:
         return iter(self.members)
 
     def set(self, members: Sequence[Weight]) -> None:
-        """Replace the members: from now on the weights live elsewhere."""
+        """Replace the members, whose storage has changed."""
         self.members = list(members)
         self._gathered = any(weight.gathered for weight in members)
         self.held = any(weight.held for weight in members)
@@ -321,15 +334,14 @@ class LayerWeights:
             self.parts = WeightParts(parts, sizes) if complete else None
 
     def operands_for(self, bound: BoundSpec, dtype: torch.dtype) -> WeightParts | None:
-        """The operands that the step boundary cast, if they serve a pass under this spec with x of `dtype`; None: `read` gives
-        those that FSDP gathered, or none."""
+        """Operands from the step boundary, if they fit a pass under this spec with x of `dtype`; None: use `read`."""
         if bound is not self.layer.bound:
             return self.parts if all([weight.serves(bound.spec) for weight in self.members]) else None
         if self.dtype != dtype:  # the next step boundary casts for the new dtype
             self.dtype = dtype
             for weight in self.members:
                 weight.drop(retyped=True)
-            # not by `collect`, whose ids of tensors torch.compile would guard on
+            # not via `collect`, whose tensor ids torch.compile would guard on
             if not all(weight.parts for weight in self.members):
                 self.parts = None
         return self.parts
@@ -338,8 +350,9 @@ class LayerWeights:
         self, bound: BoundSpec, used: Sequence[int], values: Sequence[Tensor], dtype: torch.dtype, *, columnwise: bool,
         record: bool,
     ) -> Sequence[Tensor]:  # fmt: skip
-        """The flat parts of one orientation of the `used` weights, where FSDP gathers operands for the pass; empty where the
-        pass casts the weights itself, with one agreement for all."""
+        """Flat parts of one orientation of the `used` weights, if FSDP gathers operands for the pass; empty if the pass
+        casts the weights, with
+        one agreement for all."""
         if not self._gathered:
             return ()
         parts: list[Tensor] = []
@@ -349,28 +362,31 @@ class LayerWeights:
         return parts
 
     def targets(self, used: Sequence[int], values: Sequence[Tensor]) -> list[Target | None]:
-        """Where the wgrads of the `used` members are written in the running backward, None for one that goes to autograd; empty
-        where all do. `values`: the weights that forward read."""
+        """Destinations of the wgrads of the `used` members in the running backward, None for autograd; empty if all go
+        to autograd.
+
+        `values`: the weights that forward read."""
         main_grads = [self.main_grads[i] for i in used]
         targets = [None if main is None else main.target(w) for main, w in zip(main_grads, values, strict=True)]
         return targets if any(targets) else []
 
     def stored(self) -> list[Tensor]:
-        """The parameters that optimizers step on, without those that a parametrization replaced."""
+        """Parameters that optimizers step on, without parameters that a parametrization replaced."""
         return [stored for weight in self.members if (stored := weight.stored) is not None]
 
     def in_use(self) -> bool:
-        """Whether passes compute with operands that a step boundary cast."""
+        """Whether passes compute with operands from a step boundary."""
         return self.parts is not None or all(weight.gathered and weight.fresh for weight in self.members)
 
     def check(self, recipe: Recipe) -> None:
-        """ValueError for a recipe that the layer cannot run under."""
+        """Raise ValueError for a recipe that the layer cannot run under."""
         for weight in self.members:
             weight.check(recipe)
 
     def check_in_place(self, parameters: Sequence[Any]) -> None:
-        """ValueError where a tensor stands in a module that the layer would not compute with. `parameters`: those of the
-        modules, in the order of members."""
+        """Raise ValueError if a module holds a tensor that the layer would not compute with. `parameters`: parameters
+        of the modules, in the
+        order of members."""
         for weight, parameter in zip(self.members, parameters, strict=False):
             weight.check_in_place(parameter)
 
@@ -383,7 +399,7 @@ class LayerWeights:
 
     @contextmanager
     def shown(self, *, written: bool = False) -> Iterator[None]:
-        """A context in which parameters hold their values; `written`: they may be overwritten there."""
+        """Context in which parameters hold their values; `written`: they may be overwritten."""
         with ExitStack() as stack:
             for weight in self.members:
                 stack.enter_context(weight.shown(written=written))
@@ -391,13 +407,13 @@ class LayerWeights:
 
 
 def weights_in(model: nn.Module) -> Iterator[LayerWeights]:
-    """The weights of all layers of a model, each once."""
+    """Weights of all layers of a model, each once."""
     found = (getattr(getattr(module, "core", None), "weights", None) for module in model.modules())
     yield from dict.fromkeys(weights for weights in found if isinstance(weights, LayerWeights))
 
 
 def note_reasons(weights: Sequence[Weight]) -> None:
-    """Log, once for each reason, why weights are gathered in high precision though their recipe quantizes them."""
+    """Log, once per reason, why weights are gathered in high precision although their recipe quantizes them."""
     by_reason: dict[str, list[Weight]] = {}
     for weight in weights:
         if weight.why not in (None, weight.noted):
@@ -409,10 +425,11 @@ def note_reasons(weights: Sequence[Weight]) -> None:
 
 
 class Values:
-    """The matrices that casts at the step boundary read: weights themselves, or copies in the dtype and size that casts need.
+    """Matrices that casts at the step boundary read: weights, or copies in the dtype and size that casts need.
 
-    The copies of a model are kept from step to step, by the names of its weights, since launches hold their addresses. They are
-    renewed all together: those that are only rounded in one multi-tensor call, padded ones in another.
+    The copies are kept from step to step, by name of the weight, since launches hold their addresses. All copies are
+    renewed together:
+    copies that are only rounded in one multi-tensor call, padded copies in another.
     """
 
     def __init__(self) -> None:
@@ -420,8 +437,9 @@ class Values:
         self._requested: dict[str, tuple[Tensor, Tensor]] = {}  # since the last `renew`: (copy, weight)
 
     def of(self, name: str, weight: Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
-        """The weight [N, K] in `dtype`, with zeros appended up to `shape`: itself where it is that already, else a copy, whose
-        values the next `renew` writes."""
+        """Return the weight [N, K] in `dtype`, zero-padded to `shape`: the weight itself if it fits, else a copy, which
+        the next `renew`
+        fills."""
         if weight.dtype == dtype and weight.shape == shape:
             return weight
         copy = self._copies.get(name)
@@ -431,7 +449,7 @@ class Values:
         return copy
 
     def renew(self) -> None:
-        """Write the copies that were requested since the last `renew`; forget all others."""
+        """Write the copies that were requested since the last `renew`, and forget all others."""
         pairs = list(self._requested.values())
         for padded in (False, True):
             chosen = [(copy, weight) for copy, weight in pairs if (copy.shape != weight.shape) == padded]
@@ -441,16 +459,16 @@ class Values:
 
 
 class WeightBatch:
-    """What one model keeps from one `refresh` to the next: copies of values, prepared launches."""
+    """State of one model between calls of `refresh`: copies of values, prepared launches."""
 
     def __init__(self) -> None:
         self.values, self.casts = Values(), CastBatch()
 
 
-@torch.inference_mode(False)  # later boundaries write into the operands that this one allocates
+@torch.inference_mode(False)  # later boundaries write into the operands that this boundary allocates
 @torch.no_grad()
 def refresh(session: StepState, weights: Sequence[Weight]) -> None:
-    """Cast these weights of a model, all in one batch. All ranks call it together."""
+    """Cast these weights of a model in one batch. All ranks call it together."""
     session.weight_batch = batch = session.weight_batch or WeightBatch()
     wanted = [(weight, casts) for weight in weights if (casts := weight.casts(batch.values))]
     batch.values.renew()

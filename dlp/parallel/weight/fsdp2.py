@@ -1,12 +1,13 @@
-"""fully_shard: PyTorch's own, on the data-parallel axes of our mesh, with weights gathered quantized.
+"""fully_shard: PyTorch's fully_shard on the data-parallel axes of the mesh, with quantized gathers of weights.
 
-FSDP2 calls two methods on the local tensor of a sharded parameter, if it has them: `fsdp_pre_all_gather` returns what is to be
-gathered, `fsdp_post_all_gather` gets what was. `dlp.attach` sets both as attributes of a plain tensor, so that state dicts,
-optimizers and checkpoints see plain DTensors under every recipe. (A tensor subclass, the usual place of these methods, would
-have to be unwrapped by each of them.)
+FSDP2 calls two methods on the local tensor of a sharded parameter, if it has them: `fsdp_pre_all_gather` returns the
+tensors to gather, and `fsdp_post_all_gather` receives the gathered tensors. `dlp.attach` sets both as attributes of a
+plain tensor, so that state dicts,
+optimizers and checkpoints see plain DTensors under every recipe. (A tensor subclass, the usual place of these methods,
+would have to be unwrapped by all of these users.)
 
     hooked      fsdp_pre_all_gather: the cast shard ─► one all-gather for each FSDP unit ─► fsdp_post_all_gather
-    unhooked    FSDP gathers the values by itself, in `mp_policy.param_dtype`
+    unhooked    FSDP gathers the values without hooks, in `mp_policy.param_dtype`
 
 The gathered parameter that a layer sees is a placeholder: it has shape, dtype and autograd identity of the weight, no memory,
 and torch calls that need values raise (`dlp.parallel.weight.parameters`). The layer reads codes and scales
@@ -14,7 +15,7 @@ and torch calls that need values raise (`dlp.parallel.weight.parameters`). The l
 
 Gradients may be sent over dp_shard in fewer bits than the dtype of their reduction (`set_grad_wire`).
 
-This is the only file that touches what is private in FSDP2.
+This is the only file that uses private attributes of FSDP2.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ from dlp.parallel.weight.sharded import RowShards, ShardedWeight, ShardLayout
 
 @dataclass(frozen=True)
 class Gathering:
-    """The arguments of `fully_shard` for one unit. refused: why its weights cannot be gathered quantized, None: they can;
-    early: the forward hook that notes that `dlp.attach` has not been called."""
+    """Arguments of `fully_shard` for one unit. refused: reason why its weights cannot be gathered quantized, or None;
+    early: the forward
+    hook that logs that `dlp.attach` has not been called."""
 
     group: ProcessGroup
     from_master: bool
@@ -107,7 +109,7 @@ def fully_shard(
     sharded = fsdp.fully_shard(module, mesh=dims.fsdp_mesh, **fsdp2_keywords)
     state = vars(module).get("dlp_session")
     if state is not None:
-        state.hook_first(module)  # FSDP has put a hook that gathers in front
+        state.hook_first(module)  # FSDP has inserted a hook that gathers before this hook
     refused = _refused(fsdp2_keywords) if quantized_gather else "quantized_gather=False"
     if invariant:
         refused = "invariant = true casts values where they are used"
@@ -144,7 +146,7 @@ def _sum_by_tree(unit: fsdp.FSDPModule) -> None:
 
 
 def _check_order(module: nn.Module) -> None:
-    """ValueError if `dlp.attach` was called before, which decided how weights are cast."""
+    """Raise ValueError if `dlp.attach` was called before, which decided how weights are cast."""
     layers = [weights.layer for weights in weights_in(module)]
     attached = next((layer.spec.name for layer in layers if layer.session.attached), None)
     if attached is not None:
@@ -152,7 +154,7 @@ def _check_order(module: nn.Module) -> None:
 
 
 def _check_values(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
-    """ValueError for a weight that is held as codes only."""
+    """Raise ValueError for a quantized-only weight."""
     left = {*map(id, ignored)}
     for weights in weights_in(module):
         if any(is_placeholder(stored) and id(stored) not in left for stored in weights.stored()):
@@ -163,9 +165,11 @@ def _check_values(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
 
 
 def _with_integer(module: nn.Module, ranks: int, from_master: bool, keywords: dict[str, Any]) -> dict[str, Any]:
-    """The keywords, with an integer `reshard_after_forward` of 1 or of all `ranks` as False or True. ValueError for another
-    integer where FSDP2 cannot do it: parameters that are resharded to some of the ranks must be plain tensors that FSDP gathers
-    itself."""
+    """Replace an integer `reshard_after_forward` of 1 or `ranks` by False or True.
+
+    Raises ValueError for another integer if FSDP2 does not support it: parameters that are resharded to some of the
+    ranks must be plain
+    tensors that FSDP gathers without hooks."""
     reshard = keywords.get("reshard_after_forward")
     if not _is_integer(reshard) or reshard in (1, ranks):
         return keywords | ({"reshard_after_forward": reshard != 1} if _is_integer(reshard) else {})
@@ -182,7 +186,7 @@ def _with_integer(module: nn.Module, ranks: int, from_master: bool, keywords: di
 
 
 def _is_sharded(parameter: DTensor) -> bool:
-    """Whether a parameter is sharded already, by another unit."""
+    """Whether another unit has sharded the parameter."""
     return placement_on(DP_SHARD, parameter) is not None
 
 
@@ -192,14 +196,14 @@ def _is_integer(reshard: Any) -> bool:
 
 @torch.compiler.disable
 def _before_attach(module: nn.Module, args: Any) -> None:
-    """Note that values are gathered as long as there is no step boundary; not in an evaluation, which needs none."""
+    """Log that values are gathered while there is no step boundary; not during an evaluation, which needs none."""
     for weights in weights_in(module):
         if torch.is_grad_enabled() and not weights.layer.spec.recipe.w.keeps_source:
             weights.layer.session.note("w is gathered in high precision: dlp.attach has not been called")
 
 
 def _refused(keywords: dict[str, Any]) -> str | None:
-    """Why FSDP2, called with these keywords, cannot gather what a hook returns; None: it can."""
+    """Reason why FSDP2 with these keywords cannot gather the tensors of a hook; None if it can."""
     reshard = keywords.get("reshard_after_forward")
     if _is_integer(reshard):
         return f"reshard_after_forward={reshard} keeps values"
@@ -207,7 +211,7 @@ def _refused(keywords: dict[str, Any]) -> str | None:
 
 
 def gather_quantized(model: nn.Module) -> None:
-    """Hook the weights of this model's layers, so that they are gathered as the arguments of `fully_shard` say."""
+    """Hook the weights of this model's layers, so that they are gathered as the arguments of `fully_shard` require."""
     owners = {
         (id(member.module), member.weight): (weights, i)
         for weights in weights_in(model)
@@ -227,8 +231,9 @@ def gather_quantized(model: nn.Module) -> None:
 
 
 def cast_managed(weights: LayerWeights, records: Sequence[Managed | None]) -> None:
-    """Let the step boundary cast these weights, none of which FSDP shards, from the parameters that optimizers step on.
-    `records`: FSDP's record of each, None for a weight that FSDP does not manage."""
+    """Let the step boundary cast these weights, which FSDP does not shard, from the parameters that optimizers step on.
+
+    `records`: FSDP's record of each weight, None for a weight that FSDP does not manage."""
     weights.set([
         weight if record is None or type(weight) is not LocalWeight else ManagedWeight(weights, i, record)
         for i, (weight, record) in enumerate(zip(weights, records, strict=True))
@@ -236,7 +241,7 @@ def cast_managed(weights: LayerWeights, records: Sequence[Managed | None]) -> No
 
 
 class _Gather:
-    """The hooks of one parameter, and the buffers that FSDP2 gathers into, by the layouts that are gathered together."""
+    """Hooks of one parameter, and the buffers that FSDP2 gathers into, by layouts that are gathered together."""
 
     def __init__(self, module: nn.Module, param: Any, weights: LayerWeights, index: int, asked: Gathering) -> None:
         self._module, self._param = module, param
@@ -261,8 +266,9 @@ class _Gather:
         return padded
 
     def _update(self, changed: bool) -> None:
-        """Hook the parameter where it is gathered quantized, else remove the hooks. `changed`: the layouts are others than
-        before, so that FSDP2 must allocate anew."""
+        """Hook the parameter if it is gathered quantized, else remove the hooks. `changed`: the layouts have changed,
+        so that FSDP2 must
+        allocate new buffers."""
         hook = self.weight.layouts is not None
         if changed or hook != self._hooked:
             self._module.reshard()  # type: ignore[operator]
@@ -283,12 +289,12 @@ class _Gather:
             show_values(self._param._unsharded_param, self._values())
 
     def _first_gather(self) -> None:
-        """FSDP2's `init_unsharded_param`, which makes the gathered parameter at the first gather."""
+        """Replacement of FSDP2's `init_unsharded_param`, which makes the gathered parameter at the first gather."""
         _first_gather(self._param)
         self._hide()
 
     def _hide(self) -> None:
-        """Let the gathered parameter refuse torch calls that need its values."""
+        """Make the gathered parameter reject torch calls that need its values."""
         gathered = getattr(self._param, "_unsharded_param", None)
         if gathered is not None and not is_placeholder(gathered):
             hide_values(gathered, self.weight, self._placeholder())
@@ -297,7 +303,7 @@ class _Gather:
         return placeholder(self.weight.rows.shape, self.weight.rows.dtype, self._param.device)
 
     def _values(self) -> Tensor:
-        """The gathered parameter as FSDP2 makes it at the first gather without hooks: a view of a buffer that FSDP2 resizes."""
+        """The gathered parameter as FSDP2 makes it without hooks: a view of a buffer that FSDP2 resizes."""
         size = self._param.padded_sharded_param_size.numel() * self.weight.rows.group.size()
         out = torch.empty(size, dtype=self.weight.rows.dtype, device=self._param.device)
         view = torch.as_strided(out, self._param._orig_size, self._param._contiguous_orig_stride, 0)
@@ -308,8 +314,9 @@ class _Gather:
     def _pre(
         self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[ShardLayout, ...]]:
-        """`fsdp_pre_all_gather`: this rank's parts to gather, and their layouts, which `_post` gets back. FSDP2 then gathers
-        into the buffers of these layouts."""
+        """`fsdp_pre_all_gather`: return this rank's parts to gather, and their layouts, which are passed to `_post`.
+
+        FSDP2 gathers into the buffers of these layouts."""
         session = self.weight.bound.session
         if not in_backward() and session.is_moved(self.weight.owner):
             self.weight.fresh = False
@@ -327,15 +334,17 @@ class _Gather:
         *,
         out: Tensor | None = None,
     ) -> tuple[Any, tuple[Tensor, ...]] | None:
-        """`fsdp_post_all_gather`: takes what was gathered. At the first gather of a parameter it returns the tensor that layers
-        see, and no further memory for FSDP2 to manage."""
+        """`fsdp_post_all_gather`: take the gathered parts.
+
+        At the first gather of a parameter, return the tensor that layers see, and no further memory for FSDP2 to
+        manage."""
         self._outputs[layouts] = self._param.all_gather_outputs
         self.weight.arrive(outputs, layouts)
         return None if out is not None else (_Strided(self._placeholder()), ())
 
 
 class _Strided:
-    """Wraps a placeholder for FSDP2's call of `torch.as_strided` on it, which torch refuses for a tensor without memory."""
+    """Wrapper of a placeholder for FSDP2's call of `torch.as_strided`, which torch rejects for a tensor without memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -348,13 +357,15 @@ class _Strided:
 
 
 def _first_gather(param: Any) -> None:
-    """FSDP2's own `init_unsharded_param`."""
+    """Call FSDP2's `init_unsharded_param`."""
     type(param).init_unsharded_param(param)
 
 
 def _cast_late(session: StepState) -> None:
-    """Cast all sharded weights that are not `fresh`: a gather came before the first step boundary, or after weights were
-    loaded. Their delayed amaxes replace those that the last boundary staged."""
+    """Cast all sharded weights that are not `fresh`, for a gather before the first step boundary, or after weights were
+    loaded.
+
+    Their delayed amaxes replace the amaxes that the last boundary staged."""
     stale: list[Weight] = [weight for weight in session.weights() if weight.gathered and not weight.fresh]
     if not session.has_slots():
         refresh(session, stale)
@@ -364,7 +375,8 @@ def _cast_late(session: StepState) -> None:
 
 
 class Managed:
-    """FSDP2's record of a parameter: `stored`, the sharded one, which an optimizer holds; `gathered`, which autograd sees."""
+    """FSDP2's record of a parameter: `stored`, the sharded parameter of the optimizer; `gathered`, the parameter of
+    autograd."""
 
     def __init__(self, param: Any, group: Any) -> None:
         self._param, self._group = param, group
@@ -381,24 +393,27 @@ class Managed:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What the gathered parameter is rounded to; None: it is not rounded."""
+        """Dtype to which the gathered parameter is rounded; None: it is not rounded."""
         dtype: torch.dtype | None = self._param.mp_policy.param_dtype
         return dtype
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the parameter."""
+        """Number of ranks that share the parameter."""
         return int(self._param.mesh_info.shard_mesh_size)
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward reduces gradients into the sharded parameter, or accumulates them in the gathered one."""
+        """Whether a backward reduces gradients into the sharded parameter, or accumulates them in the gathered
+        parameter."""
         return bool(self._group.reduce_grads)
 
 
 class ManagedWeight(LocalWeight):
-    """A weight whose parameter FSDP manages and does not shard, since dp_shard is one rank. The layer may hold FSDP's copy of
-    the parameter, so the step boundary casts the parameter that the optimizer steps on."""
+    """Weight whose parameter FSDP manages and does not shard, since dp_shard is one rank.
+
+    The layer may hold FSDP's copy of the parameter, so the step boundary casts the parameter that the optimizer steps
+    on."""
 
     managed = True
 
@@ -415,8 +430,9 @@ class ManagedWeight(LocalWeight):
         return local_values(self.stored)
 
     def casts(self, values: Values) -> list[Cast]:
-        """Empty where the recipe keeps w in high precision, and where FSDP rounds its copy to another dtype than activations
-        have: then the layer reads that copy."""
+        """Casts of the step boundary. Empty if the recipe keeps w in high precision, or if FSDP rounds its copy to a
+        dtype other than that of
+        activations: then the layer reads the copy."""
         w = self.bound.spec.recipe.w
         if w.keeps_source or self._record.dtype not in (None, self.owner.dtype):
             return []
@@ -424,7 +440,7 @@ class ManagedWeight(LocalWeight):
 
 
 def managed(model: nn.Module) -> Iterator[tuple[nn.Module, str, Managed]]:
-    """The parameters that FSDP2 manages: each module that holds one, and its name there."""
+    """Parameters that FSDP2 manages: each module that holds one, and the name in the module."""
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             for group in _groups(module):
@@ -434,38 +450,39 @@ def managed(model: nn.Module) -> Iterator[tuple[nn.Module, str, Managed]]:
 
 
 def _groups(module: nn.Module) -> list[Any]:
-    """FSDP2's own objects for the parameters of a unit that it reduces together."""
+    """FSDP2's objects for the parameters of a unit that are reduced together."""
     state = module._get_fsdp_state()  # type: ignore[operator]
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def _fsdp_params(module: nn.Module) -> Iterator[Any]:
-    """FSDP2's own objects for the parameters of a unit."""
+    """FSDP2's objects for the parameters of a unit."""
     for group in _groups(module):
         yield from group.fsdp_params
 
 
 def _holders(param: Any) -> list[tuple[nn.Module, str]]:
-    """The modules that hold a parameter, and its name in each."""
+    """Modules that hold a parameter, and the name in each."""
     info = param._module_info
     return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def _owners(param: Any) -> list[tuple[int, str]]:
-    """The modules that hold a parameter, by id, and its name in each."""
+    """Modules that hold a parameter, by id, and the name in each."""
     return [(id(module), name) for module, name in _holders(param)]
 
 
 class CodecReduceScatter(ReduceScatter):
-    """FSDP2's reduce-scatter as an exchange and a sum of what `codec` packs.
+    """FSDP2's reduce-scatter as an exchange and a sum of contributions packed by `codec`.
 
-    FSDP hands over the gradients of a unit as one flat tensor, a part for each rank; blocks of 128 lie along it. Sums are
+    FSDP passes the gradients of a unit as one flat tensor, with a part for each rank; blocks of 128 lie along it. Sums
+    are
     fp32 in rank order, divided by the number of ranks and rounded once to the dtype of the reduction (`reduce_dtype`).
 
     Args:
-        codec: packs the contributions and adds them up.
-        computed: the dtype of all gradients that FSDP hands over, which FSDP then copies as they are; None: FSDP converts
+        codec: packs and sums the contributions.
+        computed: the dtype of all gradients, which FSDP then copies without conversion; None: FSDP converts
             them to the dtype of the reduction first.
     """
 
@@ -481,7 +498,7 @@ class CodecReduceScatter(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:  # fmt: skip
-        """Runs on the current stream, for any `async_op`. ValueError for another op than a sum or an average."""
+        """Run on the current stream, for any `async_op`. Raises ValueError for an op other than a sum or an average."""
         self._has_input = False
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
@@ -498,13 +515,14 @@ class CodecReduceScatter(ReduceScatter):
 
 
 def set_grad_wire(model: nn.Module, wire: str, computed: torch.dtype | None = None) -> None:
-    """Carry the gradients of every FSDP unit of `model` as one of WIRES; call it after `fully_shard`.
+    """Set the encoding of gradients of every FSDP unit of `model` to one of WIRES; call it after `fully_shard`.
 
     Args:
         wire: "hp", "bf16" or "fp8".
-        computed: with "hp", the dtype of all gradients when FSDP reduces them. They travel as they are and are summed in fp32,
-            so that the sum has the bits of FSDP's own reduction in fp32 over two ranks (over more ranks, the sum is in rank
-            order). Only for gradients that FSDP has not added up over microbatches in the dtype of the reduction.
+        computed: with "hp", the dtype of all gradients when FSDP reduces them. Gradients are sent in this dtype and
+            summed in fp32, so that over two ranks the sum has the bits of FSDP's own fp32 reduction (over more ranks,
+            the sum is in rank
+            order). Only for gradients that FSDP has not accumulated over microbatches in the dtype of the reduction.
 
     Raises ValueError for another wire, and for `computed` with another wire than "hp".
     """

@@ -93,7 +93,7 @@ def quantized_model_init(
 
 
 def hold_quantized(weights: LayerWeights) -> None:
-    """Inside `quantized_model_init`: quantize the weights of a layer that is being made, and free their values."""
+    """Inside `quantized_model_init`: quantize the weights of a layer under construction, and free their values."""
     layer, region = weights.layer, REGION.get()
     if region is None:
         return
@@ -105,12 +105,12 @@ def hold_quantized(weights: LayerWeights) -> None:
 
 
 class HeldWeight(LocalWeight):
-    """A weight that is held as codes and scales, in `parts`.
+    """Quantized-only weight, with codes and scales in `parts`.
 
-    recipe      whose codes they are
+    recipe      recipe of the codes
     parameter   the placeholder
-    initial     the values before quantization, on the host; None: not preserved, or changed since
-    master      the fp32 weight that an optimizer steps on (`with_master_weights`); None: there is no such optimizer
+    initial     values before quantization, on the host; None: not preserved, or changed since
+    master      fp32 weight that an optimizer steps on (`with_master_weights`); None: there is no such optimizer
     """
 
     held = True
@@ -145,7 +145,7 @@ class HeldWeight(LocalWeight):
         check_without_history(name, self.recipe)
 
     def check(self, recipe: Recipe) -> None:
-        """ValueError for a recipe that reads other codes than those held."""
+        """Raise ValueError for a recipe that needs other codes than this weight has."""
         if recipe.w != self.recipe.w:
             raise ValueError(
                 f"{self.bound.spec.name}: its weights are held as {self.recipe} only, from which {recipe} cannot be made; "
@@ -154,14 +154,15 @@ class HeldWeight(LocalWeight):
 
     @property
     def no_values(self) -> str:
-        """What a placeholder's refusal says."""
+        """Clause for the error of a placeholder."""
         return (
             f"is held as {self.recipe} codes only: read the values in the state_dict() of the model, write them by "
             f"load_state_dict() or by reset_parameters(), and train them by the optimizer of dlp.with_master_weights"
         )
 
     def check_in_place(self, parameter: Any) -> None:
-        """ValueError unless a parameter is a placeholder, or the plain view of a placeholder in a left-out module."""
+        """Raise ValueError unless a parameter is a placeholder, or the plain view of a placeholder in a left-out
+        module."""
         if 0 not in (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).stride():
             raise ValueError(f"{self.bound.spec.name}: a tensor was put in the place of a weight that {self.no_values}")
 
@@ -170,10 +171,10 @@ class HeldWeight(LocalWeight):
         return True
 
     def drop(self, *, retyped: bool = False) -> None:
-        """Nothing: the codes are the only form of the weight."""
+        """Do nothing: the codes are the only form of the weight."""
 
     def casts(self, values: Values) -> list[Cast]:
-        """Empty: the step boundary has no values to cast; `write` is called with new ones."""
+        """No casts: the step boundary has no values to cast; `write` quantizes new values."""
         return []
 
     @torch.no_grad()
@@ -190,7 +191,7 @@ class HeldWeight(LocalWeight):
         return self.parameter._local_tensor if isinstance(self.parameter, DTensor) else self.parameter
 
     def decoded(self) -> Tensor:
-        """The values [N, K] that the codes stand for, in the dtype of the parameter."""
+        """Decode the codes to values [N, K] in the dtype of the parameter."""
         (operands,) = unflatten(self.recipe.w, self.parts, 1)
         rows, columns = self._local.shape
         return operands.at(columnwise=False).dequantize(self.parameter.dtype)[:rows, :columns]
@@ -207,7 +208,7 @@ class HeldWeight(LocalWeight):
             self._hide(self._local)
 
     def _follow(self) -> None:
-        """Take over the parameter that `load_state_dict(assign=True)` has put in the place of the present one."""
+        """Take over a parameter from `load_state_dict(assign=True)`."""
         put, before = getattr(self.member.module, self.member.weight), self.parameter
         if put is not before:
             put.requires_grad_(before.requires_grad)
@@ -216,8 +217,9 @@ class HeldWeight(LocalWeight):
 
     @torch.no_grad()
     def _load(self, values: Tensor) -> None:
-        """Quantize loaded values and make them the master. Values that are the decoded codes change nothing: the codes, and the
-        finer values of master and `initial`, stay."""
+        """Quantize loaded values and make them the master. If the values equal the decoded codes, then codes, master
+        and `initial`, which may be
+        more precise, remain."""
         decoded = self.decoded()
         if decoded.dtype == values.dtype and torch.equal(decoded, values):
             return
@@ -227,7 +229,7 @@ class HeldWeight(LocalWeight):
         self.write(values)
 
     def check_move(self, device: torch.device) -> None:
-        """ValueError for a device without memory."""
+        """Raise ValueError for a device without memory."""
         if device.type == "meta":
             raise ValueError(
                 f"{self.bound.spec.name}: its weight is held as {self.recipe} codes only, which the meta device would "
@@ -236,8 +238,9 @@ class HeldWeight(LocalWeight):
 
     @torch.no_grad()
     def move(self, apply: Callable[[Tensor], Tensor]) -> None:
-        """What `Module.to`, `half`, `to_empty` and the like do to a parameter, by `apply`: the codes move to its device, and
-        values read in its dtype from then on; the codes stay the same."""
+        """Apply `Module.to`, `half`, `to_empty` and the like to a parameter: the codes move to the device of `apply`,
+        and values are read in its
+        dtype from then on; the codes stay the same."""
         now, grad = apply(self._local.new_empty(0)), self.parameter.grad
         self.parts = [part.to(now.device) for part in self.parts]
         self.owner.collect()
@@ -249,7 +252,7 @@ class HeldWeight(LocalWeight):
             show_values(self.master, local_values(self.master).to(now.device))
 
     def take_master(self) -> nn.Parameter:
-        """The master; a new one has the preserved initial values, or, if there are none, the decoded ones."""
+        """Return the master; a new master has the preserved initial values or, without these, the decoded values."""
         if self.master is None:
             values = self.decoded() if self.initial is None else self.initial
             values, parameter = values.to(self.parameter.device, torch.float32).clone(), self.parameter
@@ -270,7 +273,7 @@ Closure = Callable[[], Any]
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
-    """The closure among the arguments of `step` as hooks of optimizers get them, the optimizer first; None: there is none."""
+    """The closure among the arguments of `step` in hooks of optimizers, after the optimizer; None if there is none."""
     closure: Closure | None = args[1] if len(args) > 1 else kwargs.get("closure")
     return closure
 
@@ -301,7 +304,7 @@ def with_master_weights(model: nn.Module, make: Callable[[list[nn.Parameter]], O
         ...     model = nn.Sequential(dlp.Linear(64, 64))
         >>> optimizer = dlp.with_master_weights(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     """
-    held = [weight for weight in _held(model) if weight.parameter.requires_grad]  # not those of `dlp.freeze`
+    held = [weight for weight in _held(model) if weight.parameter.requires_grad]  # without frozen weights
     pairs = [(weight, weight.take_master()) for weight in held]
     masters = {id(weight.parameter): master for weight, master in pairs}
     optimizer = make([masters.get(id(p), p) for p in model.parameters()])
@@ -310,7 +313,7 @@ def with_master_weights(model: nn.Module, make: Callable[[list[nn.Parameter]], O
 
 
 class _MasterSteps:
-    """The hooks of an optimizer that steps on the masters of held weights."""
+    """Hooks of an optimizer that steps on the masters of quantized-only weights."""
 
     def __init__(self, optimizer: Optimizer, pairs: Sequence[tuple[HeldWeight, nn.Parameter]]) -> None:
         self._pairs, self._clear = pairs, optimizer.zero_grad
@@ -344,7 +347,7 @@ class _MasterSteps:
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._write()
         for weight, master in self._pairs:
-            master.grad = None  # it has been used
+            master.grad = None  # the initial value has been used
             torch.autograd.graph.increment_version(weight.parameter)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
@@ -357,7 +360,7 @@ class _MasterSteps:
 
 
 def masters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The masters of held weights, by name of the weight."""
+    """Masters of quantized-only weights, by name of the weight."""
     return {weight.name: weight.master for weight in _held(model) if weight.master is not None}
 
 

@@ -1,4 +1,4 @@
-"""Weights that are whole on a tp rank, and the parameters that hold them.
+"""Weights without FSDP sharding, and the parameters that hold them.
 
 Every parameter of a converted model is a DTensor on the mesh's tp axis, to which FSDP adds its own axes; so gradient clipping
 and checkpoints work by themselves. Layers compute on this rank's plain tensor (`local`).
@@ -45,12 +45,12 @@ class LocalWeight(MemberWeight):
     def stored(self) -> Tensor | None:
         member = self.owner.layer.members[
             self.index
-        ]  # not by `member`: this runs for each weight before a model's forward
+        ]  # not via `member`, since this runs for each weight before a model's forward
         return member.module._parameters.get(member.weight)
 
     @property
     def value(self) -> Tensor:
-        """[N, K], which the step boundary casts."""
+        """Values [N, K], which the step boundary casts."""
         spec = self.bound.spec
         return local(getattr(self.member.module, self.member.weight), spec.name, spec.num_axes).detach()
 
@@ -68,8 +68,10 @@ class LocalWeight(MemberWeight):
         return operands.at(columnwise=columnwise)
 
     def casts(self, values: Values) -> list[Cast]:
-        """The casts of both orientations, of values rounded to the dtype of activations, into the operands of the last
-        boundary. Empty before the layer has run, since that dtype is not known, and where passes cast."""
+        """Casts of both orientations, of values rounded to the dtype of activations, into the operands of the last
+        boundary.
+
+        Empty before the layer has run, since the dtype is not known, and if passes cast the weight."""
         bound, dtype = self.bound, self.owner.dtype
         if dtype is None or not self.owner.caches:
             return []
@@ -86,9 +88,9 @@ class LocalWeight(MemberWeight):
         """None: `ScalingState` agrees on these amaxes."""
 
     def keep(self, operands: Operands) -> None:
-        """Hold these operands; if there are some already, copied into their memory, whose addresses launches hold."""
+        """Store these operands. Existing operands are overwritten in place, since launches hold their addresses."""
         parts = flatten([operands])
-        if not self.parts:  # both orientations may share a scale, but torch.compile takes no tensor twice
+        if not self.parts:  # both orientations may share a scale, but torch.compile accepts a tensor only once
             self.parts = [part.detach() for part in parts]
             self.num_rowwise = len(operands.at(columnwise=False).parts)
             self.owner.collect()
@@ -102,8 +104,9 @@ class LocalWeight(MemberWeight):
 
 
 class _Local(torch.autograd.Function):
-    """DTensor -> this rank's tensor; the gradient is wrapped with the same placement. `DTensor.to_local` does this and
-    more, at three times the host cost of a small linear."""
+    """DTensor -> this rank's tensor; the gradient is wrapped with the same placement.
+
+    `DTensor.to_local` has further features, at three times the host cost of a small linear."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, before: Callable[[], None] | None) -> Tensor:
@@ -120,7 +123,7 @@ class _Local(torch.autograd.Function):
 
 
 def shards_of(parameter: Tensor) -> tuple[int, ...]:
-    """The number of shards along each dimension of a parameter."""
+    """Number of shards along each dimension of a parameter."""
     shards = [1] * parameter.dim()
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
@@ -130,13 +133,14 @@ def shards_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def num_axes(parameter: Any) -> int:
-    """Over how many mesh axes a parameter is spread: 0 for a plain one, 1 (tp) for one that conversion placed, more while FSDP
-    has it resharded."""
+    """Number of mesh axes of a parameter: 0 for a plain parameter, 1 (tp) after conversion, more while FSDP has the
+    parameter resharded."""
     return len(parameter._spec.placements) if isinstance(parameter, DTensor) else 0
 
 
 def check_whole(parameter: Any, axes: int, name: str) -> None:
-    """RuntimeError for a parameter that is not spread over `axes` mesh axes, as it is while its layer may compute with it."""
+    """Raise RuntimeError for a parameter that does not have `axes` mesh axes, as it has while its layer may compute
+    with it."""
     if num_axes(parameter) < axes:
         raise RuntimeError(
             f"{name}: a plain tensor stands in place of a parameter that was put on tp; copy values into parameters, do not "
@@ -151,8 +155,9 @@ def check_whole(parameter: Any, axes: int, name: str) -> None:
 
 
 def held(parameter: Any) -> Any:
-    """This rank's tensor of a parameter, or None: its tp part, or, while FSDP has it resharded, a shard of that, with which
-    nothing may be computed (`check_whole`)."""
+    """This rank's tensor of a parameter, or None: the tp shard or, while FSDP has the parameter resharded, a shard of
+    it, which must not be
+    used in computations (`check_whole`)."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
@@ -162,9 +167,9 @@ def local_values(parameter: Tensor) -> Tensor:
 
 
 def local(parameter: Tensor, name: str, axes: int = 1, before: Callable[[], None] | None = None) -> Tensor:
-    """This rank's tp part of a parameter, as a plain tensor whose gradient goes to the parameter.
+    """This rank's tp shard of a parameter, as a plain tensor whose gradient goes to the parameter.
 
-    name     of the layer, for messages
+    name     name of the layer, for messages
     axes     see `check_whole`, whose RuntimeError this raises
     before   called in backward before the gradient is passed on
     """
@@ -180,8 +185,8 @@ def local(parameter: Tensor, name: str, axes: int = 1, before: Callable[[], None
 
 
 def place(tensor: Tensor, tp: DeviceMesh | None, shard_dim: int | None) -> nn.Parameter:
-    """A full tensor, equal on all tp ranks (rank 0's is used) -> a parameter that holds this rank's part of it, with the
-    attributes that users have set on the tensor."""
+    """Shard a full tensor, equal on all tp ranks (rank 0's is used), into a parameter with this rank's part and the
+    tensor's attributes."""
     part: Tensor = tensor.detach()
     if tp is not None:
         placement: Placement = Replicate() if shard_dim is None else Shard(shard_dim)
@@ -193,7 +198,8 @@ def place(tensor: Tensor, tp: DeviceMesh | None, shard_dim: int | None) -> nn.Pa
 
 @torch.no_grad()
 def fill(parameter: Tensor, whole: Tensor) -> None:
-    """Overwrite a parameter, of which this rank may hold a part, from a tensor of its full shape; rank 0's is used."""
+    """Overwrite a parameter, of which this rank may hold a part, from a tensor of the full shape; rank 0's tensor is
+    used."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         replicated = DTensor.from_local(whole.detach(), mesh, [Replicate()] * mesh.ndim, run_check=True)

@@ -1,15 +1,16 @@
-"""Classes of parameters: what ordinary torch calls may do with a parameter that is more, or less, than a tensor of values.
+"""Classes of parameters that restrict torch calls on sharded parameters and on placeholders.
 
     PlacedParameter       a DTensor on tp: `p.data = t` takes effect, which torch loses for DTensors
     ShardedParameter      a DTensor that FSDP shards: `p.data = t` raises, since FSDP gathers the memory that it knows
-    PlaceholderParameter  stands for a weight that exists as codes only: reading or writing values raises
-    PlaceholderDTensor    the same, on tp
+    PlaceholderParameter  stands for a quantized-only weight: reading or writing values raises
+    PlaceholderDTensor    a placeholder on tp
 
-A parameter gets such a class by `take_class`, and stays the same object, which optimizers and autograd hold. None of the
-classes is part of a checkpoint: state dicts, copies and pickles hold what a plain parameter would.
+A parameter gets such a class by `take_class`, and stays the same object, which optimizers and autograd hold. None of
+the classes is part of a checkpoint: state dicts, copies and pickles hold plain parameters.
 
-The checks at the end are those of a weight that becomes codes, or a layer. `convert`, `quantized_model_init`, `freeze` and
-`quantize_` share them, so that all of them refuse the same weights with the same sentence.
+The checks at the end apply to weights that are converted or quantized. `convert`, `quantized_model_init`, `freeze` and
+`quantize_`
+share these checks, so that all of them reject the same weights with the same message.
 """
 
 from __future__ import annotations
@@ -63,10 +64,11 @@ class _SpreadParameter(DTensor):
 
 
 class PlacedParameter(_SpreadParameter):
-    """A parameter on tp. `p.data = t`, t a DTensor on the same mesh with the same placements, replaces its memory."""
+    """Parameter on tp. `p.data = t`, with t a DTensor on the same mesh with the same placements, replaces the memory of
+    p."""
 
     def _replace(self, value: Tensor) -> None:
-        """ValueError for a tensor of another shape or placement."""
+        """Replace the memory. Raises ValueError for a tensor of another shape or placement."""
         like = isinstance(value, DTensor) and (value.device_mesh, value.placements) == (
             self.device_mesh,
             self.placements,
@@ -87,7 +89,7 @@ class PlacedParameter(_SpreadParameter):
 
 
 class ShardedParameter(_SpreadParameter):
-    """A parameter that FSDP shards. ValueError for `p.data = t`."""
+    """Parameter that FSDP shards. Raises ValueError for `p.data = t`."""
 
     def _refuse(self, value: Tensor) -> None:
         raise ValueError(
@@ -99,7 +101,7 @@ class ShardedParameter(_SpreadParameter):
 
 
 class Valueless(Protocol):
-    """The weight that a placeholder stands for. no_values: what it is held as, and what to do, as a clause."""
+    """Weight that a placeholder stands for. no_values: the form of the weight and the way out, as a clause."""
 
     @property
     def bound(self) -> Any: ...
@@ -108,7 +110,7 @@ class Valueless(Protocol):
     def no_values(self) -> str: ...
 
 
-# the torch calls that need no values: properties and methods of a tensor that say what it is, and its gradient
+# torch calls that need no values: properties and methods about metadata, and the gradient
 METADATA = frozenset({
     "__hash__", "__len__", "__repr__", "_is_view", "dim", "element_size", "data_ptr", "empty_like", "full_like", "get_device",
     "has_names", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference", "is_neg", "is_pinned",
@@ -117,34 +119,35 @@ METADATA = frozenset({
     "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage_offset", "stride", "to_local_shape",
     "untyped_storage", "zeros_like",
 })  # fmt: skip
-# dlp's ops that take weights, and read codes in place of placeholders; compiled code calls their overloads
+# dlp's ops that take weights, and read codes instead of placeholders; compiled code calls their overloads
 OURS = frozenset({"linear_fwd", "linear_bwd", "linear_fwd.default", "linear_bwd.default"})
-VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # the properties that are views of values
+VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # properties that are views of values
 
 
 def _needs_values(function: Any, args: Sequence[Any]) -> str | None:
-    """The name of a torch function, or of a property, that reads or writes values; None for one that does not."""
+    """Name of a torch function or property that reads or writes values; None for any other."""
     name = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__", "__delete__"):
         attribute = str(function.__self__.__name__)
         return attribute if attribute in VALUES else None
     if name in METADATA or name in OURS:
         return None
-    if name in ("view_as", "expand_as") and args[0] is args[1]:  # how autograd finds the node of a gradient
+    if name in ("view_as", "expand_as") and args[0] is args[1]:  # autograd finds the node of a gradient by this
         return None
     return str(name)
 
 
 class _Placeholder:
-    """A tensor whose values do not exist: it has shape, dtype and gradient of a weight, and no memory. ValueError for what
-    reads or writes values. `dlp_weight`: the weight that it stands for."""
+    """Tensor without values: it has shape, dtype and gradient of a weight, but no memory.
+
+    Raises ValueError for calls that read or write values. `dlp_weight`: the weight that the placeholder stands for."""
 
     dlp_weight: Valueless | _Copy | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asked = _needs_values(func, args)
-        if asked == "detach":  # activation checkpointing detaches what it saves; the result has no values, either
+        if asked == "detach":  # activation checkpointing detaches saved tensors; the result has no values either
             with torch._C.DisableTorchFunctionSubclass():
                 detached = func(*args, **(kwargs or {}))
             spread = isinstance(detached, DTensor)
@@ -157,7 +160,7 @@ class _Placeholder:
             return func(*args, **(kwargs or {}))
 
     def set_(self, *_: Any, **__: Any) -> None:
-        """ValueError; torch does not ask `__torch_function__` here."""
+        """Raise ValueError; torch does not call `__torch_function__` here."""
         _check_values("set_", (self,))
 
     def __repr__(self, *_: Any, **__: Any) -> str:
@@ -169,12 +172,12 @@ class DetachedPlaceholder(_Placeholder, Tensor):  # type: ignore[misc]  # of __r
     """A placeholder without its gradient."""
 
     def requires_grad_(self, requires_grad: bool = True) -> None:  # type: ignore[override]
-        """ValueError: `nn.Parameter(p)` asks for it, and the new parameter would be no weight of the layer."""
+        """Raise ValueError: `nn.Parameter(p)` calls this, and the new parameter would not be a weight of the layer."""
         _check_values("nn.Parameter", (self,))
 
 
 class _Copy:
-    """Stands in a copied placeholder for the weight, until the copied layer takes the placeholder for its own."""
+    """Replacement for the weight in a copied placeholder, until the copied layer adopts the placeholder."""
 
     no_values = "was copied without the layer that holds its codes: copy or save the model, or its state_dict()"
 
@@ -183,8 +186,9 @@ _COPY = _Copy()
 
 
 def _check_values(asked: str, given: Sequence[Any]) -> None:
-    """ValueError for a torch call that is given the placeholder of a weight, also in a list. torch.compile traces with copies
-    of placeholders, which stand for no weight."""
+    """Raise ValueError for a torch call with the placeholder of a weight, also in a list.
+
+    torch.compile traces with copies of placeholders, which stand for no weight."""
     flat = [each for value in given for each in (value if isinstance(value, list | tuple) else (value,))]
     for each in flat:
         weight = each.dlp_weight if isinstance(each, _Placeholder) else None
@@ -209,7 +213,7 @@ class PlaceholderDTensor(_Placeholder, _SpreadParameter):  # type: ignore[misc]
     """The placeholder of a parameter on tp."""
 
     def full_tensor(self, **_: Any) -> Any:
-        """ValueError, as the other methods of a DTensor that read values."""
+        """Raise ValueError, like other methods of a DTensor that read values."""
         _check_values("full_tensor", (self,))
 
     def to_local(self, **options: Any) -> Any:
@@ -245,7 +249,7 @@ def _copied(parameter: nn.Parameter, cls: type) -> Any:
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor in the place of a weight that is held in another form: it has this shape and no memory, and reads as NaN."""
+    """Placeholder for a weight in another form: it has this shape and no memory, and reads as NaN."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(*shape)
 
 
@@ -254,14 +258,15 @@ def is_placeholder(parameter: Any) -> bool:
 
 
 def take_class(parameter: Any, cls: type) -> Any:
-    """Give a parameter another class; returns it."""
+    """Set the class of a parameter, and return the parameter."""
     parameter.__class__ = cls
     return parameter
 
 
 def show_values(parameter: Any, values: Tensor) -> None:
-    """Replace the tensor that a parameter holds on this rank, by one with values. The parameter object stays, since a backward
-    may still lead to it."""
+    """Replace the tensor of a parameter on this rank by a tensor with values. The parameter object remains, since a
+    backward may still lead
+    to it."""
     spread = isinstance(parameter, DTensor)
     if is_placeholder(parameter):
         take_class(parameter, getattr(parameter, "dlp_class", PlacedParameter if spread else nn.Parameter))
@@ -272,14 +277,14 @@ def show_values(parameter: Any, values: Tensor) -> None:
 
 
 def hide_values(parameter: Any, weight: Valueless, values: Tensor) -> None:
-    """Replace the tensor that a parameter holds on this rank by a placeholder, of the shape, dtype and device of `values`."""
+    """Replace the tensor of a parameter on this rank by a placeholder with the shape, dtype and device of `values`."""
     show_values(parameter, placeholder(values.shape, values.dtype, values.device))
     parameter.dlp_class, parameter.dlp_weight = type(parameter), weight
     take_class(parameter, PlaceholderDTensor if isinstance(parameter, DTensor) else PlaceholderParameter)
 
 
 def set_local(parameter: DTensor, local: Tensor) -> None:
-    """Replace the local tensor of a DTensor parameter, of the same shape, by one of any dtype and device."""
+    """Replace the local tensor of a DTensor parameter by a tensor of the same shape, and any dtype and device."""
     if (parameter.dtype, parameter.device) != (local.dtype, local.device):
         mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
         made = DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
@@ -290,7 +295,7 @@ def set_local(parameter: DTensor, local: Tensor) -> None:
 
 @contextmanager
 def _as_plain(parameter: Any) -> Iterator[Any]:
-    """A context in which a parameter on tp is a plain DTensor."""
+    """Context in which a parameter on tp is a plain DTensor."""
     cls = type(parameter)
     try:
         yield take_class(parameter, DTensor)
@@ -299,10 +304,10 @@ def _as_plain(parameter: Any) -> Iterator[Any]:
 
 
 class SpreadModule(nn.Module):
-    """Base of modules whose parameters lie on tp: what torch does to the parameters of a module from outside."""
+    """Base of modules with parameters on tp: handles torch's operations on the parameters of a module."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SpreadModule:
-        """`to`, `half` and the like swap DTensors for others of their plain class: parameters keep theirs."""
+        """Apply `to`, `half` and the like, which replace DTensors by plain DTensors: parameters keep their class."""
         classes = {name: type(parameter) for name, parameter in self._parameters.items() if parameter is not None}
         super()._apply(fn, recurse)
         for name, parameter in self._parameters.items():
@@ -311,8 +316,9 @@ class SpreadModule(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Of a whole plain tensor in the place of a DTensor each rank takes its part. ValueError for codes of a quantized
-        checkpoint, which torch would take for values."""
+        """Load a state dict: each rank takes its shard of a full plain tensor for a DTensor.
+
+        Raises ValueError for codes of a quantized checkpoint, which torch would load as values."""
         for name, parameter in self._parameters.items():
             given = state_dict.get(f"{prefix}{name}")
             if parameter is not None and isinstance(given, Tensor) and type(given) in (Tensor, nn.Parameter):
@@ -334,7 +340,7 @@ class SpreadModule(nn.Module):
 
     @property
     def _fsdp_use_orig_params(self) -> bool:
-        """The mark that FSDP1 and FSDP2 put on the modules that they manage, for torch.compile."""
+        """Mark that FSDP1 and FSDP2 set on the modules that they manage, for torch.compile."""
         marks = vars(self)
         if "_fsdp_use_orig_params" not in marks:
             raise AttributeError
@@ -342,8 +348,9 @@ class SpreadModule(nn.Module):
 
     @_fsdp_use_orig_params.setter
     def _fsdp_use_orig_params(self, value: bool) -> None:
-        """ValueError for FSDP1, which marks modules before it flattens their parameters, and cannot flatten DTensors."""
-        by_fsdp1 = sys._getframe(2).f_code.co_name == "_annotate_modules_for_dynamo"  # behind nn.Module.__setattr__
+        """Raise ValueError for FSDP1, which marks modules before it flattens their parameters, and cannot flatten
+        DTensors."""
+        by_fsdp1 = sys._getframe(2).f_code.co_name == "_annotate_modules_for_dynamo"  # bypasses nn.Module.__setattr__
         if by_fsdp1 and any(isinstance(parameter, DTensor) for parameter in self._parameters.values()):
             raise ValueError(
                 f"{type(self).__name__}: FullyShardedDataParallel (FSDP1) takes no model that dlp.convert made, whose "
@@ -352,12 +359,12 @@ class SpreadModule(nn.Module):
         vars(self)["_fsdp_use_orig_params"] = value
 
 
-# ---- the region of quantized_model_init that is active
+# ---- the active region of quantized_model_init
 
 
 @dataclass(frozen=True)
 class Region:
-    """The arguments of the active `quantized_model_init`; `made`: for each layer made inside, whether it holds codes."""
+    """Arguments of the active `quantized_model_init`. `made`: for each layer made inside, whether it is quantized-only."""
 
     recipe: Any
     preserve: bool
@@ -368,19 +375,20 @@ REGION: ContextVar[Region | None] = ContextVar("dlp_quantized_model_init", defau
 
 
 def default_recipe() -> Any:
-    """The recipe of the active `quantized_model_init`, for linears of `convert` whose groups set none; None: it has none."""
+    """Recipe of the active `quantized_model_init`, for linears of `convert` without a recipe from groups; None if there
+    is none."""
     region = REGION.get()
     return None if region is None else region.recipe
 
 
 def holds(recipe: Recipe) -> bool:
-    """Whether a linear with this recipe that is made now holds codes only."""
+    """Whether a linear with this recipe that is constructed now is quantized-only."""
     return REGION.get() is not None and not recipe.w.keeps_source
 
 
 @contextmanager
 def recipes_decided() -> Iterator[None]:
-    """A context in which an active `quantized_model_init` leaves the recipes of layers that are made as they are."""
+    """Context in which an active `quantized_model_init` does not change the recipes of layers."""
     region = REGION.get()
     token = REGION.set(None if region is None else replace(region, recipe=None))
     try:
@@ -389,13 +397,13 @@ def recipes_decided() -> Iterator[None]:
         REGION.reset(token)
 
 
-# ---- what must hold of a weight that becomes codes, or a layer: one check for convert, quantized_model_init, freeze, quantize_
+# ---- checks of weights that are converted or quantized, shared by convert, quantized_model_init, freeze and quantize_
 
 LEAVE_OUT = "leave it out (convert = false in a layer group, filter_fn of dlp.quantize_)"
 
 
 def check_is_parameter(name: str, linear: nn.Module) -> None:
-    """ValueError for a linear whose weight, or bias, is computed in each forward."""
+    """Raise ValueError for a linear whose weight or bias is computed in each forward."""
     if parametrize.is_parametrized(linear):
         which = ", ".join(linear.parametrizations)  # type: ignore[arg-type]
         raise ValueError(
@@ -410,7 +418,7 @@ def check_is_parameter(name: str, linear: nn.Module) -> None:
 
 
 def check_plain(name: str, weight: Tensor) -> None:
-    """ValueError for a weight whose values are codes already, or are spread over ranks by something else."""
+    """Raise ValueError for a weight that is quantized already, or sharded over ranks by other code."""
     local = weight._local_tensor if isinstance(weight, DTensor) else weight
     if isinstance(local, QuantizedParameter) or is_placeholder(weight):
         fmt = f"{local.use.format.name} codes" if isinstance(local, QuantizedParameter) else "codes"
@@ -428,14 +436,15 @@ def check_plain(name: str, weight: Tensor) -> None:
 
 
 def refuse_codes(name: str, codes: str) -> None:
-    """ValueError for a weight that is held as codes. `codes`: their format."""
+    """Raise ValueError for a quantized weight. `codes`: the format."""
     raise ValueError(
         f"{name}: its weight is held as {codes} already, and its values are gone: quantize a layer once, from values"
     )
 
 
 def check_has_values(name: str, weight: Tensor) -> None:
-    """ValueError for a weight on the meta device, of which no codes can be made, and for one that `check_finite` refuses."""
+    """Raise ValueError for a weight on the meta device, which has no values to quantize, and for a weight that
+    `check_finite` rejects."""
     if weight.is_meta:
         raise ValueError(
             f"{name}: codes are made of values, and its weight lies on the meta device, which has none; name a device, or give "
@@ -445,8 +454,8 @@ def check_has_values(name: str, weight: Tensor) -> None:
 
 
 def check_finite(name: str, weight: Tensor) -> None:
-    """ValueError, on all ranks that share the weight, for NaN or Inf, which some casts turn into finite codes. Waits for the
-    device."""
+    """Raise ValueError on all ranks that share the weight for NaN or Inf, which some casts turn into finite codes.
+    Waits for the device."""
     local = (weight._local_tensor if isinstance(weight, DTensor) else weight).detach()
     wrong = local.isfinite().all().logical_not().float()
     for group in weight.device_mesh.get_all_groups() if isinstance(weight, DTensor) else ():
@@ -458,7 +467,7 @@ def check_finite(name: str, weight: Tensor) -> None:
 
 
 def check_without_history(name: str, recipe: Recipe) -> None:
-    """ValueError for a recipe whose scales of weights follow from earlier steps."""
+    """Raise ValueError for a recipe that scales weights by amaxes of earlier steps."""
     if any(caps_of(quantizer).slot for quantizer in (recipe.w.rowwise, recipe.w.columnwise)):
         raise ValueError(
             f"{name}: {recipe} scales weights by their history, of which a held weight has none: choose fp8_current or another "
@@ -467,7 +476,7 @@ def check_without_history(name: str, recipe: Recipe) -> None:
 
 
 def check_are_values(name: str, given: Tensor) -> None:
-    """ValueError for a tensor to load into a parameter that holds codes, or integers, in the place of values."""
+    """Raise ValueError for loading codes or integers instead of values into a quantized-only parameter."""
     if not given.is_floating_point() or given.dtype.itemsize == 1:
         raise ValueError(
             f"{name}: the tensor to load holds {given.dtype}, codes that mean nothing without their scales: convert them to "
@@ -476,7 +485,7 @@ def check_are_values(name: str, given: Tensor) -> None:
 
 
 def check_unshared(model: nn.Module, linear: Any, key: str = "weight") -> None:
-    """ValueError for a weight that another module uses, too, and which would find no values."""
+    """Raise ValueError for a weight that another module uses, too, and which would find no values."""
     names = [
         name
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Weights whose rows FSDP shards over dp_shard: each rank casts its shard, codes and scales are gathered.
+"""Weights whose rows FSDP shards over dp_shard: each rank casts its shard, and FSDP gathers codes and scales.
 
     shard [n, K] of D ranks,  n = ceil(N / D);   w [N, K] of one tp rank
 
@@ -6,14 +6,18 @@
     forward         rowwise operands are gathered                                        ─► w [N, K]    for fprop
     backward        columnwise operands are gathered, or rowwise ones and transposed     ─► w.T [K, N]  for dgrad
 
-The gathered operand equals the cast of the whole weight, bit for bit. Where it would not (`weight_obstacle`), the weight is
-gathered in high precision and cast where it is used. FSDP's hooks (`dlp.parallel.weight.fsdp2`) move the bytes: before a gather
-they call `depart` for this rank's parts, after it `arrive` with those of all ranks.
+The gathered operand is bitwise equal to the cast of the full weight. If this is not possible (`weight_obstacle`), the
+weight is
+gathered in high precision and cast where it is used. FSDP's hooks (`dlp.parallel.weight.fsdp2`) move the bytes: before
+a gather
+they call `depart` for this rank's parts, after the gather `arrive` with the parts of all ranks.
 
 A pass may read an orientation that was not gathered for it: a backward with activation checkpointing runs forwards again, and
-weights may stay gathered from forward to backward. That orientation is then gathered when it is read, and from the next pass on
-together with the other. A layer that runs under another recipe than its own (`dlp.autocast`, or a backward whose forward ran
-before a swap) gathers the values and casts them.
+weights may stay gathered from forward to backward. That orientation is then gathered when it is read, and from the next
+pass on
+together with the other orientation. A layer that runs under another recipe than its own (`dlp.autocast`, or a backward
+whose
+forward ran before a recipe change) gathers the values and casts them.
 """
 
 from __future__ import annotations
@@ -37,16 +41,17 @@ from dlp.quant.quantizer import KeepHighPrecision, Quantizer, ScaleSlot, Wanted,
 from dlp.quant.recipe import Operand, Recipe
 from dlp.quant.tensor import SHARED, UNSAID, Format, QuantizedTensor, Shape
 
-# ---- how orientations are gathered: read by layers, and by the prediction of bytes
+# ---- gathers of the orientations, used by layers and by the prediction of bytes
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How one orientation of a weight with sharded rows is cast and gathered.
+    """Cast and gather of one orientation of a weight with sharded rows.
 
-    quantizer    casts the shard [n, K] of a rank, or its transpose [K, n]
-    transposed   it casts the transpose. A columnwise operand of a format whose payload may be transposed is cast and gathered
-                 as [n, K] and transposed then
+    quantizer    casts the shard [n, K] of a rank, or the transposed shard [K, n]
+    transposed   the quantizer casts the transposed shard. A columnwise operand of a format with transposable payload is
+                 cast and
+                 gathered as [n, K], and transposed afterwards
     columnwise   the orientation. Layouts of both orientations that are otherwise equal share one cast and one gather
     """
 
@@ -60,7 +65,7 @@ class ShardLayout:
 
     @property
     def dims(self) -> list[int | None]:
-        """For each part the dimension along which shards concatenate; SHARED: it is equal on all ranks."""
+        """For each part the dimension along which shards concatenate; SHARED: the part is equal on all ranks."""
         return self.format.moves_along(int(self.transposed))
 
     @property
@@ -69,13 +74,13 @@ class ShardLayout:
         return int(self.transposed) in self.quantizer.reduces
 
     def of(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """The shape of the matrix that is cast, from that of w."""
+        """Shape of the matrix that is cast, from the shape of w."""
         return (shape[1], shape[0]) if self.transposed else shape
 
 
 VALUES = ShardLayout(KeepHighPrecision())  # the weight itself, in high precision
 ShardLayouts = tuple[ShardLayout, ShardLayout]  # rowwise, columnwise
-ShardRead = tuple[ShardLayout | None, ShardLayout | None]  # one read of a shard: what it casts of [n, K], and of [K, n]
+ShardRead = tuple[ShardLayout | None, ShardLayout | None]  # one read of a shard: quantizers of [n, K] and of [K, n]
 
 
 def shard_layouts(w: Operand) -> ShardLayouts:
@@ -85,7 +90,7 @@ def shard_layouts(w: Operand) -> ShardLayouts:
 
 
 def shard_reads(layouts: Iterable[ShardLayout]) -> list[ShardRead]:
-    """The reads of a shard that make these layouts: both in one read where the quantizers offer that."""
+    """Reads of a shard that produce these layouts: both in one read if the quantizers support this."""
     chosen = [each for each in dict.fromkeys(layouts) if not each.format.keeps_source]
     if len(chosen) == 2 and not chosen[0].transposed and chosen[1].transposed:
         if one_read(chosen[0].quantizer, chosen[1].quantizer) is not None:
@@ -100,15 +105,16 @@ def read_of(layouts: ShardRead, groups: tuple[Groups, Groups] = (NOBODY, NOBODY)
 
 
 def agreed_over(layout: ShardLayout | None, style: ParallelStyle, recipe: Recipe, own_group: bool) -> tuple[bool, bool]:
-    """Whether the amaxes of one layout are agreed over dp_shard, since a scale spans rows of its ranks; and whether then over
-    the layer's amax group (`agrees`)."""
+    """Whether ranks of dp_shard agree on the amaxes of one layout, since a scale spans their rows; and whether they
+    then agree over the
+    layer's amax group (`agrees`)."""
     if layout is None:
         return False, False
     return layout.spans_rows, agrees(style, recipe, "w", layout.quantizer, layout.transposed, own_group=own_group)
 
 
 def weight_obstacle(recipe: Recipe, shape: tuple[int, int], ranks: int, own_group: bool = False) -> str | None:
-    """Why shards of a weight [N, K] (of one tp rank) over `ranks` cannot be cast each by itself; None if they can.
+    """Reason why shards of a weight [N, K] (of one tp rank) over `ranks` cannot be cast separately; None if they can.
 
     own_group: the user named an amax group, which agrees on every scale.
     """
@@ -136,8 +142,11 @@ def weight_obstacle(recipe: Recipe, shape: tuple[int, int], ranks: int, own_grou
 def weight_layouts(
     recipe: Recipe, shape: tuple[int, int], ranks: int, *, refused: str | None, own_group: bool
 ) -> tuple[ShardLayouts | None, str | None]:
-    """The layouts in which a weight [N, K] (of one tp rank) is gathered over `ranks`, None: in high precision; and why so,
-    where the recipe quantizes w. `refused`: a reason that is known before; `own_group`: see `weight_obstacle`."""
+    """Layouts in which a weight [N, K] (of one tp rank) is gathered over `ranks`, None: in high precision; and the
+    reason, if the recipe
+    quantizes w.
+
+    `refused`: a reason that is known before; `own_group`: see `weight_obstacle`."""
     if recipe.w.keeps_source:
         return None, None
     why = refused or weight_obstacle(recipe, shape, ranks, own_group)
@@ -145,7 +154,7 @@ def weight_layouts(
 
 
 def _keeps_shape(layout: ShardLayout, shape: tuple[int, int]) -> bool:
-    """Whether all parts that are gathered have the shape of the weight, so that shards may be padded with rows."""
+    """Whether all gathered parts have the shape of the weight, so that shards may be padded with rows."""
     shapes = zip(layout.format.part_shapes(shape), layout.dims, strict=True)
     return not layout.transposed and all(part == shape for part, dim in shapes if dim is not SHARED)
 
@@ -155,14 +164,14 @@ def _keeps_shape(layout: ShardLayout, shape: tuple[int, int]) -> bool:
 
 @dataclass(frozen=True)
 class RowShards:
-    """The parameter behind a sharded weight.
+    """Parameter of a sharded weight.
 
     shape         [N, K] of the weight on this tp rank
     group         dp_shard
-    shard()       this rank's rows [n, K], with zero rows up to the same n on all ranks
-    dtype         shards are rounded to it before their cast, and have it where they are gathered in high precision
-    from_master   shards are cast, and gathered in high precision, as they are stored, unrounded
-    refused       why the weight must not be gathered quantized; None: it may
+    shard()       this rank's rows [n, K], zero-padded to the same n on all ranks
+    dtype         dtype to which shards are rounded before the cast, and in which they are gathered in high precision
+    from_master   shards are cast, or gathered in high precision, as stored, without rounding
+    refused       reason why the weight must not be gathered quantized; None: it may
     """
 
     shape: tuple[int, int]
@@ -177,9 +186,9 @@ class ShardedWeight(MemberWeight):
     """One weight with sharded rows.
 
     rows      the parameter
-    layouts   in which its orientations are gathered; None: FSDP gathers the values by itself
-    own       operands of this rank's shard, by layout, as the step boundary cast them
-    fresh     they were cast from the present values
+    layouts   layouts of the gathered orientations; None: FSDP gathers the values
+    own       operands of this rank's shard, by layout, from the step boundary
+    fresh     the operands were cast from the current values
     """
 
     managed = gathered = True
@@ -192,12 +201,13 @@ class ShardedWeight(MemberWeight):
         stored: Callable[[], Tensor],
         hook: Callable[[bool], None],
     ) -> None:
-        super().__init__(owner, index)  # `parts` stay empty: whole operands do not outlive a pass
+        super().__init__(owner, index)  # `parts` stay empty: gathered operands do not outlive a pass
         self.rows, self._stored, self._hook = rows, stored, hook
         self.layouts: ShardLayouts | None = None
         self.own: dict[ShardLayout, QuantizedTensor] = {}
         self._arrived: dict[ShardLayout, tuple[Tensor, ...]] = {}
-        self._more: dict[bool, list[ShardLayout]] = {False: [], True: []}  # by direction: also read in earlier passes
+        # orientations read in earlier passes, by direction
+        self._more: dict[bool, list[ShardLayout]] = {False: [], True: []}
         self._backward = False  # the direction of the last gather
         self.decide()
 
@@ -207,15 +217,16 @@ class ShardedWeight(MemberWeight):
 
     @property
     def no_values(self) -> str:
-        """What a placeholder's refusal says."""
+        """Clause for the error of a placeholder."""
         return (
             "FSDP has gathered as codes only: call reshard() of the modules that were given to dlp.fully_shard and use the "
             "parameters that they have then, or gather values (dlp.fully_shard(..., quantized_gather=False))"
         )
 
     def drop(self, *, retyped: bool = False) -> None:
-        """Shards are cast anew before the next gather, maybe in other layouts. A new dtype of x changes nothing: shards are
-        rounded to FSDP's `param_dtype`."""
+        """Forget casts: shards are cast again before the next gather, possibly in other layouts.
+
+        A new dtype of x changes nothing, since shards are rounded to FSDP's `param_dtype`."""
         if not retyped:
             self._hook(self.decide())
 
@@ -234,21 +245,22 @@ class ShardedWeight(MemberWeight):
         return casts
 
     def _groups(self, layout: ShardLayout | None) -> Groups:
-        """The groups that agree on the amaxes of one layout, see `agreed_over`."""
+        """Groups that agree on the amaxes of one layout, see `agreed_over`."""
         spec = self.bound.spec
         shards, wider = agreed_over(layout, spec.style, spec.recipe, spec.amax_group is not None)
         return self.rows.group if shards else None, (spec.amax_group or spec.group) if wider else None
 
     def _slot(self, layout: ShardLayout | None) -> ScaleSlot | None:
-        """The delayed scale that the cast of one layout reads, if its quantizer has one."""
+        """Delayed scale of the cast of one layout, if its quantizer has one."""
         if layout is None or caps_of(layout.quantizer).slot is None:
             return None
         spec = self.bound.spec
         return self.bound.session.slot(spec.slot_name("w", self.name, layout.columnwise), spec, True)
 
     def staged(self) -> tuple[ProcessGroup, list[Tensor]] | None:
-        """The staged amaxes of this shard and dp_shard, where not all of its ranks share delayed scales; where they do,
-        `ScalingState` agrees on them."""
+        """Staged amaxes of this shard, with dp_shard, if not all ranks of dp_shard share delayed scales; otherwise
+        `ScalingState` agrees on
+        them."""
         slots = [slot for row, col in self.reads if (slot := self._slot(row or col)) is not None]
         scales_group, shards_group = self.bound.session.amax_group, self.rows.group
         if scales_group is not None and self.bound.spec.recipe.reduce_amax:
@@ -269,17 +281,17 @@ class ShardedWeight(MemberWeight):
 
     @property
     def reads(self) -> list[ShardRead]:
-        """The reads of the shard that the step boundary makes."""
+        """Reads of the shard at the step boundary."""
         return shard_reads(self.layouts or ())
 
     def take(self, operands: Sequence[Wanted]) -> None:
-        """Take the operands that the casts of `reads` made."""
+        """Take the operands from the casts of `reads`."""
         for layouts, pair in zip(self.reads, operands, strict=True):
             self.own |= {w: q for w, q in zip(layouts, pair, strict=True) if w is not None and q is not None}
 
     def _operand_of_shard(self, layout: ShardLayout) -> QuantizedTensor:
-        """This rank's operand in one layout; one in high precision is the shard, rounded unless `from_master` says
-        otherwise."""
+        """This rank's operand in one layout. A high-precision operand is the shard, rounded unless `from_master` is
+        true."""
         if not layout.format.keeps_source:
             return self.own[layout]
         values = self.rows.shard().detach()
@@ -288,20 +300,20 @@ class ShardedWeight(MemberWeight):
         return layout.quantizer.cast(values, None)
 
     def depart(self) -> tuple[tuple[Tensor, ...], tuple[ShardLayout, ...]]:
-        """The parts that this rank sends for the pass that is running, and their layouts."""
+        """Parts that this rank sends for the running pass, and their layouts."""
         assert self.layouts is not None
         self._backward = in_backward()
         layouts = tuple(dict.fromkeys((self.layouts[self._backward], *self._more[self._backward])))
         return tuple(part for layout in layouts for part in self._sent(layout)), layouts
 
     def _sent(self, layout: ShardLayout) -> list[Tensor]:
-        """The parts of the shard that are gathered; FP8 as bytes, since gloo has no such dtype."""
+        """Parts of the shard that are gathered; FP8 as bytes, since gloo has no FP8 dtype."""
         parts = zip(self._operand_of_shard(layout).parts, layout.dims, strict=True)
         return [_as_wire(part) for part, dim in parts if dim is not SHARED]
 
     def arrive(self, received: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> None:
-        """The gathered parts of these layouts, each concatenated over ranks along its first dimension. Valid until the next
-        `depart`."""
+        """Take the gathered parts of these layouts, each concatenated over ranks along the first dimension. Valid until
+        the next `depart`."""
         rest = iter(received)
         self._arrived = {layout: tuple(next(rest) for dim in layout.dims if dim is not SHARED) for layout in layouts}
 
@@ -312,7 +324,7 @@ class ShardedWeight(MemberWeight):
         return self._read(use, columnwise=True)
 
     def _read(self, use: Use, *, columnwise: bool) -> QuantizedTensor:
-        """One operand of the whole weight. RuntimeError where FSDP has freed what was gathered."""
+        """One operand of the full weight. Raises RuntimeError if FSDP has freed the gathered parts."""
         bound, layer = use.bound, self.owner.layer
         if bound is not layer.bound and (self.layouts is not None or bound not in layer.bounds()):
             bound.session.note(
@@ -329,15 +341,15 @@ class ShardedWeight(MemberWeight):
         return _values_in(operand.transpose() if columnwise and not layout.transposed else operand, use.dtype)
 
     def _cast_whole(self, use: Use, values: Tensor, columnwise: bool) -> QuantizedTensor:
-        """The operand of gathered values [N, K], cast by the pass."""
+        """Operand of gathered values [N, K], cast by the pass."""
         values = values if self.rows.from_master else values.to(use.dtype)
         orientations = COLUMNWISE if columnwise else ROWWISE
         (operands,) = quantize(use.bound, "w", [values], orientations, members=[self.name], record=use.record)
         return _values_in(operands.at(columnwise=columnwise), use.dtype)
 
     def _gathered(self, layout: ShardLayout) -> QuantizedTensor:
-        """The whole operand in one layout: of the parts that arrived, or gathered now, and from the next pass on with the
-        others."""
+        """Full operand in one layout, from gathered parts, or gathered now, and from the next pass on together with the
+        other layouts."""
         if layout not in self._arrived:
             self._more[self._backward].append(layout)
             return self._gather_now(layout)
@@ -354,7 +366,7 @@ class ShardedWeight(MemberWeight):
         return self._trim(layout, parts)
 
     def _check_not_freed(self, gathered: Tensor) -> None:
-        """RuntimeError where kernels would read freed memory."""
+        """Raise RuntimeError if kernels would read freed memory."""
         if gathered.numel() and not gathered.untyped_storage().size():
             raise RuntimeError(
                 f"{self.name}: FSDP has freed its gathered weight, which this pass reads; backward must begin at what the "
@@ -362,17 +374,17 @@ class ShardedWeight(MemberWeight):
             )
 
     def _dtype(self, layout: ShardLayout) -> torch.dtype:
-        """The dtype of parts that have that of their source."""
+        """Dtype of parts in the dtype of their source."""
         return self.rows.shard().dtype if self.rows.from_master and _holds_values(layout.format) else self.rows.dtype
 
     def _gather_now(self, layout: ShardLayout) -> QuantizedTensor:
-        """The whole operand in one layout, by a gather of its own."""
+        """Full operand in one layout, by a separate gather."""
         with observer.label(direction="weights", precision="" if layout.format.keeps_source else layout.format.name):
             parts = self._operand_of_shard(layout).parts
             return self._trim(layout, all_gather(parts, layout.dims, self.rows.group).wait())
 
     def _trim(self, layout: ShardLayout, parts: Sequence[Tensor]) -> QuantizedTensor:
-        """The operand of these parts, without the zero rows after the last shard."""
+        """Operand of these parts, without the zero rows after the last shard."""
         shapes = layout.format.part_shapes(layout.of(self.rows.shape))
         return QuantizedTensor(
             layout.format, tuple(_first(part, shape) for part, shape in zip(parts, shapes, strict=True))
@@ -380,7 +392,7 @@ class ShardedWeight(MemberWeight):
 
 
 def _values_in(q: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
-    """The operand; one that holds values holds them in this dtype."""
+    """Operand with high-precision payloads in this dtype."""
     if not _holds_values(q.format) or q.payload.dtype == dtype:
         return q
     return QuantizedTensor(q.format, (q.payload.to(dtype), *q.parts[1:]))
@@ -396,7 +408,7 @@ def _as_wire(part: Tensor) -> Tensor:
 
 
 def _join(received: Tensor, world: int, dim: int | None) -> Tensor:
-    """[D * s0, ...], concatenated over D ranks along the first dimension -> concatenated along `dim`."""
+    """Convert [D * s0, ...], concatenated over D ranks along the first dimension, to a concatenation along `dim`."""
     return torch.cat(received.unflatten(0, (world, -1)).unbind(0), dim) if dim else received
 
 
