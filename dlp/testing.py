@@ -1,9 +1,10 @@
-"""Suites for formats, ours and yours: `check_format`.
+"""Test suites for built-in and user-defined formats: `check_format`.
 
     dlp.testing.check_format(MyQuantizer())                   basic, pieces, transpose, linear, saving, compile
     dlp.testing.check_format(MyQuantizer(), mesh=mesh)        and, on each rank of it: DTensor, FSDP2
 
-Each suite raises AssertionError, which names it, with the number and the floor. What it prints is a table of what was measured.
+Each suite raises AssertionError with the name of the suite, the number and the floor, and prints a table of
+measurements.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from dlp.quant.parameter import QuantizedParameter
 from dlp.quant.quantizer import Origin, Quantizer, caps_of, quantized_values
 from dlp.quant.tensor import SHARED, UNSAID, QuantizedTensor
 
-SIZE = (256, 512)  # of the matrices; halves of them hold whole blocks of our formats
-FLOORS = {"e4m3": 30.0, "e5m2": 24.0, "e2m1": 15.0, "": 40.0}  # dB, by element; of 8-bit integers where there is none
+SIZE = (256, 512)  # shape of the matrices; their halves consist of complete blocks of the built-in formats
+# dB, by element format; for 8-bit integers if there is none
+FLOORS = {"e4m3": 30.0, "e5m2": 24.0, "e2m1": 15.0, "": 40.0}
 FLOORS |= {f"int{bits}": 6.0 * bits - 8 for bits in range(2, 9)}
 
 
@@ -88,7 +90,7 @@ def check_format(
     found = {"values": check_basic(quantizer, values, q, least)}
     check_pieces(quantizer, values, q)
     check_transpose(quantizer, values, q)
-    if quantizer.format.basis:  # a GEMM wants the other operand rotated, too
+    if quantizer.format.basis:  # a GEMM needs the other operand rotated as well
         return found
     weight = QuantizedParameter(q, values.dtype)
     found["linear"] = check_linear(weight, values, x, least)
@@ -114,7 +116,7 @@ def _must(holds: bool, suite: str, said: str) -> None:
 def _cast(
     quantizer: Quantizer, values: Tensor, amax: Tensor | None = None, at: Origin | None = None
 ) -> QuantizedTensor:
-    """`amax`: agreed, None: its own."""
+    """Cast a matrix. `amax`: agreed amax; None: the amax of the matrix."""
     amax = quantizer.observe(values) if amax is None else amax
     if not caps_of(quantizer).origin:
         return quantizer.cast(values, amax)
@@ -123,7 +125,8 @@ def _cast(
 
 
 def check_basic(quantizer: Quantizer, values: Tensor, q: QuantizedTensor, least: float) -> float:
-    """Parts are as declared, what is written into memory that exists is what is made anew, and values are near enough."""
+    """Check that parts match their declaration, that casts into existing memory equal casts into new memory, and that
+    errors are small."""
     fmt = quantizer.format
     _must(q.format == fmt, "basic", f"cast gives {q.format.name}, and the quantizer's format is {fmt.name}")
     _must(is_dataclass(fmt) and fmt == copy.copy(fmt), "basic", "a format must be a value: a frozen dataclass")
@@ -136,7 +139,7 @@ def check_basic(quantizer: Quantizer, values: Tensor, q: QuantizedTensor, least:
     quantizer.cast(values, quantizer.observe(values), out=out, **(given if caps_of(quantizer).origin else {}))
     same = all(_equal(a, b) for a, b in zip(out.parts, q.parts, strict=True))
     _must(same, "basic", "a cast into `out` differs from one without")
-    view = _cast(quantizer, values.t().contiguous().t())  # as columnwise operands are cast, of x read by columns
+    view = _cast(quantizer, values.t().contiguous().t())  # read by columns, like x for columnwise operands
     strided = [part.name for part, tensor in zip(fmt.parts, view.parts, strict=True) if not tensor.is_contiguous()]
     _must(
         not strided,
@@ -158,14 +161,14 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def check_pieces(quantizer: Quantizer, values: Tensor, q: QuantizedTensor) -> None:
-    """Halves that are cast with agreed amaxes join, part by part as each says it moves, to what the whole is cast to."""
+    """Check that halves cast with agreed amaxes join, part by part, to the cast of the full matrix."""
     fmt = quantizer.format
     for dim, size in enumerate(SIZE):
         for part in fmt.parts:
             _must(part.moves_along(dim) != UNSAID, "pieces", f"part {part.name} does not say how it moves along {dim}")
         _must(fmt.concatenates(dim, size // 2), "pieces", f"halves of {size} along {dim} cut blocks of {fmt.block}")
         if caps_of(quantizer).origin:
-            continue  # bits are drawn for places in the whole
+            continue  # random bits depend on the position in the full matrix
         amax, halves = quantizer.observe(values), values.chunk(2, dim)
         row_amaxes = amax is not None and amax.dim() and amax.shape[-1] == SIZE[0] and dim == 0
         amaxes = amax.chunk(2, -1) if row_amaxes and amax is not None else (amax, amax)
@@ -187,14 +190,14 @@ def check_pieces(quantizer: Quantizer, values: Tensor, q: QuantizedTensor) -> No
 
 
 def check_transpose(quantizer: Quantizer, values: Tensor, q: QuantizedTensor) -> None:
-    """A transposable payload has the same values, transposed."""
+    """Check that a transposed payload has the transposed values."""
     if quantizer.format.transposable:
         same = torch.equal(q.transpose().dequantize(), q.dequantize().t())
         _must(same, "transpose", "the transpose has other values")
 
 
 def check_linear(weight: QuantizedParameter, values: Tensor, x: Tensor, least: float) -> float:
-    """y of a plain linear with this weight: near y of the values, and y of the decoded ones."""
+    """Check y of a plain linear with this weight against y of the values, and of the decoded values."""
     y, expected = F.linear(x, weight), x.double() @ values.double().t()
     ratio = sqnr(y, expected)
     _must(ratio >= least - 1, "linear", f"SQNR of y is {ratio:.1f} dB, below the floor of {least - 1:.1f}")
@@ -204,12 +207,11 @@ def check_linear(weight: QuantizedParameter, values: Tensor, x: Tensor, least: f
 
 
 def check_saved(weight: QuantizedParameter) -> QuantizedParameter:
-    """torch.save, and torch.load with weights_only; a format from outside of dlp is allowed for that moment. What was read,
-    with a format made anew."""
+    """Check torch.save, and torch.load with weights_only; a format from outside of dlp is allowed temporarily."""
     file = io.BytesIO()
     torch.save({"weight": weight}, file)
     file.seek(0)
-    known = torch.serialization.get_safe_globals()  # of these the context would allow none behind it
+    known = torch.serialization.get_safe_globals()  # the context would remove these from the allowed classes at its end
     with torch.serialization.safe_globals([kind for kind in [type(weight.use.format)] if kind not in known]):
         read: QuantizedParameter = torch.load(file, weights_only=True)["weight"]
     same = read.use == weight.use and all(_equal(a, b) for a, b in zip(read.parts, weight.parts, strict=True))
@@ -218,7 +220,7 @@ def check_saved(weight: QuantizedParameter) -> QuantizedParameter:
 
 
 def check_compile(weight: QuantizedParameter, x: Tensor) -> None:
-    """One graph forward and one backward, and the same bits of y and dx."""
+    """Check that compilation gives one graph in forward and one in backward, and equal bits of y and dx."""
     layer = nn.Linear(SIZE[1], SIZE[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     dy = torch.ones(len(x), SIZE[0], dtype=x.dtype, device=x.device)
@@ -242,7 +244,7 @@ def check_compile(weight: QuantizedParameter, x: Tensor) -> None:
 
 
 def check_mesh(weight: QuantizedParameter, x: Tensor, mesh: DeviceMesh) -> None:
-    """Shards along both dimensions are gathered to the whole, and FSDP2 gathers codes."""
+    """Check that shards along both dimensions are gathered to the full matrix, and that FSDP2 gathers codes."""
     axis = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[0]]  # type: ignore[index]
     expected = weight.dequantize()
     for dim in (0, 1):

@@ -1,1 +1,2 @@
-"""Flows: a model that exists, converted or plain, quantized for forward passes; scales found, codes saved, QAT exported."""
+"""Flows: quantize an existing model, converted or plain, for forward passes; calibrate scales, save codes, export QAT
+models."""

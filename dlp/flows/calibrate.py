@@ -5,9 +5,10 @@
             model(batch)
     dlp.freeze(model, "**", "fp8_current", mode="static")
 
-Delayed scaling's table is the observer: a slot a layer, whose staged amax enters a history behind every forward of the model,
-after the ranks that share scales have agreed on it. What becomes of a history is what `amax_compute_algo` says there. The model
-runs as it is.
+The table of delayed scaling is the observer: each layer has a slot, whose staged amax enters a history after every
+forward of the
+model, once the ranks that share scales have agreed on the amax. `observer` computes the scale from the history, as
+`amax_compute_algo` does for delayed scaling. The model itself runs unchanged.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ from dlp.quant.quantizer import ScaleSlot, SlotOptions
 from dlp.quant.state import SlotTable
 from dlp.quant.tensor import HighPrecision, QuantizedTensor
 
-BATCHES = 1024  # the newest that are remembered
+BATCHES = 1024  # maximum number of remembered batches
 E4M3 = torch.float8_e4m3fn
-CLIPS = 20  # fractions of the amax that `mse` tries, down to a half
+CLIPS = 20  # fractions of the amax that `mse` tries, from 1 to 1/2
 
 
 def average(window: Tensor) -> Tensor:
-    """fp32 [batches, slots] -> [slots]: the mean amax over batches."""
+    """Mean amax over batches: fp32 [batches, slots] -> [slots]."""
     return window.sum(0) / (window > 0).sum(0).clamp(min=1)
 
 
 def _of_batches(observer: Callable[[Tensor], Tensor], names: Sequence[str], window: Tensor) -> Tensor:
-    """The amaxes that a user's function returns for those of all batches. ValueError unless it is one for each layer."""
+    """Return the amaxes that a user's function computes from the amaxes of all batches. Raises ValueError unless there
+    is one per layer."""
     seen = window > 0
     if not seen.any():
         return window.amax(0)
@@ -123,7 +125,7 @@ def calibrate(
     hooks.append(model.register_forward_hook(lambda *_: _close(table)))
     try:
         yield dict(linears)
-        _close(table)  # of layers that ran without the model
+        _close(table)  # of layers that ran outside of a forward of the model
     finally:
         for hook in hooks:
             hook.remove()
@@ -157,14 +159,14 @@ def _records(slot: ScaleSlot, amax: Callable[[Tensor], Tensor], runs: Callable[[
 
 
 def _x_of(inputs: tuple[Any, ...]) -> Tensor:
-    """The x [M, K] of a call."""
+    """Return the x [M, K] of a call."""
     x: Tensor = inputs[0].detach()
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 @torch.no_grad()
 def _close(table: SlotTable) -> None:
-    """End a forward: its amaxes enter the histories; all ranks call it."""
+    """End a forward: append its amaxes to the histories. All ranks call it."""
     world: ProcessGroup | None = dist.group.WORLD if dist.is_initialized() else None
     shared = world is not None and world.size() > 1
     table.update(agree([table.staging], world)[0] if shared and world is not None else table.staging)

@@ -1,10 +1,11 @@
-"""freeze: layers of a converted model that only run forward, and hold rowwise codes of their weights and nothing else.
+"""freeze: make layers of a converted model forward-only, with the rowwise codes of their weights as the only copy.
 
-    weight_only   x stays as it is, and weights are decoded by the GEMM
-    dynamic       x is cast as the recipe says, by a scale of its own
-    static        x is cast by the scale that `calibrate` has found
+    weight_only   x is not quantized, and the GEMM decodes weights
+    dynamic       x is cast by the recipe, with a scale computed in each forward
+    static        x is cast with the scale from `calibrate`
 
-Scales of weights are agreed over tp, so that codes are those of the whole weight, on any mesh (`dlp.flows.codes`).
+Scales of weights are agreed over tp, so that the codes equal the codes of the full weight, on any mesh
+(`dlp.flows.codes`).
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from dlp.quant.recipe import Operand, Recipe, both
 from dlp.quant.tensor import Format, QuantizedTensor, Shape
 
 Mode = Literal["weight_only", "dynamic", "static"]
-SCALE = "x_scale"  # the buffer in which calibration leaves what x is multiplied by
+SCALE = "x_scale"  # name of the buffer for the calibrated scale of x
 
 
 @dataclass(frozen=True)
 class Nothing(Format):
-    """The format of an operand that is never read: no parts."""
+    """Format of an operand that is never read: it has no parts."""
 
     name = "none"
     parts = ()
@@ -49,7 +50,7 @@ class Nothing(Format):
 
 @dataclass(frozen=True)
 class NotMade:
-    """The quantizer of the columnwise operand of a frozen weight, which has no backward."""
+    """Quantizer of the columnwise operand of a frozen weight, which has no backward."""
 
     format: ClassVar[Format] = Nothing()
     reduces: ClassVar[tuple[int, ...]] = ()
@@ -66,7 +67,7 @@ class NotMade:
 
 
 def check_mode(recipe: Recipe, mode: str, asked_by: str) -> None:
-    """ValueError for an unknown mode, and for one that the recipe does not serve."""
+    """Raise ValueError for an unknown mode, and for a mode that the recipe does not support."""
     if mode not in get_args(Mode):
         raise ValueError(f"{asked_by}: mode must be one of {', '.join(get_args(Mode))}; got {mode!r}")
     if recipe.w.rowwise.format.keeps_source:
@@ -79,14 +80,14 @@ def check_mode(recipe: Recipe, mode: str, asked_by: str) -> None:
 
 
 def cast_of_x(recipe: Recipe, mode: str) -> Quantizer | None:
-    """The quantizer of x in this mode; None: x is not cast."""
+    """Quantizer of x in this mode; None: x is not cast."""
     if mode == "weight_only":
         return None
     return static(recipe.x.rowwise.format.element) if mode == "static" else recipe.x.rowwise
 
 
 def frozen_recipe(recipe: Recipe, mode: str) -> Recipe:
-    """The forward of `recipe` in this mode."""
+    """The forward of `recipe` in this mode, as a recipe."""
     keep = KeepHighPrecision()
     w, x = Operand(recipe.w.rowwise, NotMade()), both(cast_of_x(recipe, mode) or keep)
     name = f"{recipe.name}, {mode}"
@@ -137,8 +138,8 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
 
 
 def calibrated(module: nn.Module, name: str) -> Tensor:
-    """fp32 [], the `x_scale` that `calibrate` left in a layer. ValueError for a layer that has none, or whose scale was rounded
-    since."""
+    """Return `x_scale` of a layer, fp32 [], from `calibrate`. Raises ValueError if there is none, or if it was rounded
+    to another dtype."""
     scale = getattr(module, SCALE, None)
     if scale is None:
         raise ValueError(f"{name}: static mode has no scale of x: run the model inside dlp.calibrate first")

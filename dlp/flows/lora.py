@@ -1,12 +1,13 @@
-"""LoRA: fine-tuning of a frozen base, whose weights may be held as codes, by low-rank adapters.
+"""LoRA: fine-tuning by low-rank adapters of a frozen base, whose weights may be quantized-only.
 
     y = base(x) + alpha / rank * lora_B(lora_A(x))      lora_A [rank, K], lora_B [N, rank], trained; base [N, K], frozen
 
-    dlp.lora(model, rank=16, layers="**.{q,v}_proj", base="nvfp4")       codes and adapters, one GPU or FSDP2
+    dlp.lora(model, rank=16, layers="**.{q,v}_proj", base="nvfp4")       quantized base and adapters, one GPU or FSDP2
     dlp.lora(model, ...); dlp.convert(model, dlp.lora_groups(model, groups), mesh)      tp and sequence parallelism
 
-Under tp an adapter is cut as its base is, so that no further collective of full width is needed: behind a column-parallel base
-lora_A is local and lora_B column-parallel; behind a row-parallel base lora_A is row-parallel and lora_B local.
+Under tp an adapter is sharded like its base, so that no further full-width collective is needed: for a column-parallel
+base lora_A
+is local and lora_B column-parallel; for a row-parallel base lora_A is row-parallel and lora_B local.
 
 Adapters are saved in the file format of Hugging Face's PEFT (adapter_config.json, adapter_model.safetensors).
 

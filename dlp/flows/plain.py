@@ -1,7 +1,7 @@
-"""quantize_: the plain `nn.Linear`s of any model, by a tensor subclass in place of their weights.
+"""quantize_: quantize the plain `nn.Linear` modules of any model, with a tensor subclass as weight.
 
 dlp.quantize_(model, "fp8_current", mode="dynamic")
-dlp.quantize_(model, torchao_config)                # handed to torchao
+dlp.quantize_(model, torchao_config)                # passed to torchao
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _is_torchaos(config: Any) -> bool:
 
 
 def _by_torchao(model: nn.Module, config: Any, filter_fn: Filter | None, mode: str) -> nn.Module:
-    """torchao's own `quantize_`, which replaces weights or modules in place."""
+    """Call torchao's `quantize_`, which replaces weights or modules in place."""
     if mode != "weight_only":
         raise ValueError(
             f"quantize_: a {type(config).__name__} says itself what becomes of x; leave mode={mode!r} away"

@@ -1,7 +1,7 @@
-"""dlp.optim: optimizers for a training loop of one's own (docs/optimizers.md).
+"""dlp.optim: optimizers for custom training loops (docs/optimizers.md).
 
-    AdamW8bit, AdamW4bit, AdamWFp8   AdamW whose averages are kept in 8 or 4 bits by torchao's encodings
-    Muon                             orthogonalized momentum of matrices, AdamW of all else
+    AdamW8bit, AdamW4bit, AdamWFp8   AdamW with averages stored in 8 or 4 bits, in torchao's encodings
+    Muon                             orthogonalized momentum for matrices, AdamW for other parameters
 
 All step on shards, replicated parameters and plain tensors. A step divides gradients by the attribute `grad_scale` and leaves
 every bit of parameters and states where `found_inf` is 1, both fp32 [] on the device, without waiting for the device;

@@ -3,11 +3,14 @@
     average of a parameter [.., K]
         codes   [.., K] or [.., K/2]  float8_e4m3fn or uint8; two codes of four bits share a byte
         scale   [.., K/block]         fp32
-    or fp32 [.., K], where `Encoding.keeps_fp32` says why
+    or fp32 [.., K], for the reason that `Encoding.keeps_fp32` returns
 
-These are plain tensors, DTensors where the parameter is one, so that checkpoints hold codes and scales by name: encoding
-what was decoded gives other codes. A block lies within a row of what a rank holds, so codes and scales are cut as the
-parameter is, on every mesh whose cuts leave rows of whole blocks. torchao's own tensors are made of them where it computes.
+These are plain tensors, or DTensors if the parameter is a DTensor, so that checkpoints hold codes and scales by name:
+encoding
+decoded values again would give other codes. A block lies within a row of a rank's shard, so codes and scales are
+sharded like the
+parameter, on every mesh whose shards have rows of complete blocks. torchao's tensors are views of them during an
+update.
 """
 
 from __future__ import annotations
@@ -23,16 +26,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dlp.parallel.weight.local import local_values, shards_of
 
-SMALLEST = 4096  # elements on a rank, as in torchao: less is not worth scales
-AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
+SMALLEST = 4096  # minimum number of elements on a rank, as in torchao
+AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # whether the average has a sign
 Average = Tensor | dict[str, Tensor]
-Wrap = Callable[[Tensor, Tensor], Tensor]  # codes and scales of whole blocks -> torchao's tensor [n] in their memory
+# makes torchao's tensor [n] from codes and scales of complete blocks, in the same memory
+Wrap = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How torchao.optim keeps an average. `module`, `name`: of its tensor class; `block`: elements that share a scale;
-    `packed`: how many codes are in one element of `dtype`."""
+    """Encoding of an average by torchao.optim. `module`, `name`: tensor class; `block`: elements that share a scale;
+    `packed`: number of
+    codes in one element of `dtype`."""
 
     module: str
     name: str
@@ -42,12 +47,14 @@ class Encoding:
 
     @property
     def state_bytes(self) -> float:
-        """Of both averages, for an element of a parameter."""
+        """Bytes of both averages per element of a parameter."""
         return 2 * (1 / self.packed + 4 / self.block)
 
     def keeps_fp32(self, shape: Sequence[int], shards: Sequence[int]) -> str | None:
-        """Why the averages of a parameter of this shape, whose dimensions are cut into so many shards, stay fp32; None: they
-        are encoded. The same on all ranks."""
+        """The reason why the averages of a parameter of this shape, with this number of shards per dimension, stay
+        fp32; None: encoded.
+
+        Equal on all ranks."""
         if any(size % num for size, num in zip(shape, shards, strict=True)):
             return f"cut unevenly into {prod(shards)}"
         if prod(shape) // prod(shards) < SMALLEST:
@@ -57,7 +64,7 @@ class Encoding:
         return None
 
     def zeros(self, parameter: Tensor) -> Average:
-        """An average before the first step."""
+        """Return an average before the first step."""
         if self.keeps_fp32(parameter.shape, shards_of(parameter)) is not None:
             return torch.zeros_like(parameter)
         codes = _zeros(parameter, self.packed, self.dtype)
@@ -82,7 +89,7 @@ ENCODINGS = {
 
 
 def _zeros(parameter: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-    """A tensor cut as a parameter is, of one element for so many in its rows."""
+    """A zero tensor that is sharded like a parameter, with one element per `block` elements of a row."""
     *rows, columns = local_values(parameter).shape
     local = torch.zeros(*rows, columns // elements, dtype=dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):
@@ -95,14 +102,14 @@ def _zeros(parameter: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
 
 
 def flat(average: Average) -> Average:
-    """This rank's part [n] of an average."""
+    """Flat part [n] of an average on this rank."""
     if isinstance(average, Tensor):
         return local_values(average).view(-1)
     return {name: local_values(part).view(-1) for name, part in average.items()}
 
 
 def encoding_of(codes: Tensor, scale: Tensor) -> Encoding:
-    """ValueError for codes that are of no encoding."""
+    """Find the encoding of codes and scales. Raises ValueError for codes of an unknown encoding."""
     for encoding in ENCODINGS.values():
         if codes.dtype == encoding.dtype and codes.numel() * encoding.packed == scale.numel() * encoding.block:
             return encoding
@@ -113,7 +120,7 @@ def encoding_of(codes: Tensor, scale: Tensor) -> Encoding:
 
 
 def decoded(parts: Mapping[str, Tensor], signed: bool) -> Tensor:
-    """The values [.., K] of an average that is whole here."""
+    """Decode an unsharded average to values [.., K]."""
     codes, scale = parts["codes"], parts["scale"]
     wrap = encoding_of(codes, scale).wrap(signed, codes.device)
     values: Tensor = wrap(codes.view(-1), scale.view(-1)).dequantize()
@@ -122,7 +129,7 @@ def decoded(parts: Mapping[str, Tensor], signed: bool) -> Tensor:
 
 @torch.no_grad()
 def write(average: Average, values: Tensor, signed: bool) -> None:
-    """Put this rank's part of values [.., K], which are whole, into an average: encoded if that is."""
+    """Write this rank's part of unsharded values [.., K] into an average, encoded if the average is encoded."""
     like = average if isinstance(average, Tensor) else average["codes"]
     if isinstance(like, DTensor):
         values = distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)

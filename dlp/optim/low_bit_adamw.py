@@ -1,11 +1,13 @@
 """AdamW with states in 8 or 4 bits: the update of torchao, with clipping and skipping as in torch's fused AdamW.
 
-    grad_scale   fp32 [], by which gradients are divided, and
-    found_inf    fp32 [], of which 1 leaves parameters and states as they are, every bit: set before `step`
+    grad_scale   fp32 []; gradients are divided by it
+    found_inf    fp32 []; 1 leaves all bits of parameters and states unchanged. Both are set before `step`
 
-torchao's own optimizers ignore both, and count steps on the host. Nothing here waits for the device, so a CUDA graph may
-hold it. On GPUs a step is compiled, once for each number of elements that a parameter has on a rank; compilation is not
-worth its minute on a CPU.
+torchao's own optimizers ignore both, and count steps on the host. This code does not wait for the device, so a CUDA
+graph can
+capture a step. On GPUs a step is compiled once for each number of elements of a parameter on a rank; on a CPU the
+minute of
+compilation does not pay off.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from dlp.parallel.weight.local import local_values
 
 
 class LowBitAdamW(Optimizer):
-    """AdamW of fp32 parameters, all on one device, their averages kept by `encoding`. The learning rate of a group is a
-    tensor, which every step reads."""
+    """AdamW of fp32 parameters on one device, with averages stored in `encoding`. The learning rate of a group is a
+    tensor, which every
+    step reads."""
 
     def __init__(
         self, params: Iterable[Any], encoding: Encoding, *, lr: float, betas: tuple[float, float], eps: float,
@@ -40,13 +43,14 @@ class LowBitAdamW(Optimizer):
         self._step = compiled(step_of_one) if device.type == "cuda" else step_of_one
 
     def make_state(self) -> None:
-        """That of all parameters as it is before the first step, for a checkpoint to be loaded into."""
+        """Create the state of all parameters before the first step, for a checkpoint to be loaded into."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._state_of(parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of torch, which would cast codes to the dtype of their parameter: they keep their own."""
+        """Load a state dict like torch, but keep the dtype of codes, which torch would cast to the dtype of the
+        parameter."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             for name in AVERAGES:
@@ -79,7 +83,7 @@ class LowBitAdamW(Optimizer):
 
 
 class _ByName(LowBitAdamW):
-    """Base of the public optimizers, whose encoding is `kind`."""
+    """Base of the public optimizers, with encoding `kind`."""
 
     kind: str
 
@@ -173,7 +177,8 @@ def step_of_one(
     values: Tensor, grad: Tensor, step: Tensor, averages: dict[str, Average], wraps: dict[str, Wrap],
     on_device: tuple[Tensor, Tensor, Tensor], settings: tuple[float, float, float, float],
 ) -> None:  # fmt: skip
-    """values, grad [n]. `on_device`: lr, grad_scale, found_inf; `settings`: both betas, weight decay, eps."""
+    """Update one parameter. values, grad [n]; `on_device`: lr, grad_scale, found_inf; `settings`: both betas, weight
+    decay, eps."""
     from torchao.optim.adam import single_param_adam
 
     lr, grad_scale, found_inf = on_device
@@ -191,12 +196,12 @@ def step_of_one(
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Of float8 its bytes: no operation chooses between such tensors in compiled code."""
+    """View float8 as bytes, since no operation in compiled code selects between float8 tensors."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def compiled(step: Callable[..., None]) -> Callable[..., None]:
-    """Compiled anew for every shape, as many as there are."""
+    """Return the compiled step; every shape is compiled, without a limit on their number."""
     made = torch.compile(step, fullgraph=True, dynamic=False)
 
     def run(*arguments: Any) -> None:

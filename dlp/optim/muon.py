@@ -1,13 +1,15 @@
-"""Muon for the matrices of blocks, AdamW for all else, as one optimizer.
+"""Muon for the matrices of blocks and AdamW for other parameters, as one optimizer.
 
-    b  = mu b + (1 - mu) g              momentum, cut over ranks as the parameter is
-    u  = NS(mu b + (1 - mu) g)          Nesterov's; NS makes all singular values of the whole matrix about 1
+    b  = mu b + (1 - mu) g              momentum, sharded like the parameter
+    u  = NS(mu b + (1 - mu) g)          Nesterov momentum; NS makes all singular values of the full matrix about 1
     w -= lr (wd w + 0.2 sqrt(max(rows, columns)) u)
 
 so that lr and weight decay are AdamW's (Jordan et al., "Muon", 2024; Liu et al., arXiv 2502.16982, section 2.2). The values
-are those of torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), which takes no shards and neither clips nor skips. A shard
-cannot be orthogonalized by itself: each rank gathers u of a matrix in bf16, in which NS computes, and computes all of NS. So
-what NS costs does not fall with ranks, and a step sends 2 bytes for each element of these matrices.
+are those of torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), which supports neither shards nor clipping nor skipping.
+A shard cannot be
+orthogonalized alone: each rank gathers u of a matrix in bf16, the dtype of NS, and computes the complete NS. The cost
+of NS therefore
+does not fall with the number of ranks, and a step sends 2 bytes for each element of these matrices.
 """
 
 from __future__ import annotations
@@ -30,16 +32,16 @@ from dlp.parallel.weight.local import local_values
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
-LEAST = 1e-7  # of a norm that is divided by
+LEAST = 1e-7  # added to a norm before division
 BUFFER = "momentum_buffer"
 
 
 MUON = "muon"
-OWN = {"layer": "dlp.optim", "direction": "other"}  # what ledgers call the bytes of a step
+OWN = {"layer": "dlp.optim", "direction": "other"}  # layer name in ledgers of the bytes of a step
 
 
 def is_matrix_of_block(parameter: str, shape: Sequence[int]) -> bool:
-    """Whether Muon moves it: not embeddings, the head, norms or biases."""
+    """Whether Muon updates a parameter: not embeddings, the head, norms or biases."""
     return len(shape) == 2 and "layers" in parameter.split(".")
 
 
@@ -118,7 +120,7 @@ class Muon(Optimizer):
         self.grad_scale, self.found_inf = torch.ones((), device=device), torch.zeros((), device=device)
 
     def make_state(self) -> None:
-        """That of all parameters as it is before the first step, for a checkpoint to be loaded into."""
+        """Create the state of all parameters before the first step, for a checkpoint to be loaded into."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._state_of(parameter, group["matrices"])
@@ -169,8 +171,8 @@ class Muon(Optimizer):
 
 
 def orthogonal(u: Tensor) -> Tensor:
-    """u [R, C] in bf16 -> the same with singular values of about 1 (0.7 to 1.2), by five steps of a quintic Newton-Schulz
-    iteration."""
+    """Orthogonalize u [R, C] in bf16 to singular values of about 1 (0.7 to 1.2), by five steps of a quintic
+    Newton-Schulz iteration."""
     a, b, c = COEFFICIENTS
     x = u.t() if u.shape[0] > u.shape[1] else u
     x = x / x.norm().clamp(min=LEAST)
@@ -181,8 +183,7 @@ def orthogonal(u: Tensor) -> Tensor:
 
 
 def whole(shard: Tensor, like: Tensor) -> Tensor:
-    """The matrix of which each rank has a shard, cut as `like` is: gathered over dp_shard, whose ranks cut what tp left, then
-    over tp."""
+    """Gather a matrix that is sharded like `like`: over dp_shard, whose ranks share the tp shard, then over tp."""
     if not isinstance(like, DTensor):
         return shard
     mesh: DeviceMesh = like.device_mesh
@@ -190,7 +191,7 @@ def whole(shard: Tensor, like: Tensor) -> Tensor:
     for axis, placement in enumerate(placements):
         if isinstance(placement, Replicate):
             continue
-        shape = list(like.shape)  # what will be cut by later axes alone, in equal parts
+        shape = list(like.shape)  # sharded by later axes only, in equal parts
         for later in range(axis + 1, mesh.ndim):
             if not isinstance(placements[later], Replicate):
                 shape[placements[later].dim] //= mesh.size(later)

@@ -3,8 +3,8 @@
     import dlp.te as te                          in place of import transformer_engine.pytorch as te
     from dlp.te.recipe import DelayedScaling     in place of from transformer_engine.common.recipe import ...
 
-An argument without counterpart is refused with a sentence that says what to do instead (`dlp.te_arguments`), and so is a name
-(`MISSING`). docs/from-transformer-engine.md has a row for each. All names of `__all__` are public.
+An argument or name without counterpart raises an error that names the alternative (`dlp.te_arguments`, `MISSING`).
+docs/from-transformer-engine.md has a row for each. All names of `__all__` are public.
 """
 
 from types import SimpleNamespace
@@ -57,6 +57,6 @@ class DotProductAttention(_DotProductAttention):
 
 
 def __getattr__(name: str) -> NoReturn:
-    """AttributeError for a name of TE that is missing here, with what to do instead."""
+    """Raise AttributeError for a name of TE that is missing here, with the alternative."""
     instead = f": {MISSING[name]}" if name in MISSING else ""
     raise AttributeError(f"module 'dlp.te' has no attribute {name!r}{instead}")

@@ -51,7 +51,7 @@ class SplitLinear(ops.Linear):
 
 
 def _sizes(out_features: int, split: Split) -> dict[str, int]:
-    """out_features by the prefix of the parameters' names. ValueError for parts that do not make up out_features."""
+    """Map prefixes of parameter names to out_features. Raises ValueError for parts that do not sum to out_features."""
     if split is None:
         return {"": out_features}
     if not isinstance(split, Mapping):
@@ -66,7 +66,7 @@ def _sizes(out_features: int, split: Split) -> dict[str, int]:
 
 
 def joined(results: Any, count: int) -> Any:
-    """The results of a layer of `count` siblings as those of one: y and, with return_bias, biases are concatenated."""
+    """Concatenate the results of a layer of `count` siblings: y and, with return_bias, biases."""
     if count == 1:
         return results
     if not isinstance(results[0], tuple):
@@ -77,8 +77,11 @@ def joined(results: Any, count: int) -> Any:
 
 
 def on_tokens(forward: Callable[[Any], Any], x: Any, sharded: bool) -> Any:
-    """Call `forward` on tokens. sharded: x [S / tp, B, K] is a shard of a sequence, as TE has them, and layers here take token
-    shards [S / tp * B, K]; results get the dimension B back."""
+    """Call `forward` on tokens.
+
+    sharded: x [S / tp, B, K] is a shard of a sequence, as in TE; layers of dlp take token shards [S / tp * B, K].
+    Results get the dimension B
+    back."""
     if not sharded or not isinstance(x, Tensor) or x.dim() != 3:
         return forward(x)
     batch, results = x.shape[1], forward(x.flatten(0, 1))
@@ -88,7 +91,7 @@ def on_tokens(forward: Callable[[Any], Any], x: Any, sharded: bool) -> Any:
 
 
 def _sharded(options: Mapping[str, Any]) -> bool:
-    """Whether these options cut sequences over tp."""
+    """Whether these options shard sequences over tp."""
     return bool(options.get("sequence_parallel")) and options.get("tp_group") is not None
 
 
@@ -154,7 +157,7 @@ class Linear(SplitLinear):
 
 
 class _Module(nn.Module):
-    """What the composed modules share: the arguments of `forward`, and `backward_dw`."""
+    """Base of the composed modules: the arguments of `forward`, and `backward_dw`."""
 
     def backward_dw(self) -> None:
         """Compute the delayed weight gradients (delay_wgrad_compute=True)."""

@@ -10,24 +10,20 @@ from dlp.te_arguments import Argument, refuse
 
 
 class Format:
-    """Formats by operand: E4M3 of all, or HYBRID: E4M3 of x and w, E5M2 of dy."""
+    """Formats by operand: E4M3 for all operands, or HYBRID: E4M3 for x and w, E5M2 for dy."""
 
     E4M3, HYBRID = "E4M3", "HYBRID"
 
 
 class QParams(NamedTuple):
-    """How the scale of a tensor is made.
-
-    power_2_scale   round scales down to a power of two
-    amax_epsilon    least amax
-    """
+    """Options for the scale of a tensor."""
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
 
 
 class MMParams(NamedTuple):
-    """How a GEMM accumulates. use_split_accumulator: FP8 products are promoted to fp32 on the way."""
+    """Options for the accumulation of a GEMM. use_split_accumulator: FP8 products are accumulated in fp32 at intervals."""
 
     use_split_accumulator: bool = True
 
@@ -99,7 +95,7 @@ def NVFP4BlockScaling(
 
 
 def _scaling(recipe: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of dlp for the `QParams` and `MMParams` among these. ValueError for operands that differ."""
+    """Convert `QParams` and `MMParams` to options of dlp. Raises ValueError for operands that differ."""
     own = {*PARAMS, *GEMMS}
     refuse(recipe, ARGUMENTS, {name: value for name, value in options.items() if name not in own}, sorted(own))
     made: dict[str, Any] = {}

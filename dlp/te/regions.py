@@ -1,6 +1,6 @@
 """Regions and functions of `transformer_engine.pytorch`.
 
-A region without recipe runs under fp8_current, which needs no history of amaxes; TE takes its delayed scaling on Hopper.
+A region without recipe runs under fp8_current, which needs no amax history; TE uses delayed scaling on Hopper.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def autocast(
 def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: ProcessGroup | None = None
 ) -> AbstractContextManager[None]:
-    """`autocast`, under its former name."""
+    """`autocast` under its former name."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
@@ -51,7 +51,7 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 def initialize_ub(*arguments: Any, **keywords: Any) -> NoReturn:
-    """Raises RuntimeError: overlap is an option of each layer, and nothing is set up before."""
+    """Raise RuntimeError: overlap is an option of each layer, and needs no initialization."""
     names = dict.fromkeys(
         [*list(INITIALIZE_UB)[: len(arguments)], *[name for name in keywords if name in INITIALIZE_UB]]
     )
@@ -63,4 +63,4 @@ def initialize_ub(*arguments: Any, **keywords: Any) -> NoReturn:
 
 
 def destroy_ub() -> None:
-    """Nothing is left to be freed: buffers belong to the process group."""
+    """Do nothing: buffers belong to the process group."""
