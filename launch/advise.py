@@ -1,9 +1,10 @@
-"""Ranks meshes, recipes and recomputation for a model on so many GPUs, by predicted tokens per second and memory.
+"""Rank meshes, recipes and recomputation for a model and a number of GPUs, by predicted tokens per second and memory.
 
     python -m launch.advise CONFIG --world 64 --board h200 [--recipes fp8_current bf16] [--show 5] [--section.key value ...]
 
-The program tries every mesh of tp, dp_shard and dp_replicate that the model allows with each recipe and micro batch, and
-recomputation where nothing else fits in memory. No rank is started. The model is planned with few blocks; seconds and bytes
+The program tries every mesh of tp, dp_shard and dp_replicate that the model allows with each recipe and micro batch,
+and recomputation if nothing else fits in memory. No rank is started. The model is planned with few blocks; seconds and
+bytes
 are extended to all blocks, since both are linear in the number of equal blocks.
 """
 
@@ -72,7 +73,7 @@ def meshes(config: Config, world: int) -> Iterator[tuple[str, ...]]:
 def advise(
     name: str, arguments: Sequence[str], world: int, board: str, recipes: Sequence[str]
 ) -> tuple[list[Candidate], list[str]]:
-    """All settings that fit, fastest first, and a sentence for each setting that does not.
+    """All settings that fit, fastest first, and a sentence for each setting that does not fit.
 
     Raises:
         ValueError: There is no table of this board.
@@ -103,7 +104,8 @@ def _recipe(recipe: str) -> tuple[str, ...]:
 def _micro_batches(
     name: str, arguments: Sequence[str], world: int, board: str, mesh: Sequence[str], checkpointing: str
 ) -> Iterator[tuple[tuple[str, ...], Extended] | str]:
-    """The largest two micro batches that fit, and every larger one that does not; the reason where a config is refused."""
+    """The largest two micro batches that fit, and every larger micro batch that does not fit; the reason if a config is
+    rejected."""
     fitting = 0
     for micro in MICRO_BATCHES:
         settings = (*mesh, "--train.micro_batch", str(micro), "--train.checkpointing", checkpointing)
@@ -133,8 +135,8 @@ def main(arguments: Sequence[str]) -> None:
     fit, refused = advise(options.config, own, options.world, options.board, options.recipes)
     if not fit:
         raise ValueError(
-            f"{options.config} fits on {options.world} x {options.board} in none of {len(refused)} settings; the first is "
-            f"refused because: {refused[0] if refused else 'no mesh divides the model'}: take more GPUs"
+            f"{options.config} fits on {options.world} x {options.board} in none of {len(refused)} settings; the first "
+            f"is rejected because {refused[0] if refused else 'no mesh divides the model'}: take more GPUs"
         )
     about = rates_of(options.board).about
     print(

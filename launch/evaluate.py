@@ -2,8 +2,9 @@
 
     python -m launch.evaluate CHECKPOINT [--data FOLDER] [--split train] [--batches N] [--section.key value ...]
 
-By torchrun on several ranks. The model runs in the recipes that it was trained in (`--recipe bf16`: in others), over whole
-sequences of `[train] sequence` tokens, each once; `global_batch` of them at a time.
+The program also runs under torchrun. The model uses the recipes of its training unless `--recipe` is given. It reads
+each sequence
+of `[train] sequence` tokens once, `global_batch` sequences at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from launch.weights import weights_only
 
 @dataclass(frozen=True)
 class Perplexity:
-    """loss: mean, in nats per token."""
+    """Result of an evaluation. loss: mean, in nats per token."""
 
     loss: float
     tokens: int
@@ -43,7 +44,7 @@ class Perplexity:
 
 
 def read_data(trained: Trained, path: Path) -> Data:
-    """The data of its config. ValueError for that of another tokenizer."""
+    """Open the data of the model's config. Raises ValueError for data of another tokenizer."""
     config = trained.config
     data = open_sources(config.data.path, config.model.vocab, config.data.validation)
     folder = str(data.train[0].path.parent)
@@ -53,7 +54,7 @@ def read_data(trained: Trained, path: Path) -> Data:
 
 @torch.no_grad()
 def perplexity(trained: Trained, data: Data, split: str, batches: int | None) -> Perplexity:
-    """Over so many global batches of a split, or all there are; the same on all ranks."""
+    """Perplexity of the first `batches` global batches of a split, or of the complete split. Equal on all ranks."""
     train, batch = trained.config.train, trained.batch
     stream = TokenStream(
         getattr(data, split), split=split, sequence=train.sequence, global_batch=train.global_batch,
@@ -62,11 +63,12 @@ def perplexity(trained: Trained, data: Data, split: str, batches: int | None) ->
     there = stream.num_windows // train.global_batch
     if there == 0 or (batches or 0) > there:
         raise ConfigError(
-            f"{data.train[0].path.parent}: its {split} split has {stream.num_windows} sequences of {train.sequence} tokens, so "
+            f"{data.train[0].path.parent}: the {split} split has {stream.num_windows} sequences of {train.sequence} "
+            f"tokens, so "
             f"{there} batches of {train.global_batch}: ask for fewer --batches, or a smaller --train.global_batch"
         )
     totals = torch.zeros(2, dtype=torch.float64, device=trained.device)
-    hidden = None if dist.get_rank() == 0 else True  # None: shown on a terminal
+    hidden = None if dist.get_rank() == 0 else True  # None: tqdm shows the bar on a terminal only
     for step in tqdm(range(batches or there), desc=split, unit="batch", disable=hidden):
         for micro in range(batch.num_micro):
             place = (step, micro, trained.dims.dp_rank, batch.dp_size)
@@ -81,7 +83,8 @@ def perplexity(trained: Trained, data: Data, split: str, batches: int | None) ->
 
 
 def as_asked(trained: Trained, options: argparse.Namespace) -> Trained:
-    """The model quantized as a program's command line says; static scales are of the first batches of the training data."""
+    """Quantize the model as the command line requests. Static scales are calibrated on the first batches of the
+    training data."""
 
     def calibrate() -> None:
         perplexity(trained, read_data(trained, options.checkpoint), "train", options.calibration)
@@ -91,12 +94,12 @@ def as_asked(trained: Trained, options: argparse.Namespace) -> Trained:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="launch.evaluate", description="How well a checkpoint predicts prepared data."
+        prog="launch.evaluate", description="Compute the perplexity of a checkpoint on prepared data."
     )
-    parser.add_argument("checkpoint", type=Path, help="of a run (checkpoints/step-N), or imported")
-    parser.add_argument("--data", help="builtin:stdlib or a prepared folder [that of the run]")
+    parser.add_argument("checkpoint", type=Path, help="checkpoint of a run (checkpoints/step-N), or an imported one")
+    parser.add_argument("--data", help="builtin:stdlib or a prepared folder [data of the run]")
     parser.add_argument("--split", choices=("validation", "train"), default="validation")
-    parser.add_argument("--batches", type=count, help="so many global batches [all of the split]")
+    parser.add_argument("--batches", type=count, help="number of global batches [the complete split]")
     options, changes = command_line(parser, arguments)
     trained = open_trained(options.checkpoint, [*changes, *[("data.path", options.data)] * bool(options.data)])
     trained = as_asked(trained, options)

@@ -4,9 +4,9 @@
                               [--tokenizer tokenizer.json]
     python -m launch.generate CHECKPOINT --prompts FILE
 
-Of several prompts each is written on from as if it were alone, one after the other, so no text depends on the others. By
-torchrun the ranks are tensor-parallel. Keys and values of what was read are kept, so that each token costs one token.
-The model runs in the recipes that it was trained in; `--recipe bf16` in others. `--profile FILE` traces ten tokens.
+Several prompts are continued one after the other, so no text depends on another prompt. Under torchrun the ranks are
+tensor-parallel. Keys and values are cached, so that each new token costs the forward of one token.
+The model uses the recipes of its training unless `--recipe` is given. `--profile FILE` traces ten tokens.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from launch.report.exposed_communication import profiled
 from launch.settings.schema import ConfigError
 from launch.weights import weights_only
 
-PROFILED = 10  # tokens
+PROFILED = 10  # tokens that --profile traces
 
 
 @dataclass(frozen=True)
 class Written:
-    """tokens: int64 [B, prompt and what follows], equal on all ranks; seconds of reading the prompt and of writing."""
+    """Generated text. tokens: int64 [B, prompt + continuation], equal on all ranks; seconds of reading the prompt and
+    of generating."""
 
     tokens: Tensor
     reading: float
@@ -53,16 +54,15 @@ class Written:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen from logits.
+    """Choice of the next token from logits.
 
     Args:
         temperature: 0 takes the most likely token; otherwise a token is drawn from softmax(logits / temperature).
-        top_k: Draw one of the k most likely tokens; 0: one of all.
+        top_k: Draw one of the k most likely tokens; 0: one of all tokens.
         top_p: Draw one of the fewest tokens whose probabilities sum to at least p.
-        seed: The seed of what is drawn.
-
+        seed: Seed of the random numbers.
     Raises:
-        ConfigError: A value is out of its range, or chooses among draws where nothing is drawn.
+        ConfigError: A value is out of range, or top_k or top_p is set at temperature 0.
     """
 
     temperature: float = 0.0
@@ -79,11 +79,12 @@ class Sampling:
             raise ConfigError(f"--top-k: expected an integer >= 0, got {self.top_k}")
         if self.temperature == 0 and (self.top_k or self.top_p < 1):
             raise ConfigError(
-                "--top-k, --top-p: they choose what is drawn, and at temperature 0 nothing is; set --temperature"
+                "--top-k, --top-p: these options need sampling, and temperature 0 takes the most likely token; set "
+                "--temperature"
             )
 
     def chances(self, logits: Tensor) -> Tensor:
-        """Logits [B, V] -> the probabilities with which each token is drawn; fp32 [B, V]."""
+        """Return the probabilities with which each token is drawn, fp32 [B, V], from logits [B, V]."""
         scaled = logits.float() / self.temperature
         if 0 < self.top_k < scaled.shape[-1]:
             least = scaled.topk(self.top_k, dim=-1).values[..., -1:]
@@ -91,7 +92,7 @@ class Sampling:
         chances = scaled.softmax(-1)
         if self.top_p < 1:
             ranked, order = chances.sort(dim=-1, descending=True, stable=True)
-            before = ranked.cumsum(-1) - ranked  # of all tokens that are more likely
+            before = ranked.cumsum(-1) - ranked  # sum over all tokens that are more likely
             dropped = torch.zeros_like(chances, dtype=torch.bool).scatter(-1, order, before >= self.top_p)
             chances = chances.masked_fill(dropped, 0.0)
         return chances / chances.sum(-1, keepdim=True)
@@ -101,7 +102,7 @@ GREEDY = Sampling()
 
 
 class Writer:
-    """Writes on from a prompt. Ranks draw alike: from the same numbers, with the same logits."""
+    """Continue a prompt. All ranks draw the same tokens, since random numbers and logits are equal."""
 
     def __init__(self, trained: Trained, room: int, sampling: Sampling = GREEDY) -> None:
         check_length(trained.config, room)
@@ -111,7 +112,7 @@ class Writer:
 
     @torch.no_grad()
     def next(self, tokens: Tensor) -> Tensor:
-        """Reads tokens [B, S] on -> those that follow, int64 [B, 1]."""
+        """Read tokens [B, S], and return the next tokens, int64 [B, 1]."""
         hidden = self.trained.model.model(tokens, None, self.past)
         logits = whole(self.trained, self.trained.model.lm_head(hidden[:, -1])).float()
         if self.sampling.temperature == 0:
@@ -121,7 +122,7 @@ class Writer:
 
 
 def whole(trained: Trained, logits: Tensor) -> Tensor:
-    """[M, V/tp] -> [M, V]."""
+    """Gather logits [M, V/tp] to [M, V]."""
     group = trained.dims.group(TP)
     if group.size() == 1:
         return logits
@@ -131,7 +132,7 @@ def whole(trained: Trained, logits: Tensor) -> Tensor:
 
 
 def on_tp() -> Changes:
-    """Settings by which all ranks of this run are tensor-parallel."""
+    """Settings that make all ranks of this run tensor-parallel."""
     mesh = {TP: str(world_size()), DP_SHARD: "1", DP_REPLICATE: "1", "sequence_parallel": "false"}
     return [(f"mesh.{key}", value) for key, value in mesh.items()]
 
@@ -140,9 +141,9 @@ def write(
     trained: Trained, prompt: Tensor, count: int, sampling: Sampling = GREEDY, *, trace: Path | None = None,
     stop: int | None = None,
 ) -> Written:  # fmt: skip
-    """Write `count` tokens after prompt [B, S], equal on all ranks, or fewer once each text has had the token `stop`.
-    trace: where a profile of the first tokens goes. ValueError where attention of
-    the model may not see so many."""
+    """Write `count` tokens after prompt [B, S], equal on all ranks; fewer if each text has reached the token `stop`.
+
+    trace: file for a profile of the first tokens. Raises ValueError if the sliding window of attention is exceeded."""
     writer = Writer(trained, prompt.shape[1] + count, sampling)
     began = time.perf_counter()
     tokens = [prompt.to(trained.device)]
@@ -169,7 +170,7 @@ def write(
 
 
 def text_after(found: Written, prompt: int, stop: int) -> list[int]:
-    """The tokens that the first of several prompts, of so many tokens, is followed by up to the token `stop`."""
+    """The tokens that follow the first of several prompts, which has this length, up to the token `stop`."""
     tokens: list[int] = found.tokens[0, prompt:].tolist()
     return tokens[: tokens.index(stop)] if stop in tokens else tokens
 
@@ -180,7 +181,8 @@ def _wait(trained: Trained) -> None:
 
 
 def prompts_of(options: argparse.Namespace) -> list[Text]:
-    """Those of the command line, then those of a file. ConfigError for what is no text, and where there is none."""
+    """Prompts of the command line, then prompts of a file. Raises ConfigError for text that is not UTF-8, and if there
+    is no prompt."""
     given = options.prompt or []
     try:
         found = [("--prompt", text.encode()) for text in given]
@@ -190,42 +192,49 @@ def prompts_of(options: argparse.Namespace) -> list[Text]:
     if path is None:
         return found
     if not path.is_file():
-        raise ConfigError(f"--prompts {path}: no such file; expected a prompt a line, or rows with a text")
+        raise ConfigError(f"--prompts {path}: no such file; expected one prompt per line, or rows with text")
     if has_rows(path):
         read = [(f"{path}, row {number}", text) for number, text, _ in rows(path, "text")]
     else:
         read = [(f"{path}, line {number}", text) for number, text in enumerate(path.read_bytes().splitlines(), start=1)]
     found += [each for each in read if each[1].strip()]
     if len(found) == len(given):
-        raise ConfigError(f"--prompts {path}: no prompt in it; expected one a line, or rows with a text")
+        raise ConfigError(f"--prompts {path}: no prompt in the file; expected one prompt per line, or rows with text")
     return found
 
 
 def prompt_of(tokenizer: Tokenizer, text: Text) -> Tensor:
-    """int64 [1, S]. ConfigError for a text without tokens, ValueError for bytes that are no text."""
+    """Encode a prompt as int64 [1, S]. Raises ConfigError for a text without tokens, ValueError for bytes that are not
+    text."""
     tokens = tokenizer.encode([text])[0][:-1]  # without the separator
     if len(tokens) == 0:
-        raise ConfigError(f"{text[0]}: expected a text that is not empty")
+        raise ConfigError(f"{text[0]}: expected nonempty text")
     return torch.from_numpy(tokens.astype("int64")).unsqueeze(0)
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="launch.generate", description="Text that a checkpoint writes.")
-    parser.add_argument("checkpoint", type=Path, help="of a run (checkpoints/step-N), or imported")
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="to go on from; may be given several times")
+    parser = argparse.ArgumentParser(prog="launch.generate", description="Generate text from a checkpoint.")
+    parser.add_argument("checkpoint", type=Path, help="checkpoint of a run (checkpoints/step-N), or an imported one")
     parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="a prompt a line, or rows as launch.data reads them"
+        "--prompt", action="append", metavar="TEXT", help="text to continue; may be given several times"
     )
-    parser.add_argument("--tokens", type=count, default=100, help="to write at most [100]; the separator ends a text")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: always the most likely token [0]")
-    parser.add_argument("--top-k", type=int, default=0, help="draw one of the K most likely tokens; 0: of all [0]")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="file with one prompt per line, or rows as launch.data reads them"
+    )
+    parser.add_argument(
+        "--tokens", type=count, default=100, help="maximum number of new tokens [100]; the separator ends a text"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="sampling temperature; 0: always the most likely token [0]"
+    )
+    parser.add_argument("--top-k", type=int, default=0, help="draw one of the K most likely tokens; 0: one of all [0]")
     parser.add_argument(
         "--top-p",
         type=float,
         default=1.0,
-        help="draw one of the fewest tokens whose probabilities sum to P; 1: of all [1]",
+        help="draw one of the fewest tokens whose probabilities sum to P; 1: one of all [1]",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn, anew for each prompt [0]")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling, restarted for each prompt [0]")
     add_options(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="trace the first tokens, for chrome://tracing")
     options, changes = command_line(parser, arguments)
@@ -242,8 +251,8 @@ def main(arguments: Sequence[str]) -> None:
     check_length(trained.config, longest)
     if longest > trained.config.train.sequence:
         trained.remarks.append(
-            f"WARNING: a text of {longest} tokens is longer than [train] sequence = {trained.config.train.sequence}, the "
-            f"length that the model was trained with; what follows that length may be without sense"
+            f"WARNING: a text of {longest} tokens is longer than [train] sequence = {trained.config.train.sequence}, "
+            f"the length of the training; text beyond that length may be meaningless"
         )
     if dist.get_rank() == 0:
         print(*trained.remarks, sep="\n")
@@ -258,7 +267,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def described(found: Written, prompt: Tensor, tokenizer: Tokenizer, asked: int) -> str:
-    """A text, and in a line how it was written. asked: tokens at most."""
+    """Format a text with one line about its generation. asked: maximum number of tokens."""
     after = text_after(found, prompt.shape[1], tokenizer.separator)
     ended = f"; the text ended after {len(after)} tokens" if len(after) < asked else ""
     return f"{tokenizer.decode([*prompt[0].tolist(), *after])}\n{found.speed(prompt.shape[1])}{ended}"

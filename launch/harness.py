@@ -2,10 +2,11 @@
 
     python -m launch.harness CHECKPOINT --tasks hellaswag,arc_easy [--tokenizer tokenizer.json] [--limit 100]
 
-By torchrun the ranks are tensor-parallel. The package fetches the data of its tasks, or reads what it has fetched before.
+Under torchrun the ranks are tensor-parallel. The package downloads the data of its tasks, or reads its cache.
 
-The model reads at most `[train] sequence` tokens at once, the length that it was trained with. Longer requests are handled as
-lm_eval handles them: a whole document is scored in windows (`rolling_windows`), a context is cut on the left.
+The model reads at most `[train] sequence` tokens at once, the length of its training. Longer requests are treated as in
+lm_eval: a
+document is scored in windows (`rolling_windows`), and a context is truncated on the left.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from launch.weights import weights_only
 
 @torch.no_grad()
 def score(trained: Trained, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
-    """The log of the chance that `continuation` follows `context`, which is not empty, in nats, and whether each of its tokens
-    is the most likely one."""
+    """Log probability of `continuation` after the nonempty `context`, in nats, and whether each token of it is the most
+    likely token."""
     context, continuation = list(context), list(continuation)
     most = longest(trained)
     if len(continuation) > most:
         raise ConfigError(
-            f"a continuation of {len(continuation)} tokens is longer than [train] sequence = {most}, which the model was "
-            f"trained with; choose another task, or set --train.sequence, with which the model reads longer texts"
+            f"a continuation of {len(continuation)} tokens is longer than [train] sequence = {most}, the length of the "
+            f"training; choose another task, or set a larger --train.sequence"
         )
     over = len(context) + len(continuation) - 1 - most
     if over > 0:
@@ -53,14 +54,16 @@ def score(trained: Trained, context: Sequence[int], continuation: Sequence[int])
 
 
 def longest(trained: Trained) -> int:
-    """Tokens that the model reads at once: those of a sequence of its training."""
+    """Maximum tokens that the model reads at once: the sequence length of its training."""
     return trained.config.train.sequence
 
 
 def rolling_windows(text: Sequence[int], prefix: int, most: int) -> Iterator[tuple[list[int], list[int]]]:
-    """(context, continuation) of each window of a document, as lm_eval makes them with a context of one token: every token is
-    scored once, in windows of at most `most` tokens, the first behind `prefix`, and the last with a context as long as the
-    window has room for."""
+    """Split a document into (context, continuation) windows as lm_eval does with a context of one token.
+
+    Every token is scored once, in windows of at most `most` tokens. The first window follows `prefix`; the last window
+    has the longest
+    context that fits."""
     for start in range(0, len(text), most):
         end = min(start + most, len(text))
         context = text[end - most - 1 : start] if start else [prefix]
@@ -68,8 +71,8 @@ def rolling_windows(text: Sequence[int], prefix: int, most: int) -> Iterator[tup
 
 
 def _remark_cut(trained: Trained) -> None:
-    """Say once that contexts are cut."""
-    sentence = f"contexts are cut on the left to [train] sequence = {longest(trained)} tokens, as lm_eval cuts them"
+    """Log once that contexts are truncated."""
+    sentence = f"contexts are truncated on the left to [train] sequence = {longest(trained)} tokens, as in lm_eval"
     if sentence not in trained.remarks:
         trained.remarks.append(sentence)
         if dist.get_rank() == 0:
@@ -77,13 +80,14 @@ def _remark_cut(trained: Trained) -> None:
 
 
 def go_on(trained: Trained, tokenizer: Tokenizer, context: Sequence[int], asked: dict[str, Any]) -> str:
-    """Text after a context, up to the first of the strings in `until`, most likely tokens unless a temperature is asked for."""
+    """Generate text after a context, up to the first of the strings in `until`; the most likely tokens if no
+    temperature is set."""
     count, until = int(asked.get("max_gen_toks", 256)), asked.get("until") or []
     most = longest(trained)
     if count >= most:
         raise ConfigError(
-            f"a task that asks for {count} tokens leaves no room for its context in [train] sequence = {most}; choose another "
-            f"task, or set --train.sequence, with which the model reads longer texts"
+            f"a task that asks for {count} tokens leaves no room for its context in [train] sequence = {most}; choose "
+            f"another task, or set a larger --train.sequence"
         )
     if len(context) > most - count:
         _remark_cut(trained)
@@ -96,7 +100,7 @@ def go_on(trained: Trained, tokenizer: Tokenizer, context: Sequence[int], asked:
 
 
 def _sampling(asked: dict[str, Any]) -> Sampling:
-    """What a request of lm_eval asks for; without do_sample the most likely tokens."""
+    """Sampling options of a request of lm_eval; the most likely tokens without do_sample."""
     temperature = float(asked.get("temperature") or 0.0)
     if not (asked.get("do_sample") and temperature):
         return GREEDY
@@ -104,7 +108,7 @@ def _sampling(asked: dict[str, Any]) -> Sampling:
 
 
 def adapted(trained: Trained, tokenizer: Tokenizer) -> Any:
-    """What lm_eval calls a model. MissingPackage, a ValueError, without the package."""
+    """Wrap the model as a model of lm_eval. Raises MissingPackage (a ValueError) if the package is not installed."""
     package = need("lm_eval.api.model", "lm_eval", "launch.harness")
 
     class Adapted(package.TemplateLM):  # type: ignore[name-defined]
@@ -137,11 +141,11 @@ def adapted(trained: Trained, tokenizer: Tokenizer) -> Any:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="launch.harness", description="A checkpoint on the tasks of lm_eval.")
-    parser.add_argument("checkpoint", type=Path, help="of a run (checkpoints/step-N), or imported")
-    parser.add_argument("--tasks", required=True, help="names of lm_eval's tasks, with commas between")
+    parser = argparse.ArgumentParser(prog="launch.harness", description="Evaluate a checkpoint on tasks of lm_eval.")
+    parser.add_argument("checkpoint", type=Path, help="checkpoint of a run (checkpoints/step-N), or an imported one")
+    parser.add_argument("--tasks", required=True, help="comma-separated names of lm_eval's tasks")
     add_options(parser)
-    parser.add_argument("--limit", type=count, help="so many examples of each task [all]")
+    parser.add_argument("--limit", type=count, help="number of examples of each task [all]")
     options, changes = command_line(parser, arguments)
     harness, tables = (need(module, "lm_eval", "launch.harness") for module in ("lm_eval", "lm_eval.utils"))
     tokenizer = open_tokenizer(options.tokenizer, options.separator)

@@ -2,8 +2,9 @@
 
     python -m launch.local [--ranks N] [CONFIG] [--section.key value ...]
 
-The number of ranks and tp are chosen so that mesh and batch fit, and every choice that is not the config's is said.
-What was asked for by name (--ranks, --mesh.tp) is taken or refused, never changed. Settings are checked here, before
+The number of ranks and tp are chosen so that mesh and batch fit; every deviation from the config is printed. Values on
+the command
+line (--ranks, --mesh.tp) are used or rejected, never changed. Settings are checked here, before
 any rank starts, so that a mistake is one sentence and not a report by torchrun.
 """
 
@@ -38,24 +39,25 @@ CPU_RANKS = 2
 
 
 def devices_here() -> tuple[int, str]:
-    """How many ranks this machine has room for, and what they run on."""
+    """Number of ranks that this machine supports, and the device type."""
     gpus = torch.cuda.device_count()
     return (gpus, "GPU") if gpus else (min(CPU_RANKS, os.cpu_count() or 1), "CPU core")
 
 
 def remarks(config: Config, chosen: tuple[int, int], devices: int, kind: str) -> Iterator[str]:
-    """What is not as the machine or the config would have it."""
+    """Lines about deviations from the machine or the config."""
     ranks, tp = chosen
     if ranks != devices:
         batch = config.train.global_batch
-        yield f"using {ranks} of {devices} {kind}s: no mesh of more fits tp and global_batch {batch}"
+        yield f"using {ranks} of {devices} {kind}s: no mesh of more ranks fits tp and global_batch {batch}"
     if tp != config.mesh.tp:
         yield f"using tp = {tp} instead of {config.mesh.tp} on {ranks} {kind}{'s' * (ranks > 1)}"
 
 
 def check_here(config: Config) -> None:
-    """ValueError for what the ranks of this machine would refuse: a setting for another device, a package or data that is
-    missing, a checkpoint that is none."""
+    """Raise ValueError for errors that the ranks of this machine would raise: a setting for another device, a missing
+    package, missing
+    data, or an invalid checkpoint."""
     check_device(config, "cuda" if torch.cuda.is_available() else "cpu")
     metric_sinks.check(config.run.metrics)
     open_sources(config.data.path, config.model.vocab, config.data.validation)
@@ -66,8 +68,9 @@ def check_here(config: Config) -> None:
 
 
 def train(ranks: int, arguments: Sequence[str]) -> int:
-    """Run `launch.train` on so many ranks of this machine; returns the exit code: 128 + a signal's number for torchrun
-    stopped by it, 1 for a rank that failed."""
+    """Run `launch.train` on this number of ranks of this machine, and return the exit code: 128 + signal number if a
+    signal stopped
+    torchrun, 1 if a rank failed."""
     meet_on_loopback()
     meeting = [f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={HOST}", "--nnodes=1"]
     command = [*meeting, f"--nproc-per-node={ranks}", "-m", "launch.train", *arguments]
@@ -78,7 +81,7 @@ def train(ranks: int, arguments: Sequence[str]) -> int:
     except ChildFailedError as failed:
         _, failure = failed.get_first_failure()
         ended = failure.exitcode == 1 and failure.error_file == "<N/A>"
-        if not ended and not is_refusal(failure.error_file_data):  # else the rank has said everything
+        if not ended and not is_refusal(failure.error_file_data):  # otherwise the rank has printed everything
             print(failed.format_msg(), file=sys.stderr)
         return 1
     return 0
@@ -88,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
     ours = argparse.ArgumentParser("launch.local", "%(prog)s [--ranks N] ...", add_help=False, allow_abbrev=False)
     ours.add_argument("--ranks", type=count)
     known, rest = ours.parse_known_args(arguments)
-    parser = make_parser("launch.local", "Trains on this machine, on every GPU or on two CPU ranks, or on --ranks N.")
+    parser = make_parser("launch.local", "Train on this machine, on every GPU or on two CPU ranks, or on --ranks N.")
     try:
         options, config = command_line(parser, rest)
         devices, kind = devices_here()
@@ -111,4 +114,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     if code or "--print-config" in sys.argv:
         sys.exit(code)
-    leave(code)  # the interpreter's own end takes seconds
+    leave(code)  # the interpreter's exit takes seconds

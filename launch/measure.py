@@ -1,4 +1,4 @@
-"""Measures the speeds of this GPU from which `--plan` and `launch.advise` predict seconds per step.
+"""Measure the speeds of this GPU from which `--plan` and `launch.advise` predict seconds per step.
 
     python -m launch.measure --board h100 --overlap-table h100-2.json --out launch/estimate/tables/h100.json
     torchrun --nproc-per-node 2 -m launch.measure ...     the same, and the bandwidth of NCCL between the ranks
@@ -38,7 +38,8 @@ SHAPES = (
     (1, 8192, 16, 128),
 )  # batch, sequence, heads, head_dim
 KERNELS = 200  # of the graph whose gaps are measured
-# Taken from whole runs of llama3_1b on two H200 (bench/results/predict.json), which no short program shows.
+# Derived from complete runs of llama3_1b on two H200 (bench/results/predict.json); a short program cannot measure
+# these.
 FROM_RUNS = {"replay": 0.8e-3, "host": 6e-5, "host_collective": 1.7e-4, "nccl_slowdown": 0.05}
 
 
@@ -109,7 +110,7 @@ def kernel_gap(device: str) -> float:
 
 
 def nccl_bandwidth(device: str, nbytes: int) -> float:
-    """Bytes per second that a rank sends in an all-gather."""
+    """Bytes per second that a rank sends in an all-gather of NCCL."""
     own = torch.ones(nbytes // world_size(), dtype=torch.uint8, device=device)
     out = torch.empty(own.numel() * world_size(), dtype=torch.uint8, device=device)
     seconds = seconds_of(lambda: dist.all_gather_into_tensor(out, own), device)
@@ -135,18 +136,18 @@ def measure(board: str, overlap_table: str, device: str, nbytes: int = LARGE) ->
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="launch.measure", description="Measures the speeds of this GPU.")
+    parser = argparse.ArgumentParser(prog="launch.measure", description="Measure the speeds of this GPU.")
+    parser.add_argument("--board", choices=sorted(BOARDS), required=True, help="name of the board in --plan --device")
     parser.add_argument(
-        "--board", choices=sorted(BOARDS), required=True, help="the name of the board in --plan --device"
+        "--overlap-table", required=True, help="name of a file in dlp/parallel/tables, written by dlp.parallel.tune"
     )
-    parser.add_argument(
-        "--overlap-table", required=True, help="a file name in dlp/parallel/tables, of dlp.parallel.tune"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="the file to write")
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
     options = parser.parse_args(arguments)
     auto.load(auto.TABLES / options.overlap_table)
     if not torch.cuda.is_available():
-        raise ValueError("launch.measure: expected a GPU, torch sees none: run it on the board whose rates are wanted")
+        raise ValueError(
+            "launch.measure: expected a GPU, torch sees none: run this program on the board to be measured"
+        )
     if world_size() > 1:
         dist.init_process_group("nccl")
         torch.cuda.set_device(dist.get_rank())

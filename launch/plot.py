@@ -16,10 +16,10 @@ from launch.report.plots import read_run, write_plot
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="launch.plot", description="Draws the metrics of runs into one picture.")
+    parser = argparse.ArgumentParser(prog="launch.plot", description="Draw the metrics of runs into one picture.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the picture to write, a PNG")
-    parser.add_argument("--stats", action="store_true", help="the statistics of the casts of one run")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="picture to write (PNG)")
+    parser.add_argument("--stats", action="store_true", help="draw the statistics of the casts of one run")
     options = parser.parse_args(arguments)
     if not options.stats:
         write_plot(options.runs, options.out)

@@ -3,8 +3,9 @@
     python -m launch.prove [CONFIG] [--meshes tp2 tp2+sp dp2 ...] [--steps N] [--exact] [--layers N] [--width N]
                            [--section.key value ...]
 
-The model is shrunk: `--layers` blocks, a hidden size of `--width`, and the other sizes in proportion; kv_heads stay, so that tp
-divides what it divides in the full model. Tokens are random. The exit code is 1 where a mesh differs from one rank.
+The model is shrunk: `--layers` blocks, a hidden size of `--width`, and the other sizes in proportion; kv_heads stay, so
+that the same tp sizes
+are possible as in the full model. Tokens are random. The exit code is 1 if a mesh differs from one rank.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from launch.training.step_update import Update
 from launch.training.wire_bytes import planned, workload
 
 LAYERS, WIDTH, VOCABULARY = 4, 256, 512
-SEQUENCES, TOKENS, STEPS = 8, 64, 3  # of a step, of a sequence, of a run
+SEQUENCES, TOKENS, STEPS = 8, 64, 3  # seeds of a step, of a sequence, of a run
 
 
 class Size(NamedTuple):
-    """The size that a config is shrunk to; None: as it is."""
+    """Size to which a config is shrunk; None: the config is not shrunk."""
 
     layers: int | None = LAYERS
     width: int | None = WIDTH
@@ -78,7 +79,8 @@ def provable(config: Config, size: Size, exact: bool = False) -> tuple[Config, l
     if config.train.optimizer in ENCODINGS:
         changes["optimizer"] = "adamw"
         remarks.append(
-            f'[train] optimizer = "adamw": {config.train.optimizer} encodes averages by shard, which no mesh shares'
+            f'[train] optimizer = "adamw": {config.train.optimizer} encodes averages by shard, '
+            "and shards differ between meshes"
         )
     mesh = replace(config.mesh, dp_replicate=1, dp_shard=1, tp=1)
     if exact:
@@ -99,7 +101,7 @@ def provable(config: Config, size: Size, exact: bool = False) -> tuple[Config, l
 
 
 class _Updating:
-    """The update of the training loop, as an optimizer whose step returns the gradient norm."""
+    """The update of the training loop as an optimizer whose step returns the gradient norm."""
 
     def __init__(self, update: Update, optimizer: Optimizer) -> None:
         self._update, self.zero_grad = update, optimizer.zero_grad
@@ -120,7 +122,7 @@ def on_mesh(config: Config, mesh: DeviceMesh, case: MeshCase) -> Config:
 
 
 def model_on(config: Config, mesh: DeviceMesh, case: MeshCase) -> tuple[Any, _Updating]:
-    """What the training loop would train on this mesh."""
+    """The model that the training loop would train on this mesh."""
     here = on_mesh(config, mesh, case)
     device = (
         torch.device(mesh.device_type, torch.cuda.current_device())
@@ -139,14 +141,15 @@ def tokens_of(config: Config, step: int) -> Tensor:
 
 
 def loss(config: Config, model: Any, batch: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The mean loss of a microbatch, as the training loop computes it."""
+    """Mean loss of a microbatch, as in the training loop."""
     tokens, targets = batch[:, :-1], batch[:, 1:].reshape(-1)
     z_loss, invariant = config.train.z_loss, config.train.invariant
     return dlp.cross_entropy(model(tokens), targets, mesh, z_loss=z_loss, invariant=invariant) / targets.numel()
 
 
 def bytes_of(config: Config, model: Any, mesh: DeviceMesh, case: MeshCase) -> Traffic:
-    """What the plan says that a rank sends in a step: the loop here shares the gradient norm alone."""
+    """Bytes that a rank sends in a step according to the plan. In this program only the gradient norm is reduced
+    besides."""
     here, dims = on_mesh(config, mesh, case), ParallelDims.from_mesh(mesh)
     load = workload(here, mesh.size(), 1)
     load = replace(load, dp_shard_rank=dims.rank(DP_SHARD), dtypes=activation_dtypes(model))
@@ -154,20 +157,21 @@ def bytes_of(config: Config, model: Any, mesh: DeviceMesh, case: MeshCase) -> Tr
 
 
 def fitting(meshes: Sequence[str], config: Config) -> Iterator[str]:
-    """The meshes that this model and batch can be cut for; ValueError for a mesh that cannot."""
+    """The meshes that fit this model and batch. Raises ValueError for a named mesh that does not fit."""
     model = config.model
     for name in meshes:
         case = MeshCase.parse(name)
         for field in ("kv_heads", "heads", "ffn", "vocab"):
             if getattr(model, field) % case.tp:
                 raise ValueError(
-                    f"mesh {name!r}: tp {case.tp} does not divide [model] {field} = {getattr(model, field)}; leave the mesh out"
+                    f"mesh {name!r}: tp {case.tp} does not divide [model] {field} = {getattr(model, field)}; choose "
+                    f"meshes without it"
                 )
         yield name
 
 
 def prove_config(config: Config, meshes: Sequence[str], *, steps: int = STEPS, exact: bool = False) -> Report:
-    """`dlp.prove` of a config as it is; see `provable`."""
+    """Run `dlp.prove` for a config; see `provable`."""
     names = list(fitting(meshes, config))
     build_model, batch = partial(model_on, config), partial(tokens_of, config)
     wire = None if config.train.invariant else partial(bytes_of, config)
@@ -175,10 +179,13 @@ def prove_config(config: Config, meshes: Sequence[str], *, steps: int = STEPS, e
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("launch.prove", "Compares training steps on meshes with one rank, tensor by tensor.")
+    parser = make_parser("launch.prove", "Compare training steps on meshes with one rank, tensor by tensor.")
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), metavar="MESH", help=f"[{' '.join(MESHES)}]")
     parser.add_argument(
-        "--steps", type=count, default=STEPS, help=f"optimizer steps; the wire is counted from the third on [{STEPS}]"
+        "--steps",
+        type=count,
+        default=STEPS,
+        help=f"optimizer steps; bytes are counted from the third step on [{STEPS}]",
     )
     parser.add_argument("--exact", action="store_true", help="judge by equal bits, in invariant mode")
     parser.add_argument("--layers", type=count, default=LAYERS, help=f"blocks of the shrunk model [{LAYERS}]")

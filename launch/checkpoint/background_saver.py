@@ -30,7 +30,7 @@ from launch.checkpoint import save_load
 from launch.checkpoint.save_load import Saved, SaveError, Snapshot, Training
 from launch.config.sections import Checkpoint
 
-IN_A_ROW = 2  # saves that fail, before the run ends
+IN_A_ROW = 2  # the run ends after this number of failed saves in a row
 
 
 class Copies:
@@ -44,8 +44,8 @@ class Copies:
         self._device, self._pinned = device, device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._pinned else None
         self._kept: dict[str, Tensor] = {}
-        self._room = self._reserved = 0  # bytes of device copies: still allowed in this save; made in the save before
-        self.done: torch.cuda.Event | None = None  # recorded behind the copies of the last `take`
+        self._room = self._reserved = 0  # bytes of device copies: limit in this save; allocated in the previous save
+        self.done: torch.cuda.Event | None = None  # event recorded after the copies of the last `take`
 
     @property
     def empty(self) -> bool:
@@ -74,7 +74,7 @@ class Copies:
                 "", taken.tensors, lambda name, each: self._to_host(name, each) if each.is_cuda else each
             )
         self._stream.synchronize()
-        taken.tensors.update(copied)  # which frees the device copies
+        taken.tensors.update(copied)  # this frees the device copies
 
     def _free_device_memory(self) -> int:
         return torch.cuda.mem_get_info(self._device)[0]

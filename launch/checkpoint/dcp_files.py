@@ -56,7 +56,7 @@ def read_index(path: Path) -> Metadata:
     try:
         with (path / INDEX).open("rb") as file:
             found = _Unpickler(file).load()
-    except Exception as error:  # what damaged bytes raise in a virtual machine for pickles is anything
+    except Exception as error:  # a damaged pickle may raise any exception
         raise ValueError(f"{INDEX} is no index of tensors ({type(error).__name__}: {error})") from None
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
         raise ValueError(f"{INDEX} is no index of tensors (it holds a {type(found).__name__})")
@@ -158,7 +158,7 @@ class Writer(dcp.FileSystemWriter):
             set_crc32_options(checksums)
 
     def _without_checksums(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        set_crc32_options(False)  # a setting of the thread in newer versions of torch, else of the process
+        set_crc32_options(False)  # a setting of the thread in newer versions of torch, else a setting of the process
         return super().write_data(plan, planner)
 
     def _in_threads(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

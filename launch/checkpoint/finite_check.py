@@ -22,7 +22,8 @@ def not_finite(tensors: Mapping[str, Any]) -> str | None:
     names, extremes = [], []
     for name, tensor in _leaves(tensors):
         names.append((name, tensor))
-        extremes.append(torch.stack(torch.aminmax(tensor)).float().isfinite().all())  # a NaN is both extremes
+        # a NaN is both the minimum and the maximum
+        extremes.append(torch.stack(torch.aminmax(tensor)).float().isfinite().all())
     if not extremes:
         return None
     finite = torch.stack(extremes).tolist()

@@ -11,7 +11,7 @@ from dlp.optim.muon import Muon
 
 
 def make_state(optimizer: Optimizer) -> None:
-    """The state that an optimizer makes in its first step, as it is before it: for a checkpoint to be loaded into."""
+    """Create the state of an optimizer before its first step, for a checkpoint to be loaded into."""
     if isinstance(optimizer, LowBitAdamW | Muon):
         optimizer.make_state()
         return

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dlp.optim.encodings import AVERAGES, Average, decoded, write
 
-Form = dict[str, tuple[torch.Size, torch.dtype]]  # of "codes" and "scale", or of "" for what is not encoded
+Form = dict[str, tuple[torch.Size, torch.dtype]]  # "codes" and "scale", or "" for an average that is not encoded
 Load = Callable[[dict[str, Any]], None]
 
 

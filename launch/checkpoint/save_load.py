@@ -47,7 +47,7 @@ from launch.ranks import rank_objects
 
 T = TypeVar("T")
 
-# of settings that older checkpoints do not know
+# values of settings that older checkpoints lack
 MODEL_DEFAULTS = {each.name: each.default for each in fields(Model) if each.default is not MISSING}
 
 
@@ -91,7 +91,7 @@ def _tensors(training: Training) -> dict[str, Any]:
     """Return the tensors of the run by name; loading writes into them. A tied parameter appears once."""
     for module in training.model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward without backward the root still holds gathered parameters
+            module.reshard()  # after a forward without backward the root unit still holds gathered parameters
     parameters = dict(training.model.named_parameters())
     states = training.optimizer.state
     return {
@@ -153,7 +153,7 @@ def snapshot(step: int, training: Training) -> Snapshot:
 
 
 def save(folder: Path, step: int, training: Training, keep: int) -> Saved:
-    """Write a checkpoint of the run as it is."""
+    """Write a checkpoint of the current state of the run."""
     taken = snapshot(step, training)
     if training.device.type == "cuda":
         torch.cuda.synchronize(training.device)  # threads of the writer read the tensors on streams of their own
@@ -215,7 +215,7 @@ def _make_room(folder: Path, temporary: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A folder or a file, as far as it is there."""
+    """Remove a folder or a file, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -223,8 +223,10 @@ def _remove(path: Path) -> None:
 
 
 def _finish(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -> list[str]:
-    """On rank 0: compare what torch says it wrote with what ranks hashed and with what lies here, then rename. Returns the
-    names of what should have been removed and is still there, which fails no save."""
+    """On rank 0: compare the files that torch reports with the hashes of ranks and with the files in the folder, then
+    rename.
+
+    Returns the names of older checkpoints that could not be removed, which fails no save."""
     dcp_files.check_index(temporary, manifest["files"])
     if reason := damage(temporary, manifest["files"], share=()):
         raise ValueError(f"{reason}, as when ranks do not share this folder")
@@ -233,7 +235,7 @@ def _finish(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -
         _retire(final)
     temporary.rename(final)
     for old in complete(final.parent)[:-keep]:
-        with contextlib.suppress(OSError):  # which is then still there
+        with contextlib.suppress(OSError):  # the older checkpoint remains
             _retire(old)
     for retired in final.parent.glob(".step-*.tmp"):
         _remove(retired)

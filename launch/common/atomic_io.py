@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-YOUNG = 60.0  # seconds within which a new folder may not have its lock yet
+YOUNG = 60.0  # seconds within which a new folder may lack its lock
 
 
 def rewrite(path: Path, text: str) -> None:
@@ -38,9 +38,9 @@ def new_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(left, ignore_errors=True)
     work = path.with_name(f".{path.name}-{uuid.uuid4().hex}.tmp")
     work.mkdir(parents=True)
-    lock = os.open(work, os.O_RDONLY)  # the system lets go of a lock with its process
+    lock = os.open(work, os.O_RDONLY)  # the system releases a lock when its process ends
     try:
-        with suppress(OSError):  # of a file system without locks
+        with suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield work
         try:
@@ -49,7 +49,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             if not path.is_dir():
                 raise
             raise ValueError(
-                f"{path}: another process has made it meanwhile, and that stands; choose another folder"
+                f"{path}: another process has created this folder in the meantime; choose another folder"
             ) from None
     finally:
         os.close(lock)
@@ -57,10 +57,10 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _at_work(work: Path) -> bool:
-    """Return whether another process is filling the temporary folder `work`, or may have just begun."""
+    """Return whether another process is filling the temporary folder `work`, or may have just started."""
     try:
         lock = os.open(work, os.O_RDONLY)
-    except OSError:  # gone meanwhile
+    except OSError:  # the folder was removed in the meantime
         return True
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -14,7 +14,7 @@ from launch.settings.schema import ConfigError, markdown_table
 DOCS = """\
 # Configuration
 
-This page is printed by `python -m launch.config --docs`; a test holds the two equal.
+This page is printed by `python -m launch.config --docs`; a test compares both.
 
 A run is described by one TOML file. `CONFIG` on a command line is the name of a file under `launch/configs` (without
 `.toml`) or a path, and `tiny` if it is left out. Keys without a default must be in the file.
@@ -44,7 +44,7 @@ def docs() -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = make_parser("launch.config", "Prints a configuration as training would use it.")
+    parser = make_parser("launch.config", "Print a configuration as training would use it.")
     parser.add_argument("--docs", action="store_true", help="print the page of documentation instead")
     options, config = command_line(parser, arguments)
     sys.stdout.write(docs() if options.docs else to_toml(config))

@@ -14,7 +14,7 @@ DEFAULT = "tiny"
 
 
 def find(name_or_path: str | Path) -> Path:
-    """Return the file of a config. ConfigError where there is none."""
+    """Return the file of a config. Raises ConfigError if there is none."""
     path = Path(name_or_path)
     with contextlib.suppress(OSError, ValueError):  # a name that no file can have
         for candidate in (CONFIGS / f"{name_or_path}.toml", path):
@@ -25,7 +25,7 @@ def find(name_or_path: str | Path) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a config. ConfigError for a file that is no text."""
+    """Return the text of a config. Raises ConfigError if the file is not text."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -33,7 +33,8 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, name: str) -> dict[str, Any]:
-    """Return the tables of a config. ConfigError for a text that is no TOML. `name`: the name of the file in messages."""
+    """Return the tables of a config. Raises ConfigError for text that is not TOML. `name`: name of the file in
+    messages."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -57,7 +57,7 @@ def parallel_dims(config: Config, world_size: int) -> ParallelDims:
 
 
 def load(name_or_path: str | Path = DEFAULT, arguments: Sequence[str] = ()) -> Config:
-    """The checked config of a name under launch/configs or of a TOML file.
+    """Return the checked config of a name under launch/configs or of a TOML file.
 
     arguments: overrides as on a command line, ["--train.lr", "1e-3", "--recipe", "bf16"]. Raises ConfigError.
     """
@@ -68,20 +68,21 @@ def load(name_or_path: str | Path = DEFAULT, arguments: Sequence[str] = ()) -> C
 
 
 def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """A program's own arguments and its config, from a parser made by `make_parser`. Raises ConfigError."""
+    """Return a program's own arguments and its config, for a parser made by `make_parser`. Raises ConfigError."""
     options, changes = overrides.parse(parser, arguments, SCHEMA)
     return options, _load(options.config, changes)
 
 
 def count(text: str) -> int:
-    """An integer >= 1 as a command line has it, as the type of an argument."""
+    """Parse an integer >= 1 from a command line, as the type of an argument."""
     if not (text.isascii() and text.isdigit() and int(text) >= 1):
         raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
     return int(text)
 
 
 def make_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """A parser with CONFIG, --print-config and a --help that lists every setting; programs add their own options."""
+    """Return a parser with CONFIG, --print-config and a --help that lists every setting; programs add their own
+    options."""
     return overrides.make_parser(program, description, DEFAULT, SCHEMA)
 
 
@@ -91,7 +92,7 @@ def _load(name_or_path: str | Path, changes: Sequence[tuple[str, str]]) -> Confi
 
 
 def from_text(text: str, name: str, changes: Sequence[tuple[str, str]] = ()) -> Config:
-    """The checked config of a TOML file's text; `name`: what messages call it; `changes`: overrides. Raises ConfigError."""
+    """Return the checked config of a TOML text. `name`: name in messages; `changes`: overrides. Raises ConfigError."""
     tables = files.parse(text, name)
     check_shape(tables, name)
     overrides.apply(tables, changes, SCHEMA)
@@ -99,7 +100,7 @@ def from_text(text: str, name: str, changes: Sequence[tuple[str, str]] = ()) -> 
 
 
 def to_toml(config: Config) -> str:
-    """A file that loads as an equal config; every setting is written, except those that are unset."""
+    """Return a file that loads as an equal config. Every setting is written, except unset settings."""
     parts = []
     for name in SCHEMA:
         value = getattr(config, name)

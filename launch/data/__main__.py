@@ -18,7 +18,7 @@ from launch.data.tokenizer import add_options, open_tokenizer
 
 
 def describe(shard: Shard) -> str:
-    """The header and the documents of a shard, in a few lines."""
+    """Describe the header and the documents of a shard in a few lines."""
     lengths = np.diff(np.append(shard.starts, len(shard.tokens)))
     return (
         f"{shard.path}: {len(shard.tokens):,} tokens of dtype {shard.tokens.dtype.str}, vocabulary {shard.vocabulary}\n"
@@ -34,9 +34,10 @@ def _prepare_command(options: argparse.Namespace) -> None:
     for left in unfinished(options.out):
         if at_work(left):
             raise ValueError(
-                f"{options.out}: another preparation is at work on it, in {left}; wait for its end, or choose another --out"
+                f"{options.out}: another process is preparing this folder, in {left}; wait for its end, or choose "
+                f"another --out"
             )
-        print(f"{left} is of a preparation that did not end; remove it")
+        print(f"{left} belongs to an unfinished preparation; remove it")
     tokenizer = open_tokenizer(options.tokenizer, options.separator)
     files = list_files(options.files)
     read = {name: path for name, path in files.items() if has_rows(path, options.column) or is_text(path)}
@@ -46,16 +47,19 @@ def _prepare_command(options: argparse.Namespace) -> None:
         )
     except OSError as error:
         where = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        raise ValueError(f"{where}; nothing is left of {options.out}") from None
+        raise ValueError(f"{where}; {options.out} was not created") from None
     if not made:
         raise ValueError(
-            f"{options.out}: another preparation has made it meanwhile, and that stands; choose another --out"
+            f"{options.out}: another process has created this folder in the meantime; choose another --out"
         )
     for name in files.keys() - read.keys():
         print(f"left out, not text: {name}")
     for name, path in read.items():
         if looks_like_rows(path) and not has_rows(path, options.column):
-            print(f"read as one text, since it is neither JSON lines nor an array of objects or strings: {name}")
+            print(
+                f"read as one document, because the file is neither JSON lines nor an array of objects or strings: "
+                f"{name}"
+            )
     for path in sorted(options.out.glob("*.shard")):
         print(describe(open_shard(path)))
 
@@ -63,11 +67,11 @@ def _prepare_command(options: argparse.Namespace) -> None:
 def _inspect_command(options: argparse.Namespace) -> None:
     paths = sorted(options.shard.glob("*.shard")) if options.shard.is_dir() else [options.shard]
     if not options.shard.exists():
-        raise ValueError(
-            f"{options.shard}: no such file or folder; give a shard, or a folder that launch.data prepare made"
-        )
+        raise ValueError(f"{options.shard}: no such file or folder; give a shard, or a folder from launch.data prepare")
     if not paths:
-        raise ValueError(f"{options.shard}: no *.shard in it; give a shard, or a folder that launch.data prepare made")
+        raise ValueError(
+            f"{options.shard}: the folder has no *.shard files; give a shard, or a folder from launch.data prepare"
+        )
     for path in paths:
         shard = open_shard(path)
         verify(shard)
@@ -75,21 +79,25 @@ def _inspect_command(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="launch.data", description="Makes and inspects token shards.")
+    parser = argparse.ArgumentParser(prog="launch.data", description="Create and inspect token shards.")
     commands = parser.add_subparsers(required=True)
-    making = commands.add_parser("prepare", help="turn text files and rows into shards, a document each")
+    making = commands.add_parser(
+        "prepare", help="convert text files and rows into shards; each file or row is a document"
+    )
     kinds = (
         "text files, JSON lines and arrays (.jsonl, .ndjson, .json, also .gz), .parquet, .arrow, folders of them, saved "
         "Hugging Face datasets"
     )
     making.add_argument("files", nargs="+", type=Path, help=kinds)
-    making.add_argument("--out", required=True, type=Path, help="the folder to make")
+    making.add_argument("--out", required=True, type=Path, help="folder to create")
     add_options(making)
-    making.add_argument("--column", default="text", help="of rows, where their text is (default: text)")
-    making.add_argument("--validation", type=float, default=0.05, help="share of documents held out (default: 0.05)")
+    making.add_argument("--column", default="text", help="column of rows that holds the text (default: text)")
+    making.add_argument(
+        "--validation", type=float, default=0.05, help="share of documents held out for validation (default: 0.05)"
+    )
     making.set_defaults(command=_prepare_command)
-    inspecting = commands.add_parser("inspect", help="check shards, hashes included, and describe them")
-    inspecting.add_argument("shard", type=Path, help="one, or a folder of them")
+    inspecting = commands.add_parser("inspect", help="check shards and their hashes, and describe them")
+    inspecting.add_argument("shard", type=Path, help="a shard, or a folder of shards")
     inspecting.set_defaults(command=_inspect_command)
     options = parser.parse_args(arguments)
     options.command(options)

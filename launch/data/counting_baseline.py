@@ -1,8 +1,10 @@
-"""Loss of counting models, which a training has to beat: a bigram model, or a unigram model for large vocabularies.
+"""Loss of counting models, as a baseline for training: a bigram model, or a unigram model for large vocabularies.
 
-A transformer whose attention does not work still learns the bigram, so a validation loss below it shows that attention
-does. Its table has vocabulary squared entries, which is for bytes; larger vocabularies get the unigram, which sees nothing
-and is only what a model must beat to have learnt anything.
+A transformer with broken attention still learns the bigram, so a validation loss below the bigram loss shows that
+attention
+works. The bigram table has vocabulary^2 entries, so it is used for bytes. Larger vocabularies use the unigram, which
+uses no
+context: a model that has learned anything has a lower loss.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +17,13 @@ from launch.data.shard import Shard, Tokens
 BYTES = 257  # the vocabulary of bytes and a separator
 LARGEST_TABLE = 512  # symbols: 2 MB of counts
 PIECE = 1 << 22  # tokens counted at once
-MOST = 1 << 28  # tokens counted of a split; of a larger one, pieces at equal distances
+MOST = 1 << 28  # maximum number of counted tokens of a split; a larger split is sampled in pieces at equal distances
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Baseline(NamedTuple):
-    """`loss` on the validation tokens, in `unit`."""
+    """Loss of a counting model on the validation tokens, in `unit`."""
 
     name: str
     loss: float
@@ -32,12 +34,12 @@ class Baseline(NamedTuple):
 
 
 def unit_of(shards: Sequence[Shard]) -> str:
-    """What a loss on these tokens is in."""
+    """Unit of a loss on these tokens."""
     return "nats/byte" if _symbols(shards) == BYTES else "nats/token"
 
 
 def baseline(train: Sequence[Shard], validation: Sequence[Shard]) -> Baseline:
-    """The bigram of bytes and other small vocabularies, else the unigram."""
+    """The bigram model for bytes and other small vocabularies, else the unigram model."""
     both, unit = (*train, *validation), unit_of((*train, *validation))
     if _symbols(both) > LARGEST_TABLE:
         return Baseline("unigram", unigram_loss(train, validation), unit)
@@ -45,10 +47,11 @@ def baseline(train: Sequence[Shard], validation: Sequence[Shard]) -> Baseline:
 
 
 def bigram_loss(train: Sequence[Shard], validation: Sequence[Shard], smoothing: float = 0.05) -> float:
-    """Cross entropy on the validation tokens of the best model that sees one token back, in nats per token.
+    """Cross entropy on the validation tokens of the best model with one token of context, in nats per token.
 
-    Pair counts of the training tokens plus `smoothing` for every pair: of the values from 1 to 0.001 this one is best
-    on the standard library, by less than 0.003. Memory is 8 bytes x vocabulary squared.
+    The model uses pair counts of the training tokens plus `smoothing` for every pair; among values from 1 to 0.001 the
+    default is best on
+    the standard library, by less than 0.003. Memory is 8 bytes x vocabulary^2.
     """
     size = _symbols((*train, *validation))
     pairs, seen = (_count(shards, size * size, lambda t: t[:-1] * size + t[1:]) for shards in (validation, train))
@@ -58,8 +61,9 @@ def bigram_loss(train: Sequence[Shard], validation: Sequence[Shard], smoothing: 
 
 
 def unigram_loss(train: Sequence[Shard], validation: Sequence[Shard], smoothing: float = 1.0) -> float:
-    """Cross entropy on the validation tokens of the frequencies of the training tokens, in nats per token. Memory is 8
-    bytes x vocabulary."""
+    """Cross entropy on the validation tokens under the frequencies of the training tokens, in nats per token. Memory is
+    8 bytes x
+    vocabulary."""
     size = _symbols((*train, *validation))
     tokens, seen = (_count(shards, size, lambda t: t[1:]) for shards in (validation, train))
     counts = seen + smoothing
@@ -71,7 +75,7 @@ def _symbols(shards: Sequence[Shard]) -> int:
 
 
 def _count(shards: Sequence[Shard], size: int, numbers: Any) -> Counts:
-    """How often each of `numbers(tokens)`, below `size`, occurs in the pieces of shards, int64 [size]."""
+    """Counts of the values of `numbers(tokens)`, all below `size`, in the pieces of shards, int64 [size]."""
     counts = np.zeros(size, np.int64)
     for piece in _pieces(shards):
         counts += np.bincount(numbers(piece.astype(np.int64)), minlength=size)
@@ -79,7 +83,7 @@ def _count(shards: Sequence[Shard], size: int, numbers: Any) -> Counts:
 
 
 def _pieces(shards: Sequence[Shard]) -> Iterator[Tokens]:
-    """Tokens of shards, each piece with the first token of the next one."""
+    """Pieces of the tokens of shards; each piece ends with the first token of the next piece."""
     places = [(shard, first) for shard in shards for first in range(0, len(shard.tokens) - 1, PIECE)]
     for shard, first in places[:: max(1, -(-len(places) * PIECE // MOST))]:
         yield shard.tokens[first : first + PIECE + 1]

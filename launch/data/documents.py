@@ -1,7 +1,8 @@
 """Documents of files: a text file is one document, and each row of JSON lines, a JSON array, Parquet or Arrow is one.
 
-A Hugging Face dataset that was saved to disk is a folder of Arrow files, which its state.json lists; it is read by pyarrow
-alone. Rows are read as a stream, however large a file is.
+A Hugging Face dataset that was saved to disk is a folder of Arrow files, listed in its state.json; only pyarrow is
+needed to read it. Rows are
+read as a stream, so files of any size can be read.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from typing import Any, TextIO
 
 from launch.common.optional_packages import MissingPackage, need
 
-Row = tuple[Any, int]  # what stands in the column, and about how many bytes of the file that was
-HEAD = 4096  # bytes in which a .json file is recognized
+Row = tuple[Any, int]  # value of the column, and approximate bytes of the row in the file
+HEAD = 4096  # bytes of a .json file that are read to recognize its form
 MOST_LINE = 1 << 26  # bytes of the first line of a .json file that are read to tell JSON lines from other JSON
-CHUNK = 1 << 20  # characters of a JSON array that are read at once
-MOST_ELEMENT = 1 << 28  # characters of one element of a JSON array
+CHUNK = 1 << 20  # characters of a JSON array that are read per block
+MOST_ELEMENT = 1 << 28  # maximum characters of one element of a JSON array
 BLANK = re.compile(r"\s*")
 SAVED, SPLITS = "state.json", "dataset_dict.json"  # of a Hugging Face dataset, and of several
 
 
 class RowError(ValueError):
-    """A row that is none; the message names the file and the row."""
+    """Error for an invalid row; the message names the file and the row."""
 
 
 def walk(folder: Path, left_out: frozenset[str] = frozenset()) -> dict[str, Path]:
-    """Files below a folder by their relative name, sorted; hidden ones and folders named in `left_out` are skipped."""
+    """Files below a folder by relative name, sorted, without hidden files and without folders named in `left_out`."""
     files = {}
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
@@ -43,8 +44,8 @@ def walk(folder: Path, left_out: frozenset[str] = frozenset()) -> dict[str, Path
 
 
 def list_files(given: Iterable[Path]) -> dict[str, Path]:
-    """The files given, those below the folders given and those of datasets, by name; ValueError if one is missing or
-    doubled."""
+    """The given files, and the files of the given folders and datasets, by name. Raises ValueError for a missing or
+    duplicate file."""
     files: dict[str, Path] = {}
     for path in given:
         if not path.exists():
@@ -59,11 +60,12 @@ def list_files(given: Iterable[Path]) -> dict[str, Path]:
 
 
 def saved_dataset(folder: Path) -> dict[str, Path]:
-    """The Arrow files of a Hugging Face dataset, by name; none where the folder is not one."""
+    """The Arrow files of a Hugging Face dataset, by name; empty if the folder is not a dataset."""
     if (folder / SPLITS).is_file():
         names = _listed(folder / SPLITS, lambda found: [str(name) for name in found["splits"]])
         raise ValueError(
-            f"{folder}: a dataset of the splits {', '.join(names)}; give one of their folders, as {folder / names[0]}"
+            f"{folder}: a dataset with the splits {', '.join(names)}; give the folder of one split, such as "
+            f"{folder / names[0]}"
         )
     if not (folder / SAVED).is_file():
         return {}
@@ -71,26 +73,26 @@ def saved_dataset(folder: Path) -> dict[str, Path]:
     files = {f"{folder.name}/{name}": folder / name for name in names}
     for file in files.values():
         if not file.is_file():
-            raise ValueError(f"{file}: missing, {SAVED} beside it lists it; save the dataset again")
+            raise ValueError(f"{file}: missing, but listed in {SAVED}; save the dataset again")
     return files
 
 
 def _listed(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
-    """What a dataset's file lists, one name at least."""
+    """Files listed in a dataset's state file, at least one."""
     try:
         found = names(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path}: not that of a saved dataset ({type(error).__name__}: {error}); give the folder that "
+            f"{path}: not the state of a saved dataset ({type(error).__name__}: {error}); give the folder that "
             f"save_to_disk wrote"
         ) from None
     if not found:
-        raise ValueError(f"{path}: it lists nothing, so the dataset is empty; save it again, or leave it out")
+        raise ValueError(f"{path}: no files listed, so the dataset is empty; save the dataset again, or leave it out")
     return found
 
 
 def _check_name(path: Path, name: str) -> None:
-    """Names decide the split, by their hash, so they have to be text."""
+    """Raise ValueError for a name that is not text, since the hash of the name decides the split."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -98,23 +100,24 @@ def _check_name(path: Path, name: str) -> None:
 
 
 def is_text(path: Path) -> bool:
-    """No zero byte in the first 8 KB, which is how git tells text from data."""
+    """Whether the first 8 KB contain no zero byte, which is git's test for text."""
     with path.open("rb") as file:
         return b"\0" not in file.read(8192)
 
 
 def has_rows(path: Path, column: str = "text") -> bool:
-    """Whether each row of a file is a document. The name of the file tells, except for .json, whose content tells."""
+    """Whether each row of a file is a document. The name of the file decides, except for .json, where the content
+    decides."""
     return _reader(path, column) is not None
 
 
 def looks_like_rows(path: Path) -> bool:
-    """Whether the name promises data of rows, so that reading the file as one text deserves a remark."""
+    """Whether the name suggests rows, so that reading the file as one document deserves a remark."""
     return _kind(path).endswith(DATA)
 
 
 def _kind(path: Path) -> str:
-    """The lower-case name, whose end says what the file is."""
+    """The lower-case name; its suffix tells the kind of the file."""
     return path.name.lower()
 
 
@@ -126,8 +129,11 @@ def _reader(path: Path, column: str) -> Callable[[Path, str], Iterator[Row]] | N
 
 
 def _json_reader(path: Path, column: str) -> Callable[[Path, str], Iterator[Row]] | None:
-    """Reader of a .json file: JSON lines where the first line is an object and either has the column or is followed by more; an
-    array of objects or strings; None for any other JSON, as the settings of a program."""
+    """Reader of a .json file.
+
+    The file is JSON lines if the first line is an object that has the column or is followed by more lines; or an array
+    of objects or
+    strings. None for any other JSON, such as the settings of a program."""
     try:
         with _opened(path) as file:
             head = file.read(HEAD).removeprefix(codecs.BOM_UTF8).lstrip()
@@ -143,19 +149,20 @@ def _json_reader(path: Path, column: str) -> Callable[[Path, str], Iterator[Row]
 
 
 def rows(path: Path, column: str) -> Iterator[tuple[int, bytes, int]]:
-    """(number, text, bytes of the file) of each row from 1; the text is empty where there is none. ValueError for a file or a
-    row that cannot be read."""
+    """Yield (number from 1, text, bytes of the file) of each row; the text is "" for a row without text.
+
+    Raises ValueError for a file or a row that cannot be read."""
     reader = _reader(path, column)
     assert reader is not None, f"{path} has no rows"
     number = 0
     try:
         for number, (value, nbytes) in enumerate(reader(path, column), start=1):
             if not isinstance(value, str | None):
-                raise RowError(f"{path}, row {number}: {column} is no text but {value!r:.40}; name another --column")
+                raise RowError(f"{path}, row {number}: {column} is not text but {value!r:.40}; name another --column")
             yield number, _encoded(value or "", path, number), nbytes
     except (RowError, MissingPackage):
         raise
-    except (ValueError, OSError, EOFError, zlib.error) as error:  # pyarrow's own are ValueErrors and OSErrors
+    except (ValueError, OSError, EOFError, zlib.error) as error:  # errors of pyarrow are ValueErrors and OSErrors
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"{path}, row {number + 1}: cannot be read ({reason}); get the file again") from None
 
@@ -165,7 +172,7 @@ def _encoded(text: str, path: Path, number: int) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise RowError(
-            f"{path}, row {number}: no text, it has half a character at {error.start}; leave it out"
+            f"{path}, row {number}: not valid text, half a character at {error.start}; leave the row out"
         ) from None
 
 
@@ -194,9 +201,11 @@ def json_array(path: Path, column: str) -> Iterator[Row]:
 
 
 def _elements(file: TextIO) -> Iterator[tuple[Any, int]]:
-    """Elements of the array that a file holds, and the characters of each. ValueError where the file is no array."""
+    """Yield the elements of the array in a file, with the number of characters of each. Raises ValueError if the file
+    is not an array."""
     decoder, text, size = json.JSONDecoder(), file.read(CHUNK), CHUNK
-    at, before = _behind_blanks(text, 0) + 1, ""  # behind the [, and what must stand before the next element
+    # position after the [, and the separator that must precede the next element
+    at, before = _behind_blanks(text, 0) + 1, ""
     while True:
         at = _behind_blanks(text, at)
         start = _behind_blanks(text, at + len(before))
@@ -210,21 +219,22 @@ def _elements(file: TextIO) -> Iterator[tuple[Any, int]]:
         except ValueError as error:
             problem = str(error)
         else:
-            if end < len(text):  # at the end of the text, a number may go on
+            if end < len(text):  # at the end of the text, a number may continue
                 yield row, end - at
                 at, before, size = end, ",", CHUNK
                 continue
         more = file.read(size) if len(text) - at < MOST_ELEMENT else ""
         if not more:
             raise ValueError(problem)
-        text, at, size = text[at:] + more, 0, 2 * size  # twice as much each time: an element is not parsed often
+        # the block doubles each time, so that an element is parsed only a few times
+        text, at, size = text[at:] + more, 0, 2 * size
     if (text[at + 1 :] + file.read(CHUNK)).strip():
         raise ValueError("expected the end of the file behind the array")
 
 
 def _behind_blanks(text: str, at: int) -> int:
     found = BLANK.match(text, at)
-    assert found is not None  # no blank is a match, too
+    assert found is not None  # \s* also matches without a blank
     return found.end()
 
 
@@ -248,11 +258,11 @@ def arrow(path: Path, column: str) -> Iterator[Row]:
 
 
 def _no_column(where: str, column: str, there: Iterable[str]) -> None:
-    raise RowError(f"{where}: no column {column}, it has {', '.join(there) or 'none'}; name one with --column")
+    raise RowError(f"{where}: no column {column}; the columns are {', '.join(there) or 'none'}: name one with --column")
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
     ".jsonl": json_lines, ".jsonl.gz": json_lines, ".ndjson": json_lines, ".ndjson.gz": json_lines,
     ".parquet": parquet, ".arrow": arrow,
 }  # fmt: skip
-DATA = (".json", ".json.gz", ".csv", ".tsv", *READERS)  # names of data, whose rows may be documents
+DATA = (".json", ".json.gz", ".csv", ".tsv", *READERS)  # suffixes of data files whose rows may be documents

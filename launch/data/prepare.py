@@ -24,11 +24,11 @@ from launch.data.shard import Shard, Tokens, open_shard, write_shard
 from launch.data.shard_index import write_index
 from launch.data.tokenizer import BYTES, KnownTokens, Text, Tokenizer
 
-SHARD_TOKENS = 1 << 27  # a shard is built in memory: 256 MB of small tokens, 512 of large ones
+SHARD_TOKENS = 1 << 27  # a shard is built in memory: 256 MB with tokens of two bytes, 512 MB with tokens of four bytes
 SPLITS = ("train", "validation")
-LOCK = ".lock"  # of a preparation that is at work, in its own folder
-BATCH = 256  # documents that are encoded at once
-BATCH_BYTES = 1 << 24  # of them, if they are long
+LOCK = ".lock"  # lock file of a running preparation, in its temporary folder
+BATCH = 256  # number of documents that are encoded at once
+BATCH_BYTES = 1 << 24  # maximum characters of documents that are encoded at once
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,8 @@ class ShardWriter:
         try:
             write_shard(path, self._pending, self.vocabulary)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from None  # that of a full disk has no name
+            # the OSError of a full disk has no file name
+            raise OSError(error.errno, error.strerror, str(path)) from None
         self.shards.append(open_shard(path))
         self._pending = []
 
@@ -161,7 +162,7 @@ def at_work(work: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no lock yet, no folder any more, or a file system that has no locks
+    except OSError:  # no lock yet, a removed folder, or a file system without locks
         return False
     return False
 
@@ -185,7 +186,7 @@ def prepare(
     work.mkdir(parents=True)
     try:
         with (work / LOCK).open("wb") as lock:
-            with contextlib.suppress(OSError):  # of a file system that has no locks
+            with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _write(work, files, validation, tokenizer, column, progress)
             (work / LOCK).unlink()
@@ -222,7 +223,7 @@ def _closed(writers: Iterable[ShardWriter], share: float) -> Sequence[Shard]:
         writer.flush()
         if not writer.shards:
             raise ValueError(
-                f"no document fell to {writer.split}, of whose rows a share of {share} validates; give more of them or another "
+                f"no row was assigned to {writer.split} with a validation share of {share}; give more rows or another "
                 f"share"
             )
     return [shard for writer in writers for shard in writer.shards]

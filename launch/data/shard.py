@@ -11,9 +11,11 @@
     72      8 x documents  first token of each document, int64, ascending from 0
     ...     size x tokens  the tokens
 
-Opening checks all but the hash and the tokens, which need the whole file: `verify` does that, and every run before its first
-step (`shard_check.py`). The digest in the header is also the
-data's name in checkpoints. `.npy` files would map as well, but carry no vocabulary, documents or hash.
+Opening a shard checks everything except the hash and the tokens, for which the whole file must be read: `verify` checks
+both, and
+every run calls it before the first step (`shard_check.py`). Checkpoints identify the data by the digest in the header.
+`.npy` files
+can be mapped as well, but hold no vocabulary, documents or hash.
 """
 
 import hashlib
@@ -77,7 +79,7 @@ def open_shard(path: Path, remedy: str = REMEDY) -> Shard:
     found = path.stat().st_size
     if found < HEADER.size:
         raise ValueError(
-            f"{path}: not a token shard, its {found} bytes are fewer than the header's {HEADER.size}; {remedy}"
+            f"{path}: not a token shard: {found} bytes are fewer than the {HEADER.size} of a header; {remedy}"
         )
     with path.open("rb") as file:
         magic, version, code, vocabulary, num_tokens, num_documents, digest = HEADER.unpack(file.read(HEADER.size))
@@ -92,7 +94,7 @@ def open_shard(path: Path, remedy: str = REMEDY) -> Shard:
     expected = tokens_at + int(dtype[-1]) * num_tokens
     if found != expected:
         word = "truncated" if found < expected else "too long"
-        raise ValueError(f"{path}: {word}, its header promises {expected} bytes and the file has {found}; {remedy}")
+        raise ValueError(f"{path}: {word}, the header states {expected} bytes and the file has {found}; {remedy}")
     if not 0 < num_documents <= num_tokens:
         raise ValueError(f"{path}: {num_documents} documents in {num_tokens} tokens is not possible; {remedy}")
     starts = np.memmap(path, "<i8", "r", HEADER.size, (num_documents,))
@@ -109,8 +111,8 @@ def verify(shard: Shard) -> None:
     digest.update(shard.tokens.data)
     if digest.hexdigest() != shard.digest:
         raise ValueError(
-            f"{shard.path}: damaged, the SHA-256 of its content begins {digest.hexdigest()[:16]} "
-            f"and the header says {shard.digest[:16]}; {shard.remedy}"
+            f"{shard.path}: damaged, the SHA-256 of the content begins with {digest.hexdigest()[:16]}, in the header "
+            f"with {shard.digest[:16]}; {shard.remedy}"
         )
     _check_tokens(shard.path, shard.tokens, shard.vocabulary)
 

@@ -40,7 +40,7 @@ def read_index(folder: Path, remedy: str) -> dict[str, Any] | None:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
         if found["format"] == FORMAT and {"name", "digest"} <= found["tokenizer"].keys() and found["shards"].keys():
             return dict(found)
-        reason = f"its format is {found['format']!r}"
+        reason = f"the format is {found['format']!r}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
     raise ValueError(f"{path}: not an index of shards ({reason}); {remedy}")
@@ -50,7 +50,7 @@ def check_against(index: dict[str, Any], folder: Path, shards: Sequence[Shard], 
     """Raise ValueError if the shards of a folder differ from the index."""
     there, listed = {shard.path.name: shard for shard in shards}, index["shards"]
     for name in sorted(there.keys() ^ listed.keys()):
-        wrong = f"is missing, {INDEX} lists it" if name in listed else f"is none that {INDEX} lists"
+        wrong = f"is missing, but listed in {INDEX}" if name in listed else f"is not listed in {INDEX}"
         raise ValueError(f"{folder / name}: this shard {wrong}; {remedy}")
     for name, shard in there.items():
         if entry_of(shard) != listed[name]:

@@ -23,7 +23,8 @@ from launch.data.shard_index import check_against, read_index
 
 STDLIB = "builtin:stdlib"
 NOT_STDLIB = frozenset("site-packages dist-packages test tests idle_test lib2to3 ensurepip __pycache__".split())
-SPLIT_VERSION = 2  # of encoding, split and index: raise it when they change, so that no cached shard is taken for new
+# version of encoding, split and index: to be raised when these change, so that older cached shards are not used
+SPLIT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ def open_sources(given: str | Sequence[Mapping[str, Any]], vocabulary: int, vali
     for data, each in zip(opened, given, strict=True):
         if data.tokenizer != tokenizer:
             raise ValueError(
-                f"{each['path']}: its tokens are of {_short(data.tokenizer)}, and those of {first} of {_short(tokenizer)}; "
-                f"prepare both with one tokenizer"
+                f"{each['path']}: the tokens are from {_short(data.tokenizer)}, and the tokens of {first} from "
+                f"{_short(tokenizer)}; prepare both with one tokenizer"
             )
     train, held = (tuple(shard for data in opened for shard in getattr(data, split)) for split in SPLITS)
     return Data(train, held, tokenizer, weights)
@@ -70,7 +71,7 @@ def described(given: str | Sequence[Mapping[str, Any]]) -> str:
 def _short(tokenizer: str | None) -> str:
     """Name a tokenizer by its digest."""
     if tokenizer is None:
-        return "a tokenizer that is not known, without index.json"
+        return "an unknown tokenizer (no index.json)"
     return f"the tokenizer {tokenizer[:12]}" if tokenizer else "bytes"
 
 
@@ -80,20 +81,20 @@ def open_data(path: str, vocabulary: int, validation: float = 0.05) -> Data:
     `validation`: share of files of builtin:stdlib that is held out. Raises ValueError for a damaged or missing shard, and for a
     vocabulary larger than the vocabulary of the model.
     """
-    folder, remedy, missing = Path(path), REMEDY, "make them with python -m launch.data prepare"
+    folder, remedy, missing = Path(path), REMEDY, "create shards with python -m launch.data prepare"
     if path == STDLIB:
         folder = stdlib_shards(validation)
-        remedy = missing = f"delete the folder {folder}, and the next run makes it again"
+        remedy = missing = f"delete the folder {folder}, and the next run creates it again"
     shards = {
         split: tuple(open_shard(each, remedy) for each in sorted(folder.glob(f"{split}-*.shard"))) for split in SPLITS
     }
     for split, found in shards.items():
         if not found:
-            raise ValueError(f"{folder}: no {split}-*.shard in it; {missing}")
+            raise ValueError(f"{folder}: the folder has no {split}-*.shard; {missing}")
         for shard in found:
             if shard.vocabulary > vocabulary:
                 raise ValueError(
-                    f"{shard.path}: its vocabulary of {shard.vocabulary} is larger than the model's {vocabulary}; "
+                    f"{shard.path}: the vocabulary of {shard.vocabulary} is larger than the model's {vocabulary}; "
                     f"set [model] vocab to at least {shard.vocabulary}"
                 )
     if (index := read_index(folder, remedy)) is None:
@@ -123,7 +124,7 @@ def stdlib_shards(validation: float) -> Path:
             prepare(files, folder, validation=validation)
         except OSError as error:
             raise ValueError(
-                f"builtin:stdlib: the cache {cache / 'dlp'} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME "
-                f"to a folder that can, or name one that launch.data prepare made as [data] path"
+                f"builtin:stdlib: the cache {cache / 'dlp'} cannot be written ({error.strerror or error}); set "
+                f"XDG_CACHE_HOME to a writable folder, or set [data] path to a folder from launch.data prepare"
             ) from None
     return folder

@@ -30,11 +30,11 @@ from launch.data.shard import Shard
 from launch.models.attention import Documents
 
 Indices = np.ndarray[Any, np.dtype[np.uint64]]
-SETTINGS = {  # that make the order of the data, by their names in `state_dict`
+SETTINGS = {  # keys of `state_dict` that determine the order of the data, with the setting of each
     "data": "[data] path", "weights": "[data] path", "sequence": "[train] sequence",
     "global_batch": "[train] global_batch", "seed": "[train] seed",
 }  # fmt: skip
-PERIOD = 4096  # places in which sources have exactly their shares
+PERIOD = 4096  # period in places, in which every source has exactly its share
 ROUNDS = 4
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
@@ -90,8 +90,8 @@ def shares(weights: Mapping[Path, float]) -> list[int]:
     for folder, share in zip(weights, found, strict=True):
         if not share:
             raise ValueError(
-                f"[data] path: {folder} would have less than one of {PERIOD} sequences; raise its weight of "
-                f"{weights[folder]:g}, or leave it out"
+                f"[data] path: {folder} would get less than one of {PERIOD} sequences; raise the weight of "
+                f"{weights[folder]:g}, or leave this source out"
             )
     return found
 
@@ -150,7 +150,7 @@ class TokenStream:
         for source in self.sources if len(self.sources) > 1 else ():
             part = source.share / PERIOD
             epochs = part * steps * self.global_batch / source.windows
-            yield f"data: {source.folder}: {part:.1%} of the sequences, {epochs:.2g} times all of it in {steps} steps"
+            yield f"data: {source.folder}: {part:.1%} of the sequences, {epochs:.2g} epochs in {steps} steps"
 
     def order(self, step: int) -> Indices:
         """Return the windows of one step, uint64 [global_batch]."""

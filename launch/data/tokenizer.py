@@ -20,10 +20,10 @@ import numpy as np
 from launch.common.optional_packages import need
 from launch.data.shard import Tokens
 
-SEPARATOR = 256  # behind bytes
-MOST_UNKNOWN = 0.01  # of all tokens
+SEPARATOR = 256  # separator of bytes, after the 256 byte values
+MOST_UNKNOWN = 0.01  # maximum share of unknown tokens
 
-Text = tuple[str, bytes]  # what messages call a document, and its text in UTF-8
+Text = tuple[str, bytes]  # name of a document in messages, and its text in UTF-8
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ BYTES = Tokenizer("bytes", "", 257, SEPARATOR, lambda texts: [encode_bytes(text)
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `open_tokenizer` to a parser."""
     parser.add_argument("--tokenizer", default=BYTES.name, help=f"bytes, or a tokenizer.json [{BYTES.name}]")
-    parser.add_argument("--separator", help="the token that ends a document [eos_token of tokenizer_config.json]")
+    parser.add_argument("--separator", help="token that ends a document [eos_token of tokenizer_config.json]")
 
 
 def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
@@ -73,13 +73,13 @@ def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
         return BYTES
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"{path}: no such tokenizer, expected bytes or the tokenizer.json beside a model's weights")
+        raise ValueError(f"{path}: no such tokenizer, expected bytes or the tokenizer.json of a model")
     package = need("tokenizers", "tokenizers", f"{path}: a tokenizer")
     try:
         made = package.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises Exception itself
+    except Exception as error:  # the package raises plain Exception
         raise ValueError(
-            f"{path}: not a tokenizer of the package tokenizers ({error}); give the tokenizer.json beside a model's weights"
+            f"{path}: not a tokenizer of the package tokenizers ({error}); give the tokenizer.json of a model"
         ) from None
     made.no_truncation()
     made.no_padding()
@@ -90,10 +90,10 @@ def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
         decoded = [_decoded(*text) for text in texts]
         try:
             found = made.encode_batch(decoded)
-        except Exception as error:  # the package raises Exception itself
+        except Exception as error:  # the package raises plain Exception
             raise ValueError(
-                f"{path}: it cannot encode what stands between {texts[0][0]} and {texts[-1][0]} ({error}); give a tokenizer of "
-                f"this text"
+                f"{path}: this tokenizer cannot encode the documents from {texts[0][0]} to {texts[-1][0]} ({error}); "
+                f"give a tokenizer for this text"
             ) from None
         return [np.array([*each.ids, *[end] * (each.ids[-1:] != [end])], np.uint32) for each in found]
 
@@ -118,36 +118,36 @@ def _separator(path: Path, vocabulary: dict[str, int], asked: str | None) -> str
             asked = found["content"] if isinstance(found, dict) else found
         except (ValueError, AttributeError, KeyError) as error:
             raise ValueError(
-                f"{beside}: it names no eos_token that can be read ({type(error).__name__}: {error}); fetch it again, or name "
-                f"the token that ends a document with --separator"
+                f"{beside}: no readable eos_token ({type(error).__name__}: {error}); fetch the file again, or name the "
+                f"token that ends a document with --separator"
             ) from None
     if asked is None:
         raise ValueError(
-            f"{path}: no tokenizer_config.json beside it names an eos_token, so which token ends a document is not known; "
-            f"name it with --separator"
+            f"{path}: no tokenizer_config.json in this folder names an eos_token, so the token that ends a document is "
+            f"not known; name it with --separator"
         )
     if asked not in vocabulary:
         raise ValueError(
-            f"{path}: {asked!r}, which is to end documents, is none of its {len(vocabulary)} tokens; name one of its "
-            f"tokens with --separator"
+            f"{path}: the separator {asked!r} is not one of the {len(vocabulary)} tokens of this tokenizer; name one "
+            f"of its tokens with --separator"
         )
     return asked
 
 
 class KnownTokens:
-    """Check that a tokenizer knows the text: unknown text becomes one token over and over."""
+    """Check that a tokenizer knows the text: a tokenizer that does not maps it to the unknown token again and again."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._unknown, self._all = tokenizer, 0, 0
 
     def check(self, name: str, tokens: Tokens) -> None:
-        """Check the next document. ValueError if too many of all tokens so far are unknown."""
+        """Check the next document. Raises ValueError if too many of all tokens so far are unknown."""
         if self._tokenizer.unknown is None:
             return
         self._all += len(tokens)
         self._unknown += int((tokens == self._tokenizer.unknown).sum())
         if self._all >= 1000 and self._unknown > MOST_UNKNOWN * self._all:
             raise ValueError(
-                f"{self._tokenizer.name}: {self._unknown / self._all:.0%} of the tokens up to {name} are its token for what it "
-                f"does not know, so it is no tokenizer for this text; give another"
+                f"{self._tokenizer.name}: {self._unknown / self._all:.0%} of the tokens up to {name} are the unknown "
+                f"token, so this tokenizer does not fit the text; give another tokenizer"
             )

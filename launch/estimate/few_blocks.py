@@ -11,7 +11,7 @@ from launch.estimate.memory import MOMENTS, Memory
 from launch.estimate.memory_check import Planned, planned
 from launch.estimate.step_time import forecast
 
-FEW = 3  # blocks: a first, a middle and a last one, which layer groups may treat differently
+FEW = 3  # number of blocks: a first, a middle and a last block, which layer groups may treat differently
 
 
 def with_blocks(config: Config, layers: int) -> Config:
@@ -44,10 +44,11 @@ class Extended:
             if isinstance(each, Unpredictable):
                 raise each
         totals = [[each.total(moment) for each in held if isinstance(each, Memory)] for moment in MOMENTS]
-        return max(self._all_blocks(each) for each in totals)  # the moment that needs most may depend on the blocks
+        # the moment of the peak may depend on the number of blocks
+        return max(self._all_blocks(each) for each in totals)
 
     def seconds(self) -> tuple[float, dict[str, float]]:
-        """Seconds per step, and by kind of device time."""
+        """Seconds per step, and seconds by kind of device time."""
         both = [
             forecast(config, self.world, self.board, found)
             for config, found in zip(self.configs, self.found, strict=True)

@@ -1,13 +1,15 @@
-"""What a rank's memory holds in a step, told from a config alone: `--plan` prints it, `--device` refuses what cannot fit.
+"""Memory of a rank during a step, computed from a config: `--plan` prints the table, `--device` rejects a config that
+cannot fit.
 
-    stays       parameters, cached operands of the step boundary, optimizer, gradients that wait, workspaces, symmetric memory,
-                and, beside a CUDA graph of the step, what a validation needs
-    comes       saved activations, gathered weights, and what the moment works on
+    static      parameters, cached operands of the step boundary, optimizer, accumulated gradients, workspaces,
+                symmetric memory,
+                and, with a CUDA graph of the step, the memory of a validation
+    temporary   saved activations, gathered weights, and the working memory of a moment
 
-A step needs most at one of four moments, and needs as much as that one does:
+The peak of a step is at one of four moments:
 
-    loss        all activations are saved, logits and their gradient are there
-    last block  backward begins: its first block works beside all other activations
+    loss        all activations are saved, logits and their gradient exist
+    last block  backward begins: its first block works while all other activations are saved
     first block backward ends: hardly any activations, all gradients
     update      the optimizer steps, the step boundary casts
 """
@@ -40,7 +42,7 @@ from launch.training.gradient_accumulation import Accumulation
 from launch.training.optimizer import state_bytes
 from launch.training.recomputation import recomputed
 
-WORKSPACES = 4 * 32 * 2**20  # bytes: of cuBLASLt and cuBLAS, on the two streams that multiply
+WORKSPACES = 4 * 32 * 2**20  # bytes of the workspaces of cuBLASLt and cuBLAS, on the two streams that run GEMMs
 MOMENTS = ("loss", "last block", "first block", "update")
 ROWS = (
     "parameters", "cached operands", "optimizer", "gradients", "saved activations", "gathered", "at work",
@@ -62,7 +64,7 @@ class Memory:
         return sum(row[moment] for row in self.rows.values())
 
     def describe(self) -> list[str]:
-        """As a table, rows that are zero left out."""
+        """Format as a table without rows that are zero."""
         cells = [
             (name, *(said_bytes(row[moment]) for moment in MOMENTS)) for name, row in self.rows.items() if any(row.values())
         ]  # fmt: skip
@@ -73,13 +75,15 @@ class Memory:
 
 
 def memory(config: Config, plan: Plan, load: Workload, waits: Accumulation) -> Memory:
-    """Of a step of this config, with what `plan`, `load` and `waits` say of it. Raises Unpredictable."""
+    """Memory of a step of this config, given its `plan`, `load` (sizes of a step) and `waits` (accumulation). Raises
+    Unpredictable."""
     with predicting("a step in memory"):
         return _Estimate(config, plan, load, waits).memory()
 
 
 def cut_model(config: Config, tp: int, layers: int) -> torch.nn.Module:
-    """The model on the meta device, with one tp rank's heads, features and rows of the vocabulary, and so many blocks."""
+    """The model on the meta device, with the heads, features and vocabulary rows of one tp rank, and this number of
+    blocks."""
     m = config.model
     own = replace(
         m, layers=layers, heads=m.heads // tp, kv_heads=m.kv_heads // tp, ffn=m.ffn // tp, vocab=m.vocab // tp
@@ -88,7 +92,7 @@ def cut_model(config: Config, tp: int, layers: int) -> torch.nn.Module:
 
 
 def kinds_of_blocks(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
-    """Each block's first one with the same rows."""
+    """For each block, the first block with equal rows."""
     said: dict[str, list[Any]] = {block: [] for block in blocks}
     for row in plan.layers:
         block = block_of(row.name)
@@ -107,19 +111,19 @@ def kinds_of_blocks(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
 
 
 def block_of(name: str) -> str:
-    """ "model.layers.3" of "model.layers.3.mlp.up_proj.weight", "" of what lies in no block."""
+    """ "model.layers.3" for "model.layers.3.mlp.up_proj.weight"; "" for a name outside of blocks."""
     head, found, rest = name.partition("layers.")
     return f"{head}{found}{rest.partition('.')[0]}" if found else ""
 
 
 def _renamed(row: LayerPlan, block: str, to: str) -> LayerPlan:
-    """The row of another block's layer."""
+    """The row of a layer, renamed for another block."""
     name, *siblings = (each.replace(f"{block}.", f"{to}.", 1) for each in (row.name, *row.siblings))
     return replace(row, name=name, siblings=tuple(siblings))
 
 
 class _Estimate:
-    """What `memory` adds up."""
+    """Terms of the sum in `memory`."""
 
     def __init__(self, config: Config, plan: Plan, load: Workload, waits: Accumulation) -> None:
         self.config, self.plan, self.load, self.waits = config, plan, load, waits
@@ -158,17 +162,17 @@ class _Estimate:
         return self._kept_here(p) * state_bytes(self.config.train.optimizer, p.name, p.shape, self.ranks)
 
     def _sum(self, of: Callable[[ParameterPlan], float], within: str | None = None) -> float:
-        """Over all parameters, or those of one of FSDP's units."""
+        """Sum over all parameters, or over the parameters of one FSDP unit."""
         return sum(of(p) for p in (self.plan.weights if within is None else self.units[within]))
 
     def _kept_here(self, parameter: ParameterPlan) -> int:
-        """Elements of a parameter on this rank, with the zeros that FSDP appends."""
+        """Elements of a parameter on this rank, including the zeros that FSDP appends."""
         return prod(self.load.shard(parameter.shape, padded=True)) if self.fsdp else prod(parameter.shape)
 
-    # What stays
+    # Static memory
 
     def _operands(self) -> float:
-        """The copies in the activations' dtype that the step boundary casts from, and the casts."""
+        """Copies in the dtype of activations from which the step boundary casts, and the casts."""
         total = 0.0
         for row, parameter in self.linears.values():
             total += self._shard_casts(row, parameter) if self._cut(parameter) else self._whole_casts(row, parameter)
@@ -204,9 +208,13 @@ class _Estimate:
         return copy + sum(made)
 
     def _symmetric(self) -> float:
-        """Slots that ranks of tp map (`dlp.comm.mapped`), at most: of each row of the table of styles, and size, one for each
-        transfer of a direction, of which there are at most two; one of the least size for each further piece of the gather that
-        is read piece by piece; and one for agreements. Each is mapped in whole granules."""
+        """Upper bound of the slots that tp ranks map (`dlp.comm.mapped`).
+
+        For each row of the table of styles and each size there is one slot per transfer of a direction (at most two),
+        one slot of the
+        smallest size for each further piece of a gather that is read in pieces, and one slot for amax agreements. Each
+        slot is mapped in
+        multiples of the granularity."""
         ranks = self.load.ranks(TP)
         if ranks == 1 or transport_name(self.config.mesh.transport, self.load.dims, self.plan.device_type) != MAPPED:
             return 0.0
@@ -221,7 +229,7 @@ class _Estimate:
         return float(2 * sum(mapped_bytes(size) for _, size in sizes) + others)
 
     def _sent_widths(self, recipe: Recipe) -> set[float]:
-        """Bytes that an element of what travels may take: in the activations' dtype, in that of results, quantized in as few
+        """Possible bytes per element of a transfer: dtype of activations, dtype of results, and quantized with as few
         as four bits."""
         summed = recipe.fprop, recipe.dgrad
         widths = {float(self.wide), *(float(each.out_dtype.itemsize) for each in summed if each.out_dtype)}
@@ -229,10 +237,10 @@ class _Estimate:
             widths |= {self.wide / 2, self.wide / 4}
         return widths
 
-    # What comes
+    # Temporary memory
 
     def _activations(self) -> dict[str, float]:
-        """Bytes by block, and what the rest keeps; of blocks with equal rows one is run."""
+        """Bytes of saved activations by block, and outside of blocks. Of blocks with equal rows only one is run."""
         train, dtype = self.config.train, self.load.weight_dtype if self.fsdp else torch.float32
         kind = kinds_of_blocks(self.plan, self.blocks)
         run = {first: self.blocks[i] for i, first in enumerate(dict.fromkeys(kind.values()))}
@@ -259,7 +267,7 @@ class _Estimate:
         return self.load.tokens // self.config.train.sequence
 
     def _gradients(self) -> dict[str, float]:
-        """In fp32 as the optimizer reads them; those of earlier microbatches wait."""
+        """Gradients in fp32 for the optimizer, and accumulated gradients of earlier microbatches."""
         shards = self._sum(lambda p: 4 * self._kept_here(p))
         rest = self._sum(lambda p: 4 * self._kept_here(p), "")
         whole = self._sum(lambda p: 4 * prod(p.shape)) if self.waits.whole and self.waits.reductions == 1 else 0.0
@@ -270,7 +278,8 @@ class _Estimate:
         return {"last block": rest, "first block": shards, "update": shards}
 
     def _gathered(self) -> dict[str, float]:
-        """FSDP's units: the rest stays from forward to backward, of blocks one is in use and one on its way."""
+        """Gathered weights of FSDP's units: the root stays from forward to backward; one block is in use and the next
+        is prefetched."""
         if not self.fsdp or self.ranks == 1:
             return dict.fromkeys(MOMENTS, 0.0)
         root = self._sum(self._travels, "")
@@ -290,8 +299,9 @@ class _Estimate:
         return layout.format.nbytes(layout.of(shape), self.load.dtype)
 
     def _work(self) -> dict[str, float]:
-        """What a moment holds for itself: logits and their gradient, a block made again and what its backward makes,
-        gradients on their way to FSDP's reduction, the sum of an embedding's gradients."""
+        """Working memory of a moment: logits and their gradient, a recomputed block and the temporaries of its
+        backward, gradients on their way
+        to FSDP's reduction, the sum of an embedding's gradients."""
         unit = max(self._sum(lambda p: prod(p.shape), block) for block in self.blocks)
         head = max((prod(p.shape) for p in self.units[""]), default=0)
         made = self.load.weight_dtype.itemsize if self.fsdp else 4
@@ -307,8 +317,8 @@ class _Estimate:
         }
 
     def _validation(self) -> float:
-        """Validations run eagerly beside a CUDA graph of the step, whose memory stays reserved: logits, and the widest
-        activations of a block."""
+        """Memory of an eager validation next to the reserved memory of a CUDA graph: logits, and the widest activations
+        of a block."""
         if not replays_steps(self.config, self.plan.device_type):
             return 0.0
         return self.found.logits + self._block_work() / 2

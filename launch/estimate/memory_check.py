@@ -1,6 +1,8 @@
-"""A config on so many ranks of a device, without them: its plan, what it sends, what it holds; whether it fits a named board.
+"""Plan, traffic and memory of a config for a number of ranks and a device, without starting ranks; check that it fits a
+named board.
 
-One that cannot is refused, with the settings that would help most. Each is tried alone, on the plan.
+A config that cannot fit is rejected, with the settings that would save most. Each setting is tried separately, on the
+plan.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ HELP_MOST = 3
 
 @dataclass(frozen=True)
 class Planned:
-    """What is known of a run before it starts."""
+    """Predictions for a run before it starts."""
 
     plan: Plan
     dims: ParallelDims
@@ -38,8 +40,9 @@ class Planned:
 
 
 def planned(config: Config, world: int, device: str, plan: Plan | None = None) -> Planned:
-    """`device`: a kind, or the name of a board; `plan`: that of the config, where it is there. Raises ValueError for what does
-    not fit the number of ranks."""
+    """Predict a run. `device`: a kind, or the name of a board. `plan`: plan of the config, if known.
+
+    Raises ValueError if the config does not fit the number of ranks."""
     board = device if device in BOARDS else ""
     plan, dims = plan or plan_for(config, world, kind_of(device), board), parallel_dims(config, world)
     there = BOARDS[device].memory if device in BOARDS else None
@@ -54,7 +57,7 @@ def planned(config: Config, world: int, device: str, plan: Plan | None = None) -
 
 
 def check_fits(config: Config, world: int, device: str, found: Planned) -> None:
-    """ConfigError where tensors need more than a named board has for them, or nobody can tell."""
+    """Raise ConfigError if tensors need more memory than a named board has, or if the memory cannot be predicted."""
     if device not in BOARDS:
         return
     if isinstance(found.memory, Unpredictable):
@@ -66,21 +69,21 @@ def check_fits(config: Config, world: int, device: str, found: Planned) -> None:
         f"{settings} (saves {said_bytes(saves)})" for saves, settings in remedies(config, world, device, found.plan)
     )
     raise ConfigError(
-        f"{config.source}: each of {world} ranks needs {said_bytes(found.memory.peak)} of tensors at once, and of an "
-        f"{device}'s {said_bytes(board.memory)} {said_bytes(board.usable)} are there for them; "
+        f"{config.source}: each of {world} ranks needs {said_bytes(found.memory.peak)} of tensors at once, and "
+        f"{said_bytes(board.usable)} of the {said_bytes(board.memory)} of an {device} are usable; "
         f"{'most would help ' + helps if helps else 'no setting alone helps: take more ranks'}"
     )
 
 
 def remedies(config: Config, world: int, device: str, plan: Plan) -> list[tuple[float, str]]:
-    """The settings that save most, each alone: bytes of the peak, and the setting as a command line has it."""
+    """Settings that save most, each alone, as (bytes of the peak, setting as on a command line)."""
     before, found = _peak(config, world, device, plan), dict[str, tuple[float, str]]()
     for section, changes in _candidates(config):
         try:
             changed = replace(config, **{section: replace(getattr(config, section), **changes)})
             same = section == "train" and "micro_batch" not in changes
             saves = before - _peak(changed, world, device, plan if same else None)
-        except ValueError:  # heads that tp does not divide, a batch that does not spread
+        except ValueError:  # heads that tp does not divide, or a batch that cannot be split
             continue
         if saves > 0:
             said = " ".join(f"--{section}.{key} {value}" for key, value in changes.items())
@@ -96,7 +99,7 @@ def _peak(config: Config, world: int, device: str, plan: Plan | None) -> float:
 
 
 def _candidates(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What may be set otherwise, without another model or batch."""
+    """Settings that can change without changing the model or the batch."""
     mesh, train = config.mesh, config.train
     yield from (("train", {"checkpointing": kind}) for kind in ("selective", "full") if kind != train.checkpointing)
     yield "train", {"micro_batch": 1}

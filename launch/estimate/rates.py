@@ -19,7 +19,7 @@ from dlp.parallel.auto import Sizes
 from dlp.quant.recipe import Recipe
 
 TABLES = Path(__file__).parent / "tables"
-NEAREST = 3  # measured sizes that a rate is interpolated from
+NEAREST = 3  # number of measured sizes between which a rate is interpolated
 
 
 class AttentionRate(NamedTuple):

@@ -1,10 +1,12 @@
-"""What the forward of a model keeps for backward, block by block, and how large its logits are.
+"""Bytes that the forward of a model saves for backward, by block, and the size of the logits.
 
-The model itself runs, on tensors without memory and with a rank's share of heads, features and tokens. Where a real run calls
-something opaque, a stand-in takes its place that saves what that saves: a linear as its `LinearPlan` says, attention its
-inputs, output and log-sum-exp, a norm its input and rstd. Counted are the tensors that autograd saves, each memory once.
-
-torch.compile keeps of a block what is read or made by something opaque, and makes the pointwise rest again.
+The model runs on meta tensors with a rank's share of heads, features and tokens. An opaque operation of a real run is
+replaced by a
+stand-in that saves the same tensors: a linear saves the tensors of its `LinearPlan`, attention its inputs, output and
+log-sum-exp, a
+norm its input and rstd. The count covers all tensors that autograd saves, each storage once. torch.compile saves the
+inputs and
+outputs of opaque operations of a block, and recomputes the pointwise operations.
 """
 
 from __future__ import annotations
@@ -22,16 +24,17 @@ from dlp.parallel.linear.plan import LinearPlan, Result, linear_plan
 from dlp.parallel.model.rows import LayerPlan, OtherPlan
 from dlp.parallel.style import shard_sizes
 
-REST = ""  # what is saved outside of blocks
+REST = ""  # tensors that are saved outside of blocks
 
 
 @dataclass
 class Saved:
-    """Bytes by module name of the block that they were saved in, REST outside of blocks; with torch.compile, and of the
-    outputs of linears and attention alone.
+    """Bytes by name of the block that saves them, REST outside of blocks; also the bytes with torch.compile, and the
+    bytes of the outputs
+    of linears and attention only.
 
     inputs     bytes of each block's input
-    logits     bytes of what the model returns
+    logits     bytes of the model's output
     """
 
     eager: dict[str, int] = field(default_factory=dict)
@@ -42,7 +45,7 @@ class Saved:
 
 
 class _Count:
-    """Which memory was seen, where, and by whom."""
+    """Storages seen so far, with the block and the operation that saved them."""
 
     def __init__(self) -> None:
         self.block, self.saved = REST, Saved()
@@ -51,11 +54,11 @@ class _Count:
         self._alive: list[Any] = []
 
     def opaque(self, *tensors: Tensor) -> None:
-        """What something opaque reads again in backward, or has returned."""
+        """Count tensors that an opaque operation reads again in backward, or has returned."""
         self._opaque.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def point(self, *tensors: Tensor) -> None:
-        """What is made at a point of selective recomputation."""
+        """Count tensors made at a point of selective recomputation."""
         for tensor in tensors:
             self._add("points", tensor)
 
@@ -70,13 +73,13 @@ class _Count:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen[kind]:
             self._seen[kind].add(storage._cdata)
-            self._alive.append(storage)  # memory that is let go may be counted twice
+            self._alive.append(storage)  # freed memory may be counted twice
             found = getattr(self.saved, kind)
             found[self.block] = found.get(self.block, 0) + storage.nbytes()
 
 
 class _Keep(torch.autograd.Function):
-    """`apply(count, make, *inputs)` -> the first of what `make(*inputs)` returns; the second is saved."""
+    """`apply(count, make, *inputs)` returns the first result of `make(*inputs)` and saves the second."""
 
     @staticmethod
     def forward(
@@ -89,7 +92,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Linear(nn.Module):
-    """In place of a linear that conversion would make. `shared`: what siblings keep of one x."""
+    """Stand-in for a linear that conversion would make. `shared`: tensors that siblings save of the common x."""
 
     def __init__(self, row: LayerPlan, tp: int, count: _Count, shared: dict[str, Any]) -> None:
         super().__init__()
@@ -118,7 +121,7 @@ class _Linear(nn.Module):
 
 
 class _Embedding(nn.Module):
-    """In place of a vocab-parallel embedding, or of a whole one."""
+    """Stand-in for an embedding, vocab-parallel or not."""
 
     def __init__(self, row: OtherPlan, hidden: int, dtype: torch.dtype, tp: int, count: _Count) -> None:
         super().__init__()
@@ -131,7 +134,7 @@ class _Embedding(nn.Module):
 
 
 class _Kernels(TorchFunctionMode):
-    """Attention and norms as the kernels of a GPU save."""
+    """Count attention and norms as GPU kernels save them."""
 
     def __init__(self, count: _Count) -> None:
         super().__init__()
@@ -160,9 +163,13 @@ def saved_by(
     model: nn.Module, blocks: Sequence[str], rows: Sequence[LayerPlan | OtherPlan], tp: int, batch: tuple[int, int],
     weight_dtype: torch.dtype,
 ) -> Saved:  # fmt: skip
-    """Of one microbatch of `batch` = (B, S) tokens. `model`: on the meta device, with the heads, features and rows of the
-    vocabulary of one tp rank; it is used up. `blocks`: names of modules. `rows`: of a plan, by the model's names.
-    `weight_dtype`: of the embedding."""
+    """Saved bytes of one microbatch of `batch` = (B, S) tokens.
+
+    model          on the meta device, with the heads, features and vocabulary rows of one tp rank; the model is
+                   modified
+    blocks         names of modules
+    rows           rows of a plan, by the model's names
+    weight_dtype   dtype of the embedding"""
     count, shared = _Count(), dict[tuple[str, ...], dict[str, Any]]()
     for row in rows:
         module = model.get_submodule(row.name)
@@ -181,7 +188,7 @@ def saved_by(
 
 
 def _follow(block: nn.Module, name: str, count: _Count) -> None:
-    """What runs inside counts as the block's."""
+    """Count tensors saved inside of this module for the block."""
 
     def enter(module: nn.Module, args: Any) -> None:
         count.block, count.saved.inputs[name] = name, args[0].untyped_storage().nbytes()

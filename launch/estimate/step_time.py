@@ -17,7 +17,7 @@ from launch.estimate.timeline import EXPOSED, Timeline, schedule
 from launch.report.metrics import flops_per_token, peak_of
 from launch.training.cuda_graph import replays_steps
 
-LARGEST = 3  # costs that are named with a remedy
+LARGEST = 3  # number of costs that are listed with a remedy
 REPLAYS = "between replays"
 HOST = "host launches"
 REMEDIES = {
@@ -107,7 +107,7 @@ def forecast(config: Config, world: int, board: str, found: Planned) -> Forecast
         config: The config.
         world: Number of ranks.
         board: A board with a table of rates (`launch.estimate.rates.boards`).
-        found: The plan of the config on so many ranks of the board.
+        found: Plan of the config for this number of ranks of the board.
 
     Raises:
         ValueError: There is no table of this board, or no measured GEMM of a recipe of the plan.

@@ -44,8 +44,8 @@ from launch.training.optimizer import state_bytes
 CAST, ATTENTION, POINTWISE, LOSS = "casts", "attention", "norms, rope, activations", "loss"
 OPTIMIZER, BOUNDARY, SUMS, COPIES = "optimizer", "weight casts", "sums", "FSDP's copies"
 TRANSFER = "transfer"
-UNCOMPILED = 2.5  # bytes of pointwise kernels without torch.compile, which fuses them, over those with it
-WIDE = 2  # bytes of an activation
+UNCOMPILED = 2.5  # factor of bytes of pointwise kernels without torch.compile, which fuses them
+WIDE = 2  # bytes per element of an activation
 
 
 class StepWork:
@@ -65,7 +65,7 @@ class StepWork:
         self.blocks = [block for block in self.linears if block]
         self.fsdp = bool(self.load.units) and self.shards > 1
         self.units = units_of(self.plan, self.load) if self.fsdp else {}
-        self.sent: dict[tuple[str, str], dict[str, int]] = {}  # by linear and direction: bytes by GEMM
+        self.sent: dict[tuple[str, str], dict[str, int]] = {}  # bytes by GEMM, for each linear and direction
         self.mapped = transport_name(config.mesh.transport, found.dims, kind_of(device)) == MAPPED
         network = NETWORK.speed
         self.tp_speed = rates.link if self.mapped else network if leaves_host(TP, found.dims) else rates.nccl
@@ -155,7 +155,7 @@ class StepWork:
         self._norm(f"{block} norm", forward=False)
 
     def _again(self, block: str) -> None:
-        """The forward that runs again in backward: whole, or its pointwise part."""
+        """The forward that is recomputed in backward: all of it, or its pointwise part."""
         if self.train.checkpointing == "full":
             self._forward(block)
             return
@@ -285,13 +285,14 @@ class StepWork:
     # Transfers of tp
 
     def _pieces(self, linear: LinearTraffic, gemm: str) -> int:
-        """How many pieces of the GEMM a transfer is overlapped with; 0: none."""
+        """Number of pieces of the GEMM that a transfer overlaps with; 0: no overlap."""
         chosen = linear.rows[0].overlap
         name, _, per_rank = (chosen if isinstance(chosen, str) else chosen.get(gemm, "serial")).partition(":")
         return 0 if name == "serial" else (self.tp - 1) * int(per_rank or 1)
 
     def _gathered(self, linear: LinearTraffic, gemm: str, nbytes: int, seconds: float, kernels: int) -> None:
-        """A GEMM of gathered tokens: whole after the transfer, or the own rows at once and the others as they arrive."""
+        """A GEMM of gathered tokens: as one GEMM after the transfer, or this rank's rows at once and other rows as they
+        arrive."""
         name, pieces = f"{linear.name} {gemm}", self._pieces(linear, gemm)
         if not pieces or not nbytes:
             waits = (self._transfer(f"{linear.name} gather", nbytes),) if nbytes else ()
@@ -362,7 +363,7 @@ class StepWork:
         return total
 
     def _reduce(self, unit: str, reduces: bool) -> None:
-        """Copy a unit's gradients into a buffer and reduce them; gradients that wait are added in fp32."""
+        """Copy a unit's gradients into a buffer and reduce them. Accumulated gradients are added in fp32."""
         if not self.fsdp:
             return
         elements = sum(prod(p.shape) for p in self.units[unit])

@@ -1,11 +1,12 @@
-"""Schedule of a step's operations on lanes, as a GPU runs streams.
+"""Schedule of a step's operations on the streams of a GPU.
 
     compute   ████ ██████   ████████      operations in order
     tp            ▓▓▓▓▓▓                  transfers between tp ranks
     dp        ▓▓▓▓▓▓▓▓▓▓▓▓                FSDP's collectives
 
-An operation starts when its lane is free and every operation that it waits for has ended. Time in which the compute lane is
-idle because it waits for a transfer is exposed communication.
+An operation starts when its stream is free and every operation that it waits for has ended. Time in which the compute
+stream
+waits for a transfer is exposed communication.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Program:
 
     @property
     def last(self) -> tuple[int, ...]:
-        """The newest operation of the compute lane, as a tuple to wait for; empty before the first one."""
+        """The newest operation of the compute stream, as a tuple to wait for; empty before the first operation."""
         for index in range(len(self.operations) - 1, -1, -1):
             if self.operations[index].lane == COMPUTE:
                 return (index,)
@@ -64,7 +65,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule."""
+    """A schedule of operations."""
 
     spans: tuple[Span, ...]
 
@@ -73,7 +74,8 @@ class Timeline:
         return max((span.end for span in self.spans), default=0.0)
 
     def shares(self) -> dict[str, float]:
-        """Seconds by kind of the compute lane, and of EXPOSED, the time in which that lane waits; they sum to `seconds`."""
+        """Seconds by kind on the compute stream, and the EXPOSED seconds in which this stream waits; they sum to
+        `seconds`."""
         found: defaultdict[str, float] = defaultdict(float)
         for span in self.spans:
             if span.operation.lane == COMPUTE:
@@ -104,13 +106,13 @@ class Timeline:
 
 
 def schedule(program: Program, slowdown: float = 0.0) -> Timeline:
-    """Run the operations in order, each as early as its lane and its `waits` allow.
+    """Run the operations in order, each as early as its stream and its `waits` allow.
 
-    slowdown    share of the speed of computation that is lost while the dp lane is busy
+    slowdown    share of the speed of computation that is lost while the dp stream is busy
     """
     free = dict.fromkeys(LANES, 0.0)
     spans: list[Span] = []
-    busy: list[tuple[float, float]] = []  # of the dp lane, in order
+    busy: list[tuple[float, float]] = []  # spans of the dp stream, in order
     for operation in program.operations:
         start = max([free[operation.lane], *(spans[i].end for i in operation.waits)])
         end = start + operation.seconds

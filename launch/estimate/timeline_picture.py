@@ -1,4 +1,4 @@
-"""Picture of a predicted microbatch: one row for each lane, one color for each kind of operation."""
+"""Picture of a predicted microbatch: one row for each stream, one color for each kind of operation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from launch.estimate.timeline import LANES
 
 
 def write_picture(found: Forecast, path: Path) -> None:
-    """Draw the schedule of the step's last microbatch and the shares of the step into a PNG."""
-    from matplotlib.figure import Figure  # here, since every run imports this file
+    """Draw the schedule of the step's last microbatch and the shares of the step as a PNG file."""
+    from matplotlib.figure import Figure  # imported here, since every run imports this file
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(12, 8), layout="constrained")
@@ -52,10 +52,10 @@ def write_timeline(found: Forecast | str, path: Path) -> None:
     """Write the predicted schedule as a picture (.png) or as a trace for Perfetto (.json).
 
     Raises:
-        ValueError: There is no forecast (`found` is the reason), or the file's name ends otherwise.
+        ValueError: There is no forecast (`found` is the reason), or the file name has another suffix.
     """
     if isinstance(found, str):
-        raise ValueError(f"--timeline {path}: no step time is predicted ({found}); leave --timeline out")
+        raise ValueError(f"--timeline {path}: no step time is predicted ({found}); omit --timeline")
     if path.suffix not in (".png", ".json"):
         raise ValueError(f"--timeline {path}: expected a name that ends in .png (a picture) or .json (a trace)")
     if path.suffix == ".png":

@@ -1,1 +1,1 @@
-"""Trained models without their training, for evaluation and generation."""
+"""Trained models for evaluation and generation, without optimizer and training state."""

@@ -24,15 +24,15 @@ from launch.training.build import parallel_model
 from launch.training.initial_scales import without_amax
 from launch.weights import weights_only as weights
 
-MODES = ("weight_only", "dynamic", "static")  # of `dlp.freeze`
+MODES = ("weight_only", "dynamic", "static")  # modes of `dlp.freeze`
 BLOCKS = "layers.**"
 Changes = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that is not trained further, `dims.dp_rank` of `batch.dp_size`, and what its checkpoint says. remarks: what is
-    to be told of it."""
+    """A model for inference, with this rank's dims and batch, and the config of its checkpoint. remarks: lines to
+    print."""
 
     config: Config
     model: Llama
@@ -45,20 +45,22 @@ class Trained:
 
 
 def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Changes]:
-    """A program's own options, those of `quantized`, and settings in place of those that the checkpoint was trained with."""
+    """Parse a program's own options, the options of `quantized`, and overrides of the training's settings."""
     parser.add_argument(
-        "--quantize", metavar="RECIPE", help="hold the linears of all blocks as codes of this recipe only"
+        "--quantize",
+        metavar="RECIPE",
+        help="quantize the weights of all blocks' linears to this recipe, and keep only the codes",
     )
-    parser.add_argument("--mode", choices=MODES, help=f"what quantizing makes of x [{MODES[0]}]")
+    parser.add_argument("--mode", choices=MODES, help=f"quantization of x [{MODES[0]}]")
     parser.add_argument(
         "--calibration", type=count, metavar="N",
-        help="--mode static: so many batches of the training data give x its scales [8]",
+        help="--mode static: number of batches of the training data that calibrate the scales of x [8]",
     )  # fmt: skip
-    parser.epilog = "Settings of its config are changed as for a run: --recipe bf16, --train.sequence 512, --mesh.tp 2."
+    parser.epilog = "Settings of the config are changed as for a run: --recipe bf16, --train.sequence 512, --mesh.tp 2."
     rest, changes = overrides.split(arguments)
     options = parser.parse_args(rest)
     if options.mode and not options.quantize:
-        parser.error(f"--mode {options.mode} says how weights are quantized, and nothing is: add --quantize RECIPE")
+        parser.error(f"--mode {options.mode} has no effect without quantization: add --quantize RECIPE")
     if options.calibration and options.mode != "static":
         parser.error(f"--calibration {options.calibration} is for static scales: add --quantize RECIPE --mode static")
     options.mode, options.calibration = options.mode or MODES[0], options.calibration or 8
@@ -66,8 +68,10 @@ def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> t
 
 
 def open_trained(path: Path, changes: Changes) -> Trained:
-    """On all ranks of this run: the checkpoint's config, `changes`, and its weights. A single rank has a mesh of one, whatever
-    the run had. Raises ValueError for what does not fit."""
+    """Open a checkpoint on all ranks of this run: its config with `changes`, and its weights.
+
+    A single rank gets a mesh of one rank, whatever mesh the training had. Raises ValueError for settings that do not
+    fit."""
     found = read_manifest(path, other_weights)
     alone = [(f"mesh.{axis}", "1") for axis in AXES] if world_size() == 1 else []
     settled = [("train.compile", "false"), ("train.checkpointing", "none"), ("train.cuda_graph", "false")]
@@ -78,8 +82,9 @@ def open_trained(path: Path, changes: Changes) -> Trained:
 
 
 def fill(path: Path, config: Config, mesh: DeviceMesh) -> Trained:
-    """A model on a mesh, with the weights and the recipe state of a checkpoint. CheckpointError where that lacks delayed
-    scales."""
+    """Return a model on a mesh, with the weights and the recipe state of a checkpoint.
+
+    Raises CheckpointError if the checkpoint lacks delayed scales."""
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     model, _, batch = parallel_model(config, mesh)
     model.to_empty(device=device)
@@ -87,17 +92,19 @@ def fill(path: Path, config: Config, mesh: DeviceMesh) -> Trained:
     remarks += weights.load_recipes(path, model, opened, recipe_files(config))
     if new := sorted(without_amax(model)):
         raise CheckpointError(
-            f"{path} has none of {len(new)} delayed scales ({new[0]}, ...), and cast by scales of 1 a model is another; use "
-            f"the recipes that it was trained in, or --recipe fp8_current"
+            f"{path} has none of {len(new)} delayed scales ({new[0]}, ...), and scales of 1 would change the model; "
+            f"use the recipes of the training, or --recipe fp8_current"
         )
     model.requires_grad_(False)
     return Trained(config, model, mesh, device, ParallelDims.from_mesh(mesh), batch, opened, remarks)
 
 
 def quantized(trained: Trained, recipe: str | None, mode: str, calibrate: Callable[[], object]) -> Trained:
-    """The same, its blocks frozen (`dlp.freeze`), where a recipe is asked for; its remarks say how large they are. `calibrate`
-    runs the model, for scales that are static. Raises ValueError for a recipe that does not serve the mode, and for weights
-    that FSDP shards."""
+    """Freeze the blocks of the model (`dlp.freeze`) if a recipe is requested; its remarks report the size.
+
+    `calibrate` runs the model for static scales. Raises ValueError for a recipe that does not support the mode, and for
+    weights that FSDP
+    shards."""
     if recipe is None:
         return trained
     if mode == "static":
@@ -109,13 +116,14 @@ def quantized(trained: Trained, recipe: str | None, mode: str, calibrate: Callab
     codes = sum(part.nbytes for weight in weights for part in weight.parts)
     values = sum(2 * local_values(weight.parameter).numel() for weight in weights)
     trained.remarks.append(
-        f"quantized: {len(names)} linears, {recipe}, {mode}: {codes / 1e6:.3f} MB a rank, of {values / 1e6:.3f} MB in bf16"
+        f"quantized: {len(names)} linears, {recipe}, {mode}: {codes / 1e6:.3f} MB per rank instead of "
+        f"{values / 1e6:.3f} MB in bf16"
     )
     return trained
 
 
 def check_length(config: Config, tokens: int) -> None:
-    """ConfigError for more tokens than attention of the model may see."""
+    """Raise ConfigError for more tokens than the sliding window of the model."""
     window = config.model.sliding_window or tokens
     if tokens > window:
         raise ConfigError(f"{tokens} tokens are more than [model] sliding_window = {window}: ask for fewer")

@@ -1,1 +1,1 @@
-"""Models: decoders of one architecture, of which the families of published weights are settings."""
+"""Models: decoders of one architecture; families of published weights differ only in settings."""

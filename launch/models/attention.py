@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# The first backend that can run the shapes is taken, so that shapes of generation, such as a prompt of one token, run as well.
+# The first backend that supports the shapes is used, so that generation, for example with a prompt of one token, works
+# as well.
 _REST = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ORDERS = {"flash": _REST, "cudnn": [SDPBackend.CUDNN_ATTENTION, *_REST]}
 
@@ -78,14 +79,14 @@ def mask(positions: Tensor) -> Tensor:
 
 
 def _by_lengths(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # needs CUDA's libraries
+    from torch.nn.attention.varlen import varlen_attn  # CUDA's libraries are needed
 
     batch, heads, sequence, _ = q.shape
     group = heads // k.shape[1]
     k, v = (
         each.repeat_interleave(group, 1) if group > 1 else each for each in (k, v)
-    )  # torch 2.11 has no grouped heads here
+    )  # this function of torch 2.11 has no grouped heads
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
-    out = varlen_attn(q, k, v, starts, starts, sequence, sequence, window_size=(-1, 0))  # (-1, 0): causal
-    assert isinstance(out, Tensor)  # a pair where more was asked for
+    out = varlen_attn(q, k, v, starts, starts, sequence, sequence, window_size=(-1, 0))  # window (-1, 0): causal
+    assert isinstance(out, Tensor)  # returns a pair if more results are requested
     return out.unflatten(0, (batch, sequence)).transpose(1, 2)

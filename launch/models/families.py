@@ -52,7 +52,7 @@ FAMILIES = {
 }  # fmt: skip
 UNSUPPORTED = ("quantization_config", "per_layer_config")  # tables that must be absent or null
 
-# [model] key: config.json key. What stands in tables of its own there, or follows, is in `launch/weights/hf_config.py`.
+# [model] key: config.json key. `launch/weights/hf_config.py` reads settings that are nested in tables or derived.
 KEYS = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -68,7 +68,7 @@ KEYS = {
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-# Our parameter: theirs. {i} is a block's number.
+# Parameter name here: name in Hugging Face folders. {i} is the number of a block.
 NAMES = {
     "model.embed_tokens.weight": EMBEDDING,
     "model.norm.weight": "model.norm.weight",

@@ -58,7 +58,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q_size, config.hidden, bias=False)
 
     def forward(self, normed: Tensor, batch: int, *where: Any) -> Tensor:
-        """x [B, S, H], normed, or a token shard of it -> the same shape; `batch` is B, and `where` what `attend` takes."""
+        """Compute attention of x, normed [B, S, H] or a token shard, in the same shape. `batch` is B, and `where` the
+        input of `attend`."""
         y: Tensor = self.o_proj(self.attend([project(normed) for project in self.inputs], batch, *where))
         return y
 
@@ -70,8 +71,9 @@ class Attention(nn.Module):
         self, projected: Sequence[Tensor], batch: int, cos: Tensor, sin: Tensor, documents: Documents | None,
         past: KeyValues | None,
     ) -> Tensor:  # fmt: skip
-        """q, k and v of B*S tokens -> what o_proj reads [B, S, ...]. past: keys and values of the tokens before these, to which
-        theirs are added."""
+        """Return the input of o_proj [B, S, ...] from q, k and v of B*S tokens.
+
+        past: keys and values of the previous tokens, to which the new keys and values are appended."""
         q, k, v = (each.view(batch, cos.shape[-2], -1, self.head_dim) for each in projected)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -104,8 +106,8 @@ class MLP(nn.Module):
 
 
 class Sequences(NamedTuple):
-    """Operations of a block around attention: x -> (q, k, v) and x; (attention output, x) -> MLP output and the residual
-    sum h."""
+    """Operations of a block before and after attention: x -> (q, k, v) and x; (attention output, x) -> MLP output and
+    the residual sum h."""
 
     before: ops.Sequential
     behind: ops.Sequential
@@ -185,7 +187,7 @@ class Llama(nn.Module):
     past       keys and values of earlier tokens, for each block
     """
 
-    base_model_prefix = "model"  # Hugging Face's attribute: layer groups may leave this prefix out
+    base_model_prefix = "model"  # Hugging Face's attribute: layer groups may omit this prefix
 
     def __init__(self, config: Model, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -200,4 +202,4 @@ class Llama(nn.Module):
     ) -> Tensor:
         return self.lm_head(
             self.model(tokens, documents, past).flatten(0, -2)
-        )  # the head's own result: FSDP warns of a view
+        )  # the head's own output instead of a view, since FSDP warns about views

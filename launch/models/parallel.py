@@ -10,7 +10,7 @@ from launch.models.settings import Model
 
 
 def parallel_groups(config: Model, sequence_parallel: bool) -> list[LayerGroup]:
-    """How tp cuts a Llama; a run's own layer groups come after these and may override them."""
+    """Layer groups that shard a Llama over tp. A run's own layer groups follow and may override them."""
     sp = sequence_parallel
     qkv, gate_up = "layers.*.self_attn.{q,k,v}_proj", "layers.*.mlp.{gate,up}_proj"
     head_norms = [LayerGroup("norms of heads", ["layers.*.self_attn.{q,k}_norm"], style="column")]
@@ -25,7 +25,7 @@ def parallel_groups(config: Model, sequence_parallel: bool) -> list[LayerGroup]:
 
 
 def fuse(model: Llama) -> None:
-    """Behind conversion: the blocks run as sequences of ops, where `[model] fused` asks for it."""
+    """Fuse converted blocks into sequences of ops, if `[model] fused` is set."""
     for block in model.model.layers if model.config.fused else ():
         block.fuse()  # type: ignore[operator]
 
@@ -37,7 +37,7 @@ def set_attention(model: Llama, choice: Choice) -> None:
 
 
 def describe_fused(config: Model) -> list[str]:
-    """What a plan says of it."""
+    """Lines of the plan about fused blocks."""
     if not config.fused:
         return []
     return [
@@ -49,36 +49,41 @@ def describe_fused(config: Model) -> list[str]:
 
 
 def check_plan(plan: Plan, config: Model) -> None:
-    """ValueError for layer groups under which this model cannot run: it splits and joins no tokens itself, its attention reads
-    whole sequences, its loss reads logits that tp cuts, and fused blocks are ops of linears as these groups have them."""
+    """Raise ValueError for layer groups that this model cannot run.
+
+    The model does not split or join tokens inside, attention reads complete sequences, the loss reads
+    vocabulary-sharded logits, and fused
+    blocks need matching groups of linears."""
     if config.fused:
         _check_fused(plan)
     cut = next(row for row in plan.layers if row.name.endswith("o_proj")).sequence_parallel
     rows = [(row.name, row.style, row.sequence_parallel) for row in plan.layers]
-    # norms of heads read features that tp cuts, of whole sequences, under sequence parallelism, too
+    # norms of heads read sharded features of complete sequences, also under sequence parallelism
     rows += [(other.name, other.style, other.sequence_parallel) for other in plan.others if not other.reads_cut]
     for name, style, on_shards in rows if plan.tp > 1 else ():
         if on_shards != cut:
             raise ValueError(
-                f"{name}: its groups set sequence_parallel = {on_shards}, others {cut}, and a Llama's tokens are cut from its "
-                f"embedding to its head, or nowhere: leave it to [mesh] sequence_parallel"
+                f"{name}: its groups set sequence_parallel = {on_shards}, others {cut}, and a Llama shards tokens from "
+                f"embedding to head, or nowhere: remove sequence_parallel from the groups, and set [mesh] "
+                f"sequence_parallel"
             )
         if name == "lm_head" and style != "column":
             raise ValueError(
-                f"{name}: style = {style!r}, but the loss reads logits that tp cuts: leave style out of its groups"
+                f"{name}: style = {style!r}, but the loss reads logits that are sharded over tp: remove style from its "
+                f"groups"
             )
         if ".self_attn." in name and style == "local" and cut:
             raise ValueError(
-                f"{name}: style = 'local' under sequence parallelism leaves attention a part of the tokens: set [mesh] "
-                f"sequence_parallel = false, or leave style out of its groups"
+                f"{name}: style = 'local' under sequence parallelism gives attention only a shard of the tokens: set "
+                f"[mesh] sequence_parallel = false, or remove style from its groups"
             )
 
 
 def _check_fused(plan: Plan) -> None:
-    """ValueError for linears that read the same x and are not one op."""
+    """Raise ValueError for linears that read the same x and are not one op."""
     for row in plan.layers:
         if row.name.endswith(("q_proj", "gate_proj")) and not row.siblings:
             raise ValueError(
-                f"{row.name}: its groups set siblings = false, and a fused block reads x once for all that read it: leave "
-                f"siblings to its default, or set [model] fused = false"
+                f"{row.name}: its groups set siblings = false, and a fused block quantizes x once for all siblings: "
+                f"remove siblings from the groups, or set [model] fused = false"
             )

@@ -1,10 +1,10 @@
-"""Rotary embeddings (Su et al., arXiv 2104.09864) and the ways to stretch them over longer contexts.
+"""Rotary embeddings (Su et al., arXiv 2104.09864) and their scalings for longer contexts.
 
 A scaling is the table of Hugging Face's config.json (`rope_scaling`), whose `rope_type` names a row of `FREQUENCIES`:
 
     linear   every frequency divided by `factor`                                                  (arXiv 2306.15595)
-    llama3   waves longer than the original context divided, short ones kept, a ramp between      (arXiv 2407.21783)
-    yarn     the same with the ramp over dimensions, and cosines and sines scaled                 (arXiv 2309.00071)
+    llama3   waves longer than the original context divided, short waves kept, a ramp between      (arXiv 2407.21783)
+    yarn     like llama3 with the ramp over dimensions, and cosines and sines scaled                 (arXiv 2309.00071)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Scaling = Mapping[str, Any]
 def rotary_table(
     positions: Tensor, head_dim: int, theta: float, scaling: Scaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """positions [S] -> cos, sin [S, head_dim] fp32 in Hugging Face's half-split order."""
+    """Return cos, sin [S, head_dim] fp32 of positions [S], in Hugging Face's half-split order."""
     dims = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     frequencies, scale = theta ** -(dims / head_dim), 1.0
     if scaling is not None:
@@ -33,7 +33,7 @@ def rotary_table(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, heads, S, head_dim] turned by its position; cos, sin [S, head_dim] or [B, 1, S, head_dim]."""
+    """Rotate x [B, heads, S, head_dim] by position; cos, sin [S, head_dim] or [B, 1, S, head_dim]."""
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
     return x * cos.to(x.dtype) + turned * sin.to(x.dtype)

@@ -1,7 +1,8 @@
 """Detection of hanging ranks: the run ends with a report of where each rank is.
 
 A thread of each rank records once a second where the rank is (completed steps, last layer, innermost Python frame of the main
-thread) and shares the record through the store of the run. The training thread only notes the layer, and the thread runs
+thread) and shares the record through the store of the run. The training thread only stores the name of the layer, and
+the thread runs
 while the training thread waits in a collective. The record of a stopped process is no longer updated.
 
 A run hangs when every rank has made no progress for longer than `Place.patience` allows at its place: if one rank makes
@@ -24,10 +25,10 @@ import torch.distributed as dist
 
 from dlp.comm.watch import READING, frame_of_main, within
 
-SLOW = 6.0  # times as long may a rank stand still in what is known to be slow
-OF_A_STEP = 3.0  # of the steps before, may one take in which nothing is seen to move
-LATE = 5.0  # seconds from one look to the next, after which the clock has jumped
-# When a rank moved, and told; how long it may stand still; where; who waits for whom.
+SLOW = 6.0  # factor of the allowed time in slow phases
+OF_A_STEP = 3.0  # multiple of previous steps that a step may take without visible progress
+LATE = 5.0  # seconds between two looks after which the clock must have jumped
+# Time of the last progress, and of this record; allowed time; place; the peers that wait for each other.
 Told = tuple[float, float, float, str, str]
 
 
@@ -61,7 +62,7 @@ class HangWatch:
         waits: Callable[[], list[str]] = list,
     ) -> None:  # fmt: skip
         self.store, self.after, self.where, self.end, self.waits = store, after, where, end, waits
-        self._waits: str | None = None  # as told, since this rank stands still
+        self._waits: str | None = None  # the last record shared while this rank made no progress
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="hang-watch")
         self._over = threading.Event()
@@ -80,7 +81,7 @@ class HangWatch:
         try:
             while (told := self.look()) is None and not self._over.wait(min(1.0, self.after / 5)):
                 pass
-        except dist.DistError:  # the store is gone, and torchrun with it
+        except dist.DistError:  # the store has closed, and torchrun has ended
             return
         if told is not None:
             self.end(told)
@@ -99,7 +100,7 @@ class HangWatch:
             self._waits = "".join(f"; {said}" for said in within(READING, self.waits))
         self._looked = time.time()
         self.store.set(f"hang/{self.rank}", json.dumps((self._moved, self._looked, patience, text, self._waits or "")))
-        if not (stands and asked):  # the others, too, tell who waits for whom before one of them collects it
+        if not (stands and asked):  # other ranks also report their waits before one rank collects the reports
             return None
         told = [self._told(rank) for rank in range(self.world)]
         now = time.time()
@@ -119,5 +120,5 @@ def _said(told: Told | None, now: float) -> str:
     if told is None:
         return "never heard of"
     moved, when, _, text, waits = told
-    silent = f"; it has told nothing for {now - when:.0f} s" if now - when > 5 else ""
+    silent = f"; no report for {now - when:.0f} s" if now - when > 5 else ""
     return f"{text}, for {now - moved:.0f} s{silent}{waits}"

@@ -12,8 +12,8 @@ from math import gcd, prod
 from dlp.comm.mesh import AXES, DP_REPLICATE, DP_SHARD, MAPPED, NCCL, TP, ParallelDims
 from launch.common.units import said_bytes, said_seconds
 
-HOST = 8  # GPUs that NVLink joins
-OWN = {"layer": "launch", "direction": "other"}  # what ledgers call bytes that the launcher itself sends
+HOST = 8  # number of GPUs connected by NVLink
+OWN = {"layer": "launch", "direction": "other"}  # layer name in ledgers of the launcher's own transfers
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ def transport_name(asked: str, dims: ParallelDims, device: str) -> str:
     "mapped" over several hosts."""
     if asked == MAPPED and leaves_host(TP, dims):
         raise ValueError(
-            f"[mesh] transport = 'mapped': a tp group of {dims.tp} ranks leaves a host of {HOST} GPUs, and only GPUs of one "
+            f"[mesh] transport = 'mapped': a tp group of {dims.tp} ranks spans several hosts of {HOST} GPUs, and only "
+            f"GPUs of one "
             f"host map each other's memory; set transport = 'auto', or a tp that divides {HOST}"
         )
     return "gloo" if device == "cpu" else NCCL if asked == NCCL or leaves_host(TP, dims) else MAPPED
@@ -82,7 +83,8 @@ def slow_tp(dims: ParallelDims, device: str, nbytes: float, host: int = HOST) ->
     fast, least = NVLINK.get(device), gcd(dims.tp, host)
     beside = f", where {fast.name} takes {said_seconds(nbytes / fast.speed)}" if fast else ""
     return [
-        f"WARNING: tp = {dims.tp} leaves a host of {host} GPUs: each rank sends {said_bytes(nbytes)} a step over it, which "
-        f"nothing hides, {said_seconds(nbytes / NETWORK.speed)} on a {NETWORK.name}{beside}; --mesh.tp {least}, with "
-        f"{dims.tp // least} times as many ranks in dp_shard or dp_replicate, does not"
+        f"WARNING: tp = {dims.tp} spans several hosts of {host} GPUs: each rank sends {said_bytes(nbytes)} per step "
+        f"over tp without overlap, which takes {said_seconds(nbytes / NETWORK.speed)} on a {NETWORK.name}{beside}; "
+        f"--mesh.tp {least}, with {dims.tp // least} times as many ranks in dp_shard or dp_replicate, stays within a "
+        f"host"
     ]

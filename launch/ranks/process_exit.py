@@ -23,10 +23,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-PATIENCE = 20.0  # seconds; torchrun kills after 30
+PATIENCE = 20.0  # seconds; torchrun kills ranks after 30 s
 RANK_0_FIRST = 5.0  # seconds
-REFUSED = "refused"  # the key that marks a file of `tell_torchrun`
-CAUSE_FIRST = 2.0  # seconds; torchrun tells first from second by whole ones
+REFUSED = "refused"  # key that marks an error file of `tell_torchrun`
+CAUSE_FIRST = 2.0  # seconds; torchrun orders failures by whole seconds
 
 
 class StopFlag:
@@ -36,7 +36,7 @@ class StopFlag:
 
     def __init__(self, patience: float = PATIENCE, waits: Callable[[], list[str]] = list) -> None:
         self.requested = False
-        self.signalled = False  # the same, without the main thread, which may wait in a collective
+        self.signalled = False  # wakes the watching thread even while the main thread waits in a collective
         self._patience, self._waits = patience, waits
         self._beat, self._saving = time.monotonic(), False
 
@@ -73,7 +73,7 @@ class StopFlag:
         self.beat()
         while self._saving or time.monotonic() - self._beat < self._patience:
             time.sleep(0.2)
-        said = "; ".join(["as when a peer is gone", *self._waits()])
+        said = "; ".join(["for example because a peer has exited", *self._waits()])
         print(f"no step boundary within {self._patience:g} s of SIGTERM, {said}; leaving", file=sys.stderr)
         leave(128 + signal.SIGTERM)
 
@@ -116,7 +116,8 @@ def end_hung(told: list[str], after: float, stop: StopFlag) -> NoReturn:
             leave(1)
         time.sleep(0.1)
     print(
-        f"no rank has moved for longer than it may ([run] hang_after = {after:g} s), the run hangs and ends here:",
+        f"no rank has made progress within the allowed time ([run] hang_after = {after:g} s); the run hangs and ends "
+        f"here:",
         file=sys.stderr,
     )
     print("\n".join(told), file=sys.stderr)
@@ -126,7 +127,9 @@ def end_hung(told: list[str], after: float, stop: StopFlag) -> NoReturn:
 def leave_behind(reason: str) -> NoReturn:
     """End this rank after the loss of a peer, once torchrun has recorded the end of the peer as the first failure."""
     time.sleep(CAUSE_FIRST)
-    print(f"rank {os.environ.get('RANK', 0)}: lost a peer, whose own end is the cause ({reason})", file=sys.stderr)
+    print(
+        f"rank {os.environ.get('RANK', 0)}: lost a peer; see the peer's error for the cause ({reason})", file=sys.stderr
+    )
     leave(1)
 
 

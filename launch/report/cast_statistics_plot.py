@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 OPERANDS = ("x", "w", "dy")
-NUMBERS = {  # name in the metrics -> what the axis says, and its scale
+NUMBERS = {  # name in the metrics -> axis label, and scale of the axis
     "sqnr_db": ("SQNR, dB", "linear"),
     "underflow": ("underflow, share", "linear"),
     "saturation": ("saturation, share", "linear"),
@@ -29,7 +29,7 @@ def write_stats(records: Sequence[dict[str, Any]], title: str, out: Path) -> Non
     measured = [record for record in records if "stats" in record]
     names = list(dict.fromkeys(name for record in measured for name in record["stats"]))
     if not names:
-        raise ValueError(f"{title}: no statistics there; set stats = true for a group of layers and train")
+        raise ValueError(f"{title}: no statistics found; set stats = true for a group of layers and train")
     figure = Figure(figsize=(14, 16), layout="constrained")
     axes = figure.subplots(len(NUMBERS), len(OPERANDS), sharex=True, sharey="row")
     figure.suptitle(title)

@@ -5,8 +5,9 @@
     exposed          ████
 
 `[train] profile = N` profiles step N of a run and writes the numbers with the metrics, beside a trace for chrome://tracing or
-Perfetto. On GPUs transfers are NCCL's kernels and copies between devices, on CPUs gloo's operations. Profiling slows the
-step down, its host side above all; so its length is given too.
+Perfetto. On GPUs transfers are NCCL's kernels and copies between devices, on CPUs gloo's operations. Profiling slows
+the step down, mainly on
+the host; therefore the duration of the step is reported too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NO_WORK = (
     "aten::to",
     "aten::item",
     "aten::_local_scalar_dense",
-)  # a copy or a wait on CPU ranks, not seen as kernels there
+)  # copies and waits on CPU ranks, which are not kernels
 
 
 class Activity(NamedTuple):

@@ -21,7 +21,7 @@ COLUMNS = (
     "step", "loss", "validation_loss", "gradient_norm", "lr", "skipped", "tokens_per_second", "model_flops_per_second",
     "mfu", "seconds", "peak_memory_bytes",
 )  # fmt: skip
-PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # what makes each, as it is imported
+PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # name of a sink -> package that it needs
 Record = Mapping[str, Any]
 
 

@@ -24,10 +24,13 @@ from launch.models.settings import Model
 def flops_per_token(model: Model, sequence: int) -> float:
     """Model FLOPs of one token, forward and backward, without recomputation: 6 x matmul parameters + attention.
 
-    A matmul parameter is multiplied and added once in forward and twice in backward: 6. The embedding is a lookup and
-    does not count; the head does, tied or not. Scores and their product with v take 2 x 2 x sequence x heads x head_dim
-    in forward, three times that in all: 12. As in PaLM (arXiv 2204.02311, appendix B), positions that the causal mask
-    hides are not subtracted, so that MFU compares with what others print.
+    A matmul parameter takes a multiplication and an addition once in forward and twice in backward, 6 operations. The
+    embedding is a
+    lookup and does not count; the head counts, tied or not. Attention scores and their product with v take 2 x 2 x
+    sequence x heads x
+    head_dim in forward and twice as much in backward, 12 in total. As in PaLM (arXiv 2204.02311, appendix B), positions
+    hidden by the
+    causal mask are not subtracted, so that MFU is comparable with published numbers.
     """
     q_size, kv_size = model.heads * model.head_dim, model.kv_heads * model.head_dim
     block = model.hidden * (2 * q_size + 2 * kv_size + 3 * model.ffn)
@@ -95,23 +98,25 @@ def drop_after(path: Path, step: int) -> None:
 
 
 def tell(text: str) -> None:
-    """A line on stdout, above the progress bar where there is one."""
+    """Print a line on stdout, above the progress bar if there is one."""
     tqdm.write(text)
     sys.stdout.flush()
 
 
 class Progress:
-    """Steps done out of `steps`, a run having begun at `first`: a bar where stdout and stderr are terminals, else lines on
-    stdout, in order with all else that a run says: of the first step, of every `every`th, and of the last. Either says how
-    much time is left, at the pace so far."""
+    """Progress of a run from step `first` to `steps`.
+
+    A bar if stdout and stderr are terminals. Otherwise lines on stdout, in order with the other output of the run, for
+    the first step,
+    every `every`-th step and the last step. Both show the estimated remaining time."""
 
     def __init__(self, steps: int, first: int = 0, every: int = 1) -> None:
         self._steps, self._first, self._every, self._began = steps, first, every, time.monotonic()
-        plain = None if sys.stdout.isatty() else True  # None: tqdm asks stderr, where the bar is
+        plain = None if sys.stdout.isatty() else True  # None: tqdm checks stderr, where the bar is shown
         self._bar = tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True, mininterval=1.0, disable=plain)
 
     def show(self, step: int, text: str) -> None:
-        """Show that `step` steps are done; `text`: further numbers."""
+        """Show that `step` steps are complete; `text`: further numbers."""
         if self._bar.disable:
             if step % self._every == 0 or step in (self._first + 1, self._steps):
                 self.tell(step, f"{text}{self._left(step)}")
@@ -127,7 +132,7 @@ class Progress:
         return f", {tqdm.format_interval(seconds)} left" if done > 1 and left else ""
 
     def tell(self, step: int, text: str) -> None:
-        """A line of its own about a step, on a terminal too."""
+        """Print a separate line about a step, also on a terminal."""
         tell(f"step {step}/{self._steps}: {text}")
 
     def close(self) -> None:

@@ -2,8 +2,9 @@
 
     nsys profile --capture-range=cudaProfilerApi --pytorch=none torchrun ... --train.profile 20 --train.profiler nvtx
 
-The step is what lies between cudaProfilerStart and cudaProfilerStop, so nothing else is captured. Layers are marked by hooks
-that are there in this step alone; blocks that are compiled keep their insides to themselves.
+Only the step between cudaProfilerStart and cudaProfilerStop is captured. Hooks that exist in this step only mark
+layers; compiled
+blocks have no ranges inside.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def layer_ranges(model: nn.Module, push: Callable[[str], Any], pop: Callable[[], Any]) -> Iterator[None]:
-    """Calls `push` with a layer's name before its forward and `pop` behind it, for all layers of a model by their depth.
-    Ops and linears of dlp name what they launch by themselves: with hooks an op would run alone, not as in other steps."""
+    """Call `push` with a layer's name before its forward and `pop` after it, for all layers of a model by depth.
+
+    Ops and linears of dlp mark their launches themselves: with hooks an op would run alone, unlike in other steps."""
     handles = []
     for name, module in model.named_modules():
         if isinstance(module, ops.FusibleOperation | ConvertedLinear):
@@ -39,7 +41,7 @@ def layer_ranges(model: nn.Module, push: Callable[[str], Any], pop: Callable[[],
 
 
 def marked(run: Callable[[], T], model: nn.Module, device: torch.device) -> T:
-    """Run a step between the profiler's start and stop, and wait for it."""
+    """Run a step between the start and stop of the profiler, and wait for the step."""
     torch.cuda.synchronize(device)
     torch.cuda.profiler.start()
     ranges = layer_ranges(model, torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)

@@ -1,8 +1,8 @@
 """Memory snapshot and error message of a GPU that runs out of memory.
 
 The snapshot is taken by an observer, at the moment of the failed allocation and before anything is freed; it opens at
-https://pytorch.org/memory_viz. It holds what was live and how large; `[train] memory_history` adds the Python stack of each
-allocation.
+https://pytorch.org/memory_viz. The snapshot lists live allocations with their sizes; `[train] memory_history` adds the
+Python stack of each allocation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from launch.common.units import said_bytes
 
-HISTORY = 100_000  # allocations
+HISTORY = 100_000  # maximum number of recorded allocations
 
 
 def snapshot_path(folder: Path) -> Path:
@@ -25,7 +25,7 @@ def snapshot_path(folder: Path) -> Path:
 
 
 def observer(path: Path, snapshot: Callable[[], Any]) -> Callable[..., None]:
-    """What torch calls when an allocation fails. A snapshot that cannot be written hides no error."""
+    """Observer for torch, called when an allocation fails. A snapshot that cannot be written hides no error."""
 
     def observe(*_: Any) -> None:
         try:
@@ -43,14 +43,14 @@ def watch_memory(folder: Path, device: torch.device, history: bool) -> None:
         return
     if history:
         torch.cuda.memory._record_memory_history(max_entries=HISTORY)
-    attach = vars(torch._C)["_cuda_attach_out_of_memory_observer"]  # builds for CPUs have none
+    attach = vars(torch._C)["_cuda_attach_out_of_memory_observer"]  # builds for CPUs lack this function
     attach(observer(snapshot_path(folder), torch.cuda.memory._snapshot))
 
 
 def sentence(error: torch.OutOfMemoryError, where: str, folder: Path, peak: int) -> str:
-    """For people: where it was, how much there was, and the settings that would help."""
+    """Describe the failure for users: place, memory, and settings that would help."""
     path = snapshot_path(folder)
-    seen = f"what was live is in {path}, which opens at https://pytorch.org/memory_viz; " if path.is_file() else ""
+    seen = f"{path} lists the live allocations and opens at https://pytorch.org/memory_viz; " if path.is_file() else ""
     reason = str(error).partition("\n")[0].partition(". GPU")[0].removeprefix("CUDA out of memory. ")
     return (
         f"rank {dist.get_rank()}: out of memory in {where}, at most {said_bytes(peak)} was allocated ({reason}); {seen}"

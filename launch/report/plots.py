@@ -21,7 +21,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from launch.report.cast_statistics_plot import mark_swaps
 from launch.report.metrics import read_metrics
 
-SHOWN_FROM = 0.1  # of a run's steps: the loss there is the top of the axis
+SHOWN_FROM = 0.1  # share of a run's steps after which the loss defines the top of the axis
 Records = Sequence[dict[str, Any]]
 
 
@@ -38,12 +38,12 @@ class Drawn:
 
 
 def write_plot(runs: Sequence[Path], out: Path) -> None:
-    """Draws runs into a PNG. Raises ValueError if a folder holds no metrics."""
+    """Draw runs as a PNG file. Raises ValueError if a folder holds no metrics."""
     draw(runs).savefig(out, dpi=120)
 
 
 def draw(runs: Sequence[Path]) -> Figure:
-    """The picture; a panel each for loss, differences (of several runs), gradient norm, learning rate, tokens/s."""
+    """The picture, with a panel each for loss, differences (with several runs), gradient norm, learning rate, tokens/s."""
     drawn = [
         Drawn(label, f"C{number}", read_run(run)) for number, (run, label) in enumerate(zip(runs, labels(runs), strict=True))
     ]  # fmt: skip
@@ -75,14 +75,14 @@ def draw(runs: Sequence[Path]) -> Figure:
 
 
 def labels(runs: Sequence[Path]) -> list[str]:
-    """Folder names, or whole paths if those are not all different, and the recipes of each run."""
+    """Labels: folder names, or complete paths if names repeat, with the recipes of each run."""
     names = [run.resolve().name for run in runs]
     names = names if len(set(names)) == len(names) else [str(run) for run in runs]
     return [f"{name}: {recipes}" if (recipes := _recipes(run)) else name for name, run in zip(names, runs, strict=True)]
 
 
 def _recipes(run: Path) -> str:
-    """Those of a run's groups, as "fp8_current (default), bf16 (edges)"; "" where its config is not there."""
+    """Recipes of a run's groups, as "fp8_current (default), bf16 (edges)"; "" without a config."""
     path = run / "config.toml"
     groups = tomllib.loads(path.read_text(encoding="utf-8")).get("groups", []) if path.is_file() else []
     named = [(group["recipe"], group["name"]) for group in groups if "recipe" in group]
@@ -93,7 +93,7 @@ def read_run(run: Path) -> Records:
     path = run / "metrics.jsonl"
     records = read_metrics(path) if path.is_file() else []
     if not any("loss" in record for record in records):
-        raise ValueError(f"{path}: no metrics there, expected the folder of a run that has made a step")
+        raise ValueError(f"{path}: no metrics found, expected the folder of a run with at least one step")
     return records
 
 
@@ -104,8 +104,10 @@ def series(records: Records, key: str) -> tuple[list[int], list[float]]:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Centred means of about a twentieth of the values; near an end the straight line that fits the values there best. So
-    a straight line stays where it is: nothing lags."""
+    """Centred means over about a twentieth of the values; near an end, the value of the best straight line through the
+    values there.
+
+    A straight line is therefore unchanged: the smoothing does not lag."""
     half, count = max(1, len(values) // 40), len(values)
     if count < 3:
         return list(values)
@@ -142,7 +144,7 @@ def _draw_loss(axes: Axes, drawn: Sequence[Drawn]) -> None:
 
 
 def _draw_differences(axes: Axes, drawn: Sequence[Drawn]) -> None:
-    """Of smoothed losses at equal steps, without the first ones."""
+    """Differences of smoothed losses at equal steps, without the first steps."""
     base = dict(zip(*drawn[0].series("loss"), strict=True))
     seen: list[float] = []
     for run in drawn:

@@ -20,12 +20,12 @@ from launch.report.metrics import Progress, append, drop_after, flops_per_token,
 from launch.report.run_dir import RunDir
 
 LINE = "\n"
-COMPARED = 20  # steps of a process after which the measured step is compared with the predicted one
-MEDIAN_OF = 10  # of these, the last ones, whose median counts
+COMPARED = 20  # number of steps of a process after which the measured step is compared with the predicted step
+MEDIAN_OF = 10  # number of last steps whose median is compared
 
 
 class Stopwatch:
-    """Splits one step into named parts. On CUDA it records events, so `split` must wait until the step is over."""
+    """Split one step into named parts. On CUDA it records events, so `split` must wait until the step is over."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
@@ -39,11 +39,11 @@ class Stopwatch:
         return event
 
     def lap(self, name: str) -> None:
-        """What happened since the last mark was `name`."""
+        """Attribute the time since the last mark to `name`."""
         self._marks.append((name, self._now()))
 
     def split(self) -> dict[str, float]:
-        """Seconds by name; laps of one name are added."""
+        """Seconds by name; laps of the same name are added."""
         seconds: dict[str, float] = defaultdict(float)
         for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False):
             seconds[name] += before.elapsed_time(after) / 1e3 if self._on_device else after - before
@@ -51,7 +51,7 @@ class Stopwatch:
 
 
 class Recorder:
-    """Rank 0 writes and shows the metrics; on other ranks nothing happens. ValueError for a sink that is not installed."""
+    """Write and show metrics on rank 0; other ranks do nothing. Raises ValueError for a sink that is not installed."""
 
     def __init__(self, config: Config, run: RunDir, device: torch.device, world_size: int) -> None:
         self._config, self._run, self._device = config, run, device
@@ -62,18 +62,18 @@ class Recorder:
         self._peak = None if peak is None else peak * world_size
         self._progress: Progress | None = None
         self._sinks: dict[str, metric_sinks.Sink] = {}
-        self.predicted: float | None = None  # seconds per step, where the plan predicts them
-        self._seconds: list[float] = []  # of the first steps of this process
-        self._unwritten = ""  # lines of metrics.jsonl that wait for room on the disk
+        self.predicted: float | None = None  # predicted seconds per step, if there is a prediction
+        self._seconds: list[float] = []  # seconds of the first steps of this process
+        self._unwritten = ""  # records of metrics.jsonl that could not be written yet
         metric_sinks.check(config.run.metrics)
 
     def check(self) -> None:
-        """MetricsError where what was recorded so far, which this run is to continue, cannot be read."""
+        """Raise MetricsError if the existing records, which this run continues, cannot be read."""
         if self._path.exists():
             read_metrics(self._path)
 
     def begin(self, step: int) -> None:
-        """The run starts or continues at `step`: drop what a former run recorded beyond it, and show progress."""
+        """Start or continue the run at `step`: drop records of an earlier run beyond this step, and show progress."""
         if not self._run.leader:
             return
         drop_after(self._path, step)
@@ -88,7 +88,9 @@ class Recorder:
         self, step: int, *, loss: float, norm: float, lr: float, seconds: float, split: dict[str, float],
         wire_bytes: dict[str, int], skipped: bool = False,
     ) -> None:  # fmt: skip
-        """A finished step that took `seconds`. `wire_bytes`: that one rank sent in it, by group. `skipped`: its update."""
+        """Record a finished step that took `seconds`.
+
+        `wire_bytes`: bytes that one rank sent in the step, by group. `skipped`: whether the update was skipped."""
         if not self._run.leader:
             return
         rate = self._tokens / seconds
@@ -104,7 +106,7 @@ class Recorder:
         self._compare(step, seconds)
 
     def _compare(self, step: int, seconds: float) -> None:
-        """Say how far the predicted step is from the measured one, once."""
+        """Log the deviation of the predicted step from the measured step, once."""
         if self.predicted is None or len(self._seconds) == COMPARED:
             return
         self._seconds.append(seconds)
@@ -125,33 +127,33 @@ class Recorder:
             self._plot()
 
     def baseline(self, step: int, found: Baseline) -> None:
-        """The loss to beat, once a run."""
+        """Record the baseline loss, once per run."""
         if self._run.leader and not any("baseline" in record for record in read_metrics(self._path)):
             self._write(step=step, baseline=found._asdict())
 
     def swap(self, step: int, recipe: str, layers: int) -> None:
-        """The boundary after a step gave so many layers another recipe."""
+        """Record that the step boundary changed the recipe of this number of layers."""
         if self._run.leader:
             self._write(step=step, swap={"recipe": recipe, "layers": layers})
 
     def ledger(self, step: int, account: list[dict[str, Any]]) -> None:
-        """What was counted on the wire in a step, which is what the plan says."""
+        """Record the counted bytes of a step, which equal the plan."""
         if self._run.leader:
             self._write(step=step, ledger=account)
 
     def stats(self, step: int, numbers: dict[str, dict[str, float | None]]) -> None:
-        """The statistics of a step's casts, by tensor."""
+        """Record the statistics of a step's casts, by tensor."""
         if self._run.leader:
             self._write(step=step, stats=numbers)
 
     def exposure(self, step: int, found: Exposure) -> None:
-        """What was profiled of a step."""
+        """Record the profile of a step."""
         if self._run.leader:
             self._write(step=step, exposure=asdict(found))
 
     @property
     def tokens_per_second(self) -> float:
-        """The median over all recorded steps of the run, those before a resume included. On rank 0."""
+        """Median over all recorded steps of the run, including steps before a resume. On rank 0."""
         rates = [record["tokens_per_second"] for record in read_metrics(self._path) if "tokens_per_second" in record]
         return statistics.median(rates) if rates else 0.0
 
@@ -163,25 +165,26 @@ class Recorder:
             try:
                 sink.close()
             except OSError as error:
-                self._run.say(f"WARNING: the last numbers for {name} could not be written ({error.strerror or error})")
+                self._run.say(f"WARNING: the last values for {name} could not be written ({error.strerror or error})")
         if self._unwritten:
             self._run.say(
-                f"WARNING: {self._path} lacks the last {self._unwritten.count(LINE)} records, for want of room"
+                f"WARNING: {self._path} lacks the last {self._unwritten.count(LINE)} records, because the disk is full"
             )
 
     def _plot(self) -> None:
-        """A picture that cannot be written ends no run; `launch.plot` draws it later from the metrics."""
-        from launch.report import plots  # half a second for matplotlib, of the rank that draws alone
+        """Draw the plot. A failure does not end the run; `launch.plot` can draw the plot later from the metrics."""
+        from launch.report import plots  # importing matplotlib takes half a second, on rank 0 only
 
         path = self._run.path / "loss.png"
         try:
             plots.write_plot([self._run.path], path)
-        except (OSError, ValueError) as error:  # ValueError: no step was recorded, as where the metrics were deleted
+        # ValueError: no step was recorded, for example because the metrics were deleted
+        except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             self._run.say(f"{path} could not be written ({reason}); the run goes on without it")
 
     def _write(self, **record: Any) -> None:
-        """What cannot be written, as where a disk is full, ends no run: lines wait, a sink is left out."""
+        """Write records. A failure, such as a full disk, does not end the run: records are kept, and a sink is closed."""
         waited = bool(self._unwritten)
         self._unwritten += json.dumps(record) + LINE
         try:
@@ -190,7 +193,8 @@ class Recorder:
         except OSError as error:
             if not waited:
                 self._run.say(
-                    f"WARNING: {self._path} could not be written ({error.strerror}); the run goes on, and its records wait"
+                    f"WARNING: {self._path} could not be written ({error.strerror}); the run goes on, and writes its "
+                    f"records later"
                 )
         for name, sink in list(self._sinks.items()):
             try:
@@ -201,6 +205,6 @@ class Recorder:
 
     def _say_left_out(self, name: str, error: OSError) -> None:
         self._run.say(
-            f"WARNING: {name} could not be written ({error.strerror}) and gets no more of this run until it is started anew; "
-            f"metrics.jsonl has all"
+            f"WARNING: {name} could not be written ({error.strerror}) and gets no further records until the run is "
+            f"restarted; metrics.jsonl has all records"
         )

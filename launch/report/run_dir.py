@@ -2,7 +2,7 @@
 
     .lock  config.toml  plan.txt  overlap.json  env.txt  log/rank{N}.txt  metrics.jsonl  loss.png  checkpoints/step-N/
 
-Everything a rank says goes to its own log, with exceptions; rank 0 also prints it.
+Each rank writes all its messages and exceptions to its own log; rank 0 also prints them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from launch.config.run_config import Config, to_toml
 from launch.ranks import rank_objects
 from launch.report.run_lock import LOCK, Claim
 
-LIBRARIES = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "TORCH_")  # whose environment variables env.txt records
+LIBRARIES = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "TORCH_")  # prefixes of environment variables that env.txt records
 
 
 class RunDir:
-    """Paths and logs of one run on this rank. Until `begin` nothing is written but the lock: what is said is kept."""
+    """Paths and logs of one run on this rank. Until `begin`, only the lock is written, and messages are kept in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,19 +46,19 @@ class RunDir:
             self.say(self._claim.remark)
 
     def say(self, text: str) -> None:
-        """To this rank's log; rank 0 prints it too."""
+        """Write a message to this rank's log; rank 0 also prints it."""
         self._write(f"{time.strftime('%H:%M:%S')} {text}\n")
         if self.leader:
             print(text, flush=True)
 
     def describe(self, what: str, numbers: dict[str, Any]) -> None:
-        """Numbers for whoever looks for a cause, beside this rank's log."""
+        """Write diagnostic numbers to a file next to this rank's log."""
         path = self.path / "log" / f"{what}-rank{dist.get_rank()}.json"
         try:
             path.write_text(json.dumps(numbers, indent=1) + "\n")
-            self.say(f"its tensors here are described in {path}")
+            self.say(f"statistics of its tensors on this rank: {path}")
         except OSError as error:
-            self.say(f"{path}: {error.strerror}; its tensors are described nowhere")
+            self.say(f"{path}: {error.strerror}; statistics of its tensors could not be written")
 
     def _write(self, text: str) -> None:
         if self._log is None:
@@ -66,16 +66,18 @@ class RunDir:
             return
         try:
             self._log.write(text)
-        except OSError as error:  # a full disk ends no run; Python keeps the last lines and writes them with the next
+        # a full disk does not end a run; Python keeps the last lines and writes them with the next lines
+        except OSError as error:
             print(f"log/rank{dist.get_rank()}.txt: {error.strerror}: {text.rstrip()}", file=sys.stderr)
 
     @contextlib.contextmanager
     def logged(self) -> Iterator[None]:
-        """Whatever is raised inside is in this rank's log; of a run that was refused before it began, nothing is left."""
+        """Write exceptions inside this context to this rank's log. A run that is rejected before it begins leaves no
+        files."""
         try:
             yield
         except BaseException as error:
-            with contextlib.suppress(OSError):  # a full disk may be the error
+            with contextlib.suppress(OSError):  # the error may be a full disk
                 if self._log is None and isinstance(error, ValueError | OSError):
                     if self.leader:
                         self._claim.withdraw()
@@ -85,8 +87,11 @@ class RunDir:
             raise
 
     def begin(self, config: Config, mesh: DeviceMesh, plan: Plan, *, aside: bool) -> None:
-        """All is checked: write what the run is made of, and what was said. `aside`: a run that is already there is
-        another one's, and is moved aside first. ValueError on all ranks where that cannot be written."""
+        """Write the configuration, the plan and all kept messages, after all checks.
+
+        `aside`: an existing run in the folder is a different run, and is moved aside first. Raises ValueError on all
+            ranks if the folder
+        cannot be written."""
         if moved := rank_objects.from_rank_0(lambda: self._describe(config, mesh, plan, aside)):
             self.say(f"the run that was here is now in {moved}")
         try:
@@ -130,13 +135,13 @@ class RunDir:
 
 
 def move_aside(path: Path) -> Path:
-    """Rename to the first of NAME.1, NAME.2, ... that is free."""
+    """Rename to the first of NAME.1, NAME.2, ... that does not exist."""
     number = next(n for n in range(1, 10**6) if not path.with_name(f"{path.name}.{n}").exists())
     return path.rename(path.with_name(f"{path.name}.{number}"))
 
 
 def environment() -> str:
-    """Versions, devices and the settings of libraries, for whoever has to repeat the run."""
+    """Versions, devices and library settings, for reproducing the run."""
     lines = [f"command {' '.join(sys.argv)}", f"python {platform.python_version()}", f"torch {torch.__version__}"]
     lines += [f"host {platform.platform()}, {os.cpu_count()} cores"]
     if torch.cuda.is_available():

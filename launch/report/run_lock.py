@@ -1,8 +1,10 @@
 """Lock of a run folder: one run at a time, and all ranks must see the same folder.
 
-Rank 0 holds a lock on the file `.lock` and writes into it who it is; the others read that, so a host with a disk of its own
-is noticed before anything else is written. The system releases the lock with the process, however that ends; and, as POSIX
-has it, when the process closes any other descriptor of the file. So rank 0 opens it once.
+Rank 0 locks the file `.lock` and writes its host and process into the file. The other ranks read the file, so that a
+host with
+another disk is detected before anything else is written. The system releases the lock when the process ends, and, under
+POSIX, when
+the process closes any descriptor of the file; therefore rank 0 opens the file once.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from typing import IO
 from launch.ranks import rank_objects
 
 LOCK = ".lock"
-PATIENCE = 3.0  # seconds that a network file system has to show a new file
+PATIENCE = 3.0  # seconds until a network file system shows a new file
 
 
 class Claim:
-    """The claim of this rank's run on a folder. Raises ValueError on all ranks where it cannot be had."""
+    """Exclusive use of a folder by this run. Raises ValueError on all ranks if the folder cannot be locked."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,13 +39,15 @@ class Claim:
             )
 
     def take(self) -> str:
-        """On rank 0: make the folder and lock it; returns what stands in the lock. ValueError where that fails."""
+        """On rank 0: create the folder and lock it; returns the content of the lock. Raises ValueError if this fails."""
         if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"--run.dir {self.path}: it is a file; expected a folder, or a path that is free")
+            raise ValueError(
+                f"--run.dir {self.path}: the path is a file; expected a folder, or a path that does not exist"
+            )
         self._made = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._file = (self.path / LOCK).open("a+")  # of a folder that was moved aside the lock goes with its file
+            self._file = (self.path / LOCK).open("a+")  # the lock of a folder that was moved aside moves with the file
             self._lock(self._file)
         except OSError as error:
             self.withdraw()
@@ -52,23 +56,23 @@ class Claim:
         return self._file.read()
 
     def _lock(self, file: IO[str]) -> None:
-        """Lock it, and write into it who this is."""
+        """Lock the file, and write the host and process of this rank into it."""
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             file.seek(0)
             raise ValueError(
-                f"--run.dir {self.path}: {file.read() or 'another run'} is at work in it; wait for its end, or choose "
-                f"another folder"
+                f"--run.dir {self.path}: {file.read() or 'another run'} is running in this folder; wait for its end, "
+                f"or choose another folder"
             ) from None
         except OSError as error:
-            self.remark = f"{self.path} cannot be locked ({error.strerror}): start no other run in it"
+            self.remark = f"{self.path} cannot be locked ({error.strerror}): start no other run in this folder"
         file.truncate(0)
         file.write(f"{_me()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
         file.flush()
 
     def withdraw(self) -> None:
-        """On rank 0: leave no trace of a run that was refused."""
+        """On rank 0: remove all traces of a rejected run."""
         if self._made and self.path.is_dir():
             (self.path / LOCK).unlink(missing_ok=True)
             if not any(self.path.iterdir()):
@@ -76,7 +80,7 @@ class Claim:
 
 
 def unlike(lock: Path, holder: str) -> str | None:
-    """What keeps this rank from reading in the lock what rank 0 wrote there."""
+    """The reason why this rank does not read in the lock file the content that rank 0 wrote; "" if it does."""
     end = time.monotonic() + PATIENCE
     while True:
         try:

@@ -1,9 +1,12 @@
 """Settings from the command line: `--section.key value`, `--groups.NAME.key value` and `--recipe X`.
 
 An override edits the TOML tables before the sections are built, so all later checks see one configuration. A value is
-read as TOML (`0.1`, `true`, `["layers.**"]`); when the setting refuses that, the bare text is tried, so that
-`--recipe bf16` and `--run.dir 2024` need no quotes. argparse cannot do this: its options are fixed before the file is
-read, and an unknown option's value would be taken for the config's name. It keeps what it is good at (`make_parser`).
+read as TOML (`0.1`, `true`, `["layers.**"]`); if the setting does not accept the TOML value, the text itself is used,
+so that
+`--recipe bf16` and `--run.dir 2024` need no quotes. argparse cannot parse overrides: its options are fixed before the
+file is
+read, and it would take the value of an unknown option for the config's name. argparse parses the other options
+(`make_parser`).
 """
 
 import argparse
@@ -14,13 +17,13 @@ from typing import Any
 
 from launch.settings.schema import ConfigError, Section, brief, check, help_lines, nearest, rule_of
 
-Schema = Mapping[str, type[Section]]  # section name -> its dataclass; "groups" is the one that is a list
+Schema = Mapping[str, type[Section]]  # section name -> dataclass; "groups" is a list of sections
 ALIASES = {"recipe": "groups.default.recipe"}
 ANY_GROUP = {"groups": [{"name": "NAME"}]}
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Separates overrides, as (dotted name, text), from the arguments left for argparse."""
+    """Separate overrides, as (dotted name, text), from the arguments for argparse."""
     rest, overrides = [], []
     remaining = iter(arguments)
     for argument in remaining:
@@ -36,7 +39,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _places(schema: Schema, tables: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], type[Section]]]:
-    """Each table a setting can be in: (its part of an option's name, the table, its dataclass)."""
+    """Tables that may hold settings: (prefix of the option, the table, its dataclass)."""
     for section, cls in schema.items():
         if section == "groups":
             yield from ((f"groups.{group.get('name')}", group, cls) for group in tables["groups"])
@@ -45,7 +48,7 @@ def _places(schema: Schema, tables: dict[str, Any]) -> Iterator[tuple[str, dict[
 
 
 def apply(tables: dict[str, Any], overrides: Sequence[tuple[str, str]], schema: Schema) -> None:
-    """Writes overrides into the tables of a TOML file, in order; raises ConfigError naming the option."""
+    """Write overrides into the tables of a TOML file, in order. Raises ConfigError that names the option."""
     targets = {
         f"{prefix}.{key.name}": (table, key) for prefix, table, cls in _places(schema, tables) for key in fields(cls)
     }
@@ -61,7 +64,7 @@ def _unknown(name: str, known: Iterable[str]) -> ConfigError:
 
 
 def _value(setting: Field, text: str, option: str) -> Any:
-    """The text as TOML, or as a bare string if the setting takes that and not the number or word TOML reads."""
+    """Parse the text as TOML, or keep it as a string if the setting accepts a string but not the TOML value."""
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -74,7 +77,7 @@ def _value(setting: Field, text: str, option: str) -> Any:
 
 
 def make_parser(program: str, description: str, default: str, schema: Schema) -> argparse.ArgumentParser:
-    """A parser with the arguments all programs that take a config share; --help lists every setting."""
+    """Return a parser with the arguments that all programs with a config share; --help lists every setting."""
     lines = ["settings (a value is TOML; a string needs no quotes) [their defaults]:"]
     for prefix, _, cls in _places(schema, dict(ANY_GROUP)):
         lines += help_lines(cls, prefix)
@@ -87,7 +90,7 @@ def make_parser(program: str, description: str, default: str, schema: Schema) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("config", nargs="?", default=default, help="a name under launch/configs, or a path to a file")
+    parser.add_argument("config", nargs="?", default=default, help="name under launch/configs, or path to a file")
     parser.add_argument("--print-config", action="store_true", help="print the resolved file and stop")
     return parser
 
@@ -95,7 +98,7 @@ def make_parser(program: str, description: str, default: str, schema: Schema) ->
 def parse(
     parser: argparse.ArgumentParser, arguments: Sequence[str], schema: Schema
 ) -> tuple[argparse.Namespace, list[tuple[str, str]]]:
-    """Arguments argparse knows, and the overrides; raises ConfigError for an option neither knows."""
+    """Parse the options of argparse and the overrides. Raises ConfigError for an option that neither knows."""
     rest, overrides = split(arguments)
     known, unknown = parser.parse_known_args(rest)
     settings = [f"{prefix}.{key.name}" for prefix, _, cls in _places(schema, dict(ANY_GROUP)) for key in fields(cls)]
@@ -103,6 +106,7 @@ def parse(
         if argument.startswith("-"):
             raise _unknown(argument.lstrip("-").partition("=")[0], [*ALIASES, *settings])
         raise ConfigError(
-            f"{brief(argument)}: only one config can be given, and {known.config!r} is it; quote values with spaces"
+            f"{brief(argument)}: only one config can be given, and {known.config!r} is given already; quote values "
+            f"with spaces"
         )
     return known, overrides

@@ -1,11 +1,11 @@
 """Typed settings: one declaration gives the check, the error, the TOML text and the documentation.
 
 A section of a config file is a frozen dataclass derived from `Section`; each of its fields is made by
-`setting(rule, doc, default)`. The rule carries both the words an error prints and the test behind them, so the page
-of documentation and the check cannot disagree. Values are checked when the dataclass is built, whether they came from
+`setting(rule, doc, default)`. The rule holds both the words of an error and the test, so that documentation and check
+cannot disagree. Values are checked when the dataclass is built, whether they came from
 a file, from the command line or from Python, and every error is one sentence that starts with the section and key.
 
-The road not taken: a settings library. The usual ones are large or compiled, and the few rules we need are below.
+No settings library is used: the common libraries are large or compiled, and only a few rules are needed.
 """
 
 import difflib
@@ -26,7 +26,7 @@ WORD = re.compile(rf"\S{{{2 * LONG},}}")
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used. The message is one sentence for the user, on one line; long words are cut."""
+    """A setting that cannot be used. The message is one sentence on one line; long words are shortened."""
 
     def __init__(self, sentence: str) -> None:
         line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in sentence)
@@ -34,17 +34,13 @@ class ConfigError(ValueError):
 
 
 def brief(text: str) -> str:
-    """A text, or of a long one both ends."""
+    """Return a text, or both ends of a long text."""
     return text if len(text) <= LONG else f"{text[: LONG // 2]}[... {len(text) - LONG} more ...]{text[-LONG // 2 :]}"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a setting may be.
-
-    words: completes "expected ...".  kinds: the exact types accepted (`type(v)`: true is not an integer).
-    holds: the test of an accepted type.  store: what the dataclass keeps, e.g. float for a number written as 1.
-    """
+    """Allowed values of a setting."""
 
     words: str
     kinds: tuple[type, ...]
@@ -107,18 +103,20 @@ def texts() -> Rule:
 
 
 def setting(rule: Rule, doc: str, default: Any = MISSING) -> Any:
-    """A field of a Section. Without a default it must be given; default None means unset, and is not written out."""
+    """Declare a field of a Section. A field without a default is required; default None means unset, and is not written
+    out."""
     return field(default=default, metadata={"rule": rule, "doc": doc})
 
 
 def rule_of(setting: Field) -> Rule:
-    """A field that dlp declares, a switch of layers, has no rule of its own."""
+    """Rule of a field. An option of layers, which dlp declares, has no rule here."""
     rule: Rule = setting.metadata.get("rule", SWITCH)
     return rule
 
 
 def check(setting: Field, value: object, where: str) -> Any:
-    """The value to keep for this field; raises ConfigError, starting with `where`, if its rule refuses it."""
+    """Check a value and return the value to store. Raises ConfigError, beginning with `where`, if the rule rejects the
+    value."""
     rule = rule_of(setting)
     if not rule.accepts(value):
         raise ConfigError(f"{where}: expected {rule.words}, got {brief(repr(value))}")
@@ -127,7 +125,7 @@ def check(setting: Field, value: object, where: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Base of every section: checks and normalises its fields when it is built."""
+    """Base of every section: fields are checked and normalized at construction."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -140,12 +138,12 @@ class Section:
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The three known names closest to a mistyped one, for an error message."""
+    """The three known names closest to a mistyped name, for an error message."""
     return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.0)
 
 
 def read(section: type[S], table: dict[str, Any], title: str) -> S:
-    """The section from a TOML table; raises ConfigError for unknown, missing or refused keys."""
+    """Read a section from a TOML table. Raises ConfigError for unknown, missing or rejected keys."""
     known = {each.name: each for each in fields(section)}
     for key in table:
         if key not in known:
@@ -159,7 +157,7 @@ def read(section: type[S], table: dict[str, Any], title: str) -> S:
 
 
 def toml_value(value: object) -> str:
-    """One value as TOML: JSON agrees with TOML on numbers, booleans and strings, but not on tables."""
+    """Format one value as TOML. JSON and TOML agree on numbers, booleans and strings, but not on tables."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list | tuple):
@@ -172,7 +170,7 @@ def _toml_key(key: str) -> str:
 
 
 def toml_lines(section: Section) -> list[str]:
-    """The section's settings as TOML lines, unset ones left out."""
+    """The section's settings as TOML lines, without unset settings."""
     values = ((each.name, getattr(section, each.name)) for each in fields(section))
     return [f"{name} = {toml_value(value)}" for name, value in values if value is not None]
 
@@ -184,7 +182,7 @@ def _default(each: Field) -> str:
 
 
 def markdown_table(section: type[Section]) -> str:
-    """One row per setting: key, default, allowed values, meaning."""
+    """A table with one row per setting: key, default, allowed values, meaning."""
     rows = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
     for each in fields(section):
         rows.append(f"| `{each.name}` | {_default(each)} | {rule_of(each).words} | {each.metadata['doc']} |")
@@ -192,7 +190,7 @@ def markdown_table(section: type[Section]) -> str:
 
 
 def help_lines(section: type[Section], prefix: str) -> list[str]:
-    """Two lines per setting for --help: the option with its default, then what it means."""
+    """Two lines per setting for --help: the option with its default, then the meaning."""
     lines = []
     for each in fields(section):
         lines.append(f"  --{prefix}.{each.name}  [{_default(each)}]")
