@@ -97,9 +97,9 @@ UNKNOWN = MEASURED.text([]).replace('"chunked:4"', '"fused"')  # a strategy that
 def test_a_file_that_is_no_table(text: str, tmp_path: Path) -> None:
     file = tmp_path / "overlap.json"
     file.write_text(text)
-    with pytest.raises(ValueError, match=rf"^{file}: holds no table of overlap \(.*; make one by torchrun"):
+    with pytest.raises(ValueError, match=rf"^{file}: not a table of overlap times \(.*; create a table with torchrun"):
         auto.load(file)
-    with pytest.raises(ValueError, match=rf"^{file}.gone: cannot be read \(.*; make one by "):
+    with pytest.raises(ValueError, match=rf"^{file}.gone: cannot be read \(.*; create a table with "):
         auto.load(f"{file}.gone")
 
 
@@ -143,16 +143,16 @@ H100 = table(
         (auto.Machine("sm_90"), None),
         (auto.Machine("sm_90", "h100"), None),
         (auto.Machine("sm_90", "NVIDIA H100 80GB HBM3", torch.__version__, auto.VERSION), None),
-        (auto.Machine("sm_90", "h200"), "its table is of NVIDIA H100 80GB HBM3, and this is h200"),
-        (auto.Machine("sm_90", "NVIDIA H200"), "its table is of NVIDIA H100 80GB HBM3, and this is NVIDIA H200"),
-        (auto.Machine("sm_90", "NVIDIA H100"), "its table is of NVIDIA H100 80GB HBM3, and this is NVIDIA H100"),
+        (auto.Machine("sm_90", "h200"), "its table is for NVIDIA H100 80GB HBM3, and this is h200"),
+        (auto.Machine("sm_90", "NVIDIA H200"), "its table is for NVIDIA H100 80GB HBM3, and this is NVIDIA H200"),
+        (auto.Machine("sm_90", "NVIDIA H100"), "its table is for NVIDIA H100 80GB HBM3, and this is NVIDIA H100"),
         (
             auto.Machine("sm_90", "h100", "2.1"),
-            f"its table was measured under torch {torch.__version__}, and this is 2.1: measure anew",
+            f"its table was measured under torch {torch.__version__}, and this is 2.1: measure again",
         ),
         (
             auto.Machine("sm_90", "h100", version=9),
-            "its table was measured under version 1, and this is 9: measure anew",
+            "its table was measured under version 1, and this is 9: measure again",
         ),
     ],
 )
@@ -161,7 +161,10 @@ def test_a_table_holds_for_the_machine_and_the_versions_it_was_measured_under(he
 
 
 def test_a_plan_for_another_board_does_not_use_a_table_and_says_so(tmp_path: Path) -> None:
-    on, why = {"device_type": "sm_90", "transport": "mapped"}, "its table is of NVIDIA H100 80GB HBM3, and this is h200"
+    on, why = (
+        {"device_type": "sm_90", "transport": "mapped"},
+        "its table is for NVIDIA H100 80GB HBM3, and this is h200",
+    )
     assert overlaps_of(planned(H100, **on, board="h100"))[0] == named("chunked", "serial")
     plan = planned(H100, **on, board="h200")
     assert overlaps_of(plan) == ["serial"] * 2 and why in str(plan)
@@ -200,7 +203,7 @@ def test_other_sizes_go_by_the_model() -> None:
     [
         (None, {}, "there is no table of times of CPU by any transport; dlp ships those of "),
         (MEASURED, {"batch": (2, 2048), "device_type": "sm_90", "transport": "mapped"},
-         "its table is of 2 cpu ranks by gloo, and these are 2 sm_90 ranks by mapped"),
+         "its table is for 2 cpu ranks by gloo, and this group is 2 sm_90 ranks by mapped"),
         (table(row(DOWN._replace(recipe=recipes.load("bf16")), (1,) * 4, (1,) * 4)), {},
          "its table has no times of fp8_current"),
     ],
@@ -208,7 +211,7 @@ def test_other_sizes_go_by_the_model() -> None:
 def test_without_times_all_is_serial_and_the_plan_says_why(times: Any, options: dict[str, Any], why: str) -> None:
     plan = planned(times, **options)
     assert overlaps_of(plan) == ["serial"] * 2
-    assert str(plan).count(f"overlap: serial where no group names a strategy: {why}") == 1
+    assert str(plan).count(f"overlap: serial for layers without a strategy from a group: {why}") == 1
 
 
 @pytest.fixture
@@ -225,7 +228,7 @@ def test_shipped_tables_are_found_by_the_gpu_and_the_nearest_number_of_ranks(tab
     two, four, eight = (auto.shipped(here, ranks, "mapped")[0] for ranks in (2, 4, 8))
     assert two and four and eight and two.row(UP) is not None and four.row(UP) is not None
     assert eight.ranks == 8 and eight.row(UP) is None and eight.rate(UP, "fprop") == four.rate(UP, "fprop")
-    assert "4 x NVIDIA H100 80GB HBM3" in str(eight) and "(rates; groups of 8 by the model)" in str(eight)
+    assert "4 x NVIDIA H100 80GB HBM3" in str(eight) and "(rates only; groups of 8 by the model)" in str(eight)
     none, why = auto.shipped(here._replace(device="NVIDIA B200"), 2, "mapped")
     assert none is None and why.endswith("of NVIDIA B200 by mapped; dlp ships those of NVIDIA H100 80GB HBM3")
 
@@ -290,7 +293,9 @@ def test_all_ranks_choose_by_the_table_of_rank_0(ranks, tmp_path: Path) -> None:
     (choices, names, said), other = ranks(2).run(converted, tmp_path)
     assert (choices, names, said) == other
     assert names == [["chunked", "chunked", "serial"]] * 2
-    assert said.startswith("overlap = 'auto' chose otherwise on ranks 1 than on rank 0, by one table: ")
+    assert said.startswith(
+        "overlap = 'auto' chose different strategies on ranks 1 and on rank 0, from the same table: "
+    )
 
 
 def measured() -> tuple[Row, float, float]:

@@ -286,19 +286,20 @@ def test_batch_on_a_world(arguments: str, world: int, expected: tuple[int, int, 
         (
             ["--mesh.dp_shard", "2"],
             6,
-            "[mesh] world size 6 is not dp_replicate 1 x dp_shard 2 x tp 2: start 4 ranks, or use -1 for an axis of dp",
+            "[mesh] world size 6 is not dp_replicate 1 x dp_shard 2 x tp 2: start 4 ranks, or set dp_shard or "
+            "dp_replicate to -1",
         ),
         (
             [],
             3,
             "[mesh] world size 3 is not a multiple of dp_replicate 1 x tp 2 = 2, so dp_shard = -1 cannot be filled: "
-            "start a multiple of it by torchrun --nproc-per-node, or take a smaller axis",
+            "start a multiple of that many ranks by torchrun --nproc-per-node, or choose a smaller axis",
         ),
         (
             [],
             1,
             "[mesh] world size 1 is not a multiple of dp_replicate 1 x tp 2 = 2, so dp_shard = -1 cannot be filled: "
-            "start a multiple of it by torchrun --nproc-per-node, or take a smaller axis",
+            "start a multiple of that many ranks by torchrun --nproc-per-node, or choose a smaller axis",
         ),
         (
             ["--train.global_batch", "4"],
@@ -394,15 +395,16 @@ def test_steps_are_captured_on_gpus_wherever_nothing_forbids_it() -> None:
         ),
         (
             "--groups.edges.sequence_parallel false --groups.edges.style column",
-            "lm_head: its groups set sequence_parallel = False, others True, and a Llama's tokens are cut from its embedding",
+            "lm_head: its groups set sequence_parallel = False, others True, and a Llama shards tokens from embedding",
         ),
         (
             "--groups.edges.sequence_parallel true --groups.edges.style local",
-            "lm_head: style = 'local', but the loss reads logits that tp cuts: leave style out of its groups",
+            "lm_head: style = 'local', but the loss reads logits that are sharded over tp: remove style from its groups",
         ),
         (
             "--groups.edges.match FIRST --groups.edges.sequence_parallel true --groups.edges.style local",
-            "model.layers.0.self_attn.q_proj: style = 'local' under sequence parallelism leaves attention a part of the tokens",
+            "model.layers.0.self_attn.q_proj: style = 'local' under sequence parallelism gives attention only a shard "
+            "of the tokens",
         ),
     ],
 )

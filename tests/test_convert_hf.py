@@ -322,7 +322,7 @@ def test_two_imports_at_once_have_a_folder_each(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(safetensors_folder, "read", second_begins)
     with pytest.raises(
-        ValueError, match="ours: another process has made it meanwhile, and that stands; choose another fol"
+        ValueError, match="ours: another process has created this folder in the meantime; choose another fol"
     ):
         convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "published"]

@@ -102,7 +102,7 @@ def test_torn_shard_says_expected_and_found_bytes(shard: Shard) -> None:
     whole = shard.path.read_bytes()
     for size, sentence in (
         (700, "truncated, its header promises 708 bytes and the file has 700"),
-        (71, "not a token shard, its 71 bytes are fewer than the header's 72"),
+        (71, "not a token shard: 71 bytes are fewer than the 72"),
     ):
         shard.path.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=sentence):
@@ -112,7 +112,7 @@ def test_torn_shard_says_expected_and_found_bytes(shard: Shard) -> None:
 @pytest.mark.parametrize(("offset", "new"), [(100, b"\xff"), (72 + 8, u64(4))])
 def test_verify_finds_changed_content(shard: Shard, offset: int, new: bytes) -> None:
     changed = open_shard(damage(shard, offset, new))
-    with pytest.raises(ValueError, match="damaged, the SHA-256 of its content begins"):
+    with pytest.raises(ValueError, match="damaged, the SHA-256 of the content begins with"):
         verify(changed)
 
 
@@ -239,7 +239,7 @@ def test_a_damaged_builtin_cache_says_what_to_delete(tmp_path: Path, monkeypatch
     monkeypatch.setattr(data, "stdlib_files", lambda: {f"{number}.py": Path(__file__) for number in range(30)})
     opened = open_data(STDLIB, 257)
     folder = opened.train[0].path.parent
-    way_out = f"; delete the folder {folder}, and the next run makes it again$"
+    way_out = f"; delete the folder {folder}, and the next run creates it again$"
     damage(opened.train[0], 5000, b"\xff")
     with pytest.raises(ValueError, match=f"damaged, the SHA-256 .*{way_out}"):
         verify(opened.train[0])
@@ -248,7 +248,7 @@ def test_a_damaged_builtin_cache_says_what_to_delete(tmp_path: Path, monkeypatch
         open_data(STDLIB, 257)
     opened.validation[0].path.unlink()
     opened.train[0].path.unlink()
-    with pytest.raises(ValueError, match=f"no train-.*.shard in it{way_out}"):
+    with pytest.raises(ValueError, match=f"no train-.*.shard{way_out}"):
         open_data(STDLIB, 257)
 
 
@@ -264,7 +264,11 @@ def test_list_files_skips_hidden_ones_and_refuses_doubles(tmp_path: Path) -> Non
 
 
 def test_open_data_names_what_is_wrong(corpus: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"corpus: no train-\*.shard in it; make them with python -m launch.data prep"):
+    with pytest.raises(
+        ValueError,
+        match=r"corpus: the folder has no train-\*.shard; create shards with python -m "
+        r"launch.data prep",
+    ):
         open_data(str(tmp_path / "corpus"), 257)
     prepare(corpus, tmp_path / "out", validation=0.2)
     with pytest.raises(ValueError, match=r"its vocabulary of 257 is larger than the model's 256; set \[model\] vocab"):
@@ -284,16 +288,14 @@ def test_program(corpus: dict[str, Path], tmp_path: Path, capsys: pytest.Capture
     assert "dtype <u2, vocabulary 257" in capsys.readouterr().out
     main(["inspect", str(tmp_path / "out")])
     assert capsys.readouterr().out.count(", as its content") == 2
-    with pytest.raises(ValueError, match=r"corpus: no \*.shard in it; give a shard, or a folder that"):
+    with pytest.raises(ValueError, match=r"corpus: the folder has no \*.shard files; give a shard, or a folder from"):
         main(["inspect", str(tmp_path / "corpus")])
     arguments[2] = str(tmp_path / "other")
     with pytest.raises(ValueError, match="a validation share of 5.0 is not between 0 and 1: give 0.05 for 5 %"):
         main([*arguments[:-1], "5"])
     assert "prepare" not in capsys.readouterr().err  # before anything is read
     code, _, err = command("launch.data", "inspect", "README")
-    assert (
-        code == 1 and err == "README: no such file or folder; give a shard, or a folder that launch.data prepare made\n"
-    )
+    assert code == 1 and err == "README: no such file or folder; give a shard, or a folder from launch.data prepare\n"
 
 
 # --- the order of windows
@@ -403,8 +405,8 @@ def test_sources_have_their_shares_and_go_through_their_own_windows(tmp_path: Pa
     tokens, shards = global_batch(stream, 0, 1)[:, 0] >= 100_000, torch.from_numpy(second[:64])
     assert torch.equal(tokens, shards), "and those are the windows that are read"
     assert list(stream.describe(10)) == [
-        f"data: {tmp_path}/a: 75.0% of the sequences, 40 times all of it in 10 steps",
-        f"data: {tmp_path}/b: 25.0% of the sequences, 32 times all of it in 10 steps",
+        f"data: {tmp_path}/a: 75.0% of the sequences, 40 epochs in 10 steps",
+        f"data: {tmp_path}/b: 25.0% of the sequences, 32 epochs in 10 steps",
     ]
     assert torch.equal(global_batch(mixed(tmp_path, global_batch=64), 77, 1), global_batch(stream, 77, 4))
 
@@ -416,7 +418,7 @@ def test_weights_are_a_part_of_the_order(tmp_path: Path) -> None:
         ValueError, match=r"made with weights \[2048, 2048\] and this run has \[3072, 1024\], .*; restore \[data\] path"
     ):
         one.load_state_dict(other.state_dict())
-    with pytest.raises(ValueError, match=r"b would have less than one of 4096 sequences; raise its weight of 0.0001"):
+    with pytest.raises(ValueError, match=r"b would get less than one of 4096 sequences; raise the weight of 0.0001"):
         mixed(tmp_path, (1, 1e-4))
     with pytest.raises(
         ValueError, match="/b: the 51 tokens of the largest train shard are fewer than one sequence of 60"
@@ -434,7 +436,8 @@ def test_sources_of_different_tokenizers_are_refused(corpus: dict[str, Path], tm
         open_sources([sources[0], sources[0]], 257)
     prepare(corpus, tmp_path / "c", validation=0.3, tokenizer=replace(BYTES, name="other", digest="12"))
     with pytest.raises(
-        ValueError, match=f"{tmp_path}/c: its tokens are of the tokenizer 12, and those of {tmp_path}/a of bytes; "
+        ValueError,
+        match=f"{tmp_path}/c: the tokens are from the tokenizer 12, and the tokens of {tmp_path}/a of bytes; ",
     ):
         open_sources([sources[0], {"path": str(tmp_path / "c"), "weight": 1}], 257)
 

@@ -218,8 +218,8 @@ def without_scales(path: str) -> str:
 @pytest.mark.ranks(1)
 def test_a_recipe_whose_scales_a_checkpoint_has_not_is_refused(ranks, checkpoint):
     assert ranks(1).run(without_scales, checkpoint[0])[0] == (
-        f"{checkpoint[0]} has none of 18 delayed scales (model.layers.0.mlp.down_proj.dy, ...), and cast by scales of 1 a "
-        f"model is another; use the recipes that it was trained in, or --recipe fp8_current"
+        f"{checkpoint[0]} has none of 18 delayed scales (model.layers.0.mlp.down_proj.dy, ...), and scales of 1 would "
+        f"change the model; use the recipes of the training, or --recipe fp8_current"
     )
 
 
@@ -234,11 +234,11 @@ def test_a_temperature_is_a_number(temperature: str, tmp_path: Path) -> None:
     [
         (
             ["--top-k=5"],
-            "--top-k, --top-p: they choose what is drawn, and at temperature 0 nothing is; set --temperature",
+            "--top-k, --top-p: these options need sampling, and temperature 0 takes the most likely token; set --temperature",
         ),
         (
             ["--top-p=0.5"],
-            "--top-k, --top-p: they choose what is drawn, and at temperature 0 nothing is; set --temperature",
+            "--top-k, --top-p: these options need sampling, and temperature 0 takes the most likely token; set --temperature",
         ),
         (["--temperature=1", "--top-p=0"], "--top-p: expected a number > 0 and <= 1, got 0"),
         (["--temperature=1", "--top-p=nan"], "--top-p: expected a number > 0 and <= 1, got nan"),
@@ -273,18 +273,18 @@ def prompts(*arguments: str, file: Path | None = None) -> list[tuple[str, bytes]
 def test_a_prompt_is_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--prompt: expected UTF-8, got '.udcff'"):
         prompts("a\udcffb")
-    with pytest.raises(ConfigError, match="^--prompt: expected a text that is not empty"):
+    with pytest.raises(ConfigError, match="^--prompt: expected nonempty text"):
         generate.prompt_of(BYTES, ("--prompt", b""))
     with pytest.raises(SystemExit):
         generate.main([str(tmp_path)])
     file = tmp_path / "prompts"
     with pytest.raises(
-        ConfigError, match=f"^--prompts {file}: no such file; expected a prompt a line, or rows with a text$"
+        ConfigError, match=f"^--prompts {file}: no such file; expected one prompt per line, or rows with text$"
     ):
         prompts(file=file)
     file.write_text("\n \n")
     with pytest.raises(
-        ConfigError, match=f"^--prompts {file}: no prompt in it; expected one a line, or rows with a text$"
+        ConfigError, match=f"^--prompts {file}: no prompt in the file; expected one prompt per line, or rows with text$"
     ):
         prompts("a", file=file)
 
@@ -311,10 +311,7 @@ def test_each_of_several_prompts_is_written_on_as_if_it_were_alone(ranks, checkp
 
     assert "WARNING" not in together
     (longer,) = ranks(1).run(by_main, "generate", checkpoint[0], "--tokens=70", "--prompt=d")
-    assert (
-        "WARNING: a text of 71 tokens is longer than [train] sequence = 64, the length that the model was trained"
-        in longer
-    )
+    assert "WARNING: a text of 71 tokens is longer than [train] sequence = 64, the length of the training" in longer
 
     def texts(printed: str) -> list[str]:
         return re.findall(r"^((?:d|import|from a)(?s:.*?))\nread ", printed, re.M)
@@ -408,12 +405,12 @@ def test_no_request_of_a_task_is_longer_than_the_trained_sequence(ranks, checkpo
     lengths, told, by_hand, said = ranks(1).run(long_requests, checkpoint[0])[0]
     assert told == by_hand and max(lengths) == 8
     assert said[0].startswith(
-        "a continuation of 9 tokens is longer than [train] sequence = 8, which the model was trained"
+        "a continuation of 9 tokens is longer than [train] sequence = 8, the length of the training"
     )
     assert said[1].startswith(
         "a task that asks for 256 tokens leaves no room for its context in [train] sequence = 8; choose"
     )
-    assert said.count("contexts are cut on the left to [train] sequence = 8 tokens, as lm_eval cuts them") == 1
+    assert said.count("contexts are truncated on the left to [train] sequence = 8 tokens, as in lm_eval") == 1
 
 
 def traced(path: str, trace: Path) -> str:
@@ -440,7 +437,7 @@ def test_no_batches_are_no_evaluation(option: str, tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--mode", "static"], "--mode static says how weights are quantized, and nothing is: add --quantize RECIPE"),
+        (["--mode", "static"], "--mode static has no effect without quantization: add --quantize RECIPE"),
         (["--quantize", "int8", "--calibration", "2"], "--calibration 2 is for static scales: add --quantize RECIPE"),
     ],
 )

@@ -92,8 +92,8 @@ def test_flags_lie_layer_after_layer_stay_where_they_are_and_begin_anew_with_a_s
     made.views["late", "w", cpu].zero_()
     found = [flag for closed in made.now for flag in closed.tolist()]
     assert str(checks.first_bad(made.names, found, 0)) == (
-        "dx of o held a NaN or Inf when it was cast on rank 0, the first of 2 in backward; every x and w that was cast "
-        "was finite"
+        "dx of o held a NaN or Inf when it was cast on rank 0, the first of 2 in backward; all x and w that were cast "
+        "were finite"
     )
     made.close()
     assert not any(now.isnan().any() for now in made.now)
@@ -138,8 +138,8 @@ def test_an_inf_is_told_one_step_late(recipe: str, into: str, of: str, late: int
     with pytest.raises(FloatingPointError) as caught:
         step(model)
     assert str(caught.value).startswith(f"step {3 + late}: {of} held a NaN or Inf when it was cast on rank 0, ")
-    assert ("; every x and w that was cast was finite" in str(caught.value)) == (into == "dy")
-    assert str(caught.value).endswith("; to go on after it, dlp.attach(..., on_nonfinite='warn')")
+    assert ("; all x and w that were cast were finite" in str(caught.value)) == (into == "dy")
+    assert str(caught.value).endswith("; to continue after such a step, use dlp.attach(..., on_nonfinite='warn')")
 
 
 def test_a_warning_goes_on_and_what_is_ignored_can_be_asked_for(caplog: pytest.LogCaptureFixture):

@@ -40,7 +40,7 @@ def graphed(step: Callable[..., Any]) -> GraphedStep[Any]:
 
 
 def test_a_batch_on_the_cpu_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^dlp.graphed_step: example_batch lies on cpu, and a CUDA graph needs"):
+    with pytest.raises(ValueError, match=r"^dlp.graphed_step: example_batch is on cpu, and a CUDA graph needs"):
         graphed_step(lambda x: x, (torch.zeros(2),))
 
 
@@ -101,6 +101,6 @@ def test_a_batch_of_another_shape_is_refused() -> None:
     captured._leaves, captured._form = torch.utils._pytree.tree_flatten((torch.zeros(2, 3), 1))
     with pytest.raises(
         ValueError,
-        match=r"^a captured step replays batches like the one of its capture, torch.float32 \(2, 3\), 1; ",
+        match=r"^a captured step accepts only batches like the batch of the capture, torch.float32 \(2, 3\), 1; ",
     ):
         captured((torch.zeros(1, 3), 1))

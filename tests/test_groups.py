@@ -189,7 +189,7 @@ def test_a_group_left_with_no_layer_is_refused():
     default = LayerGroup("default", ["layers.**"], recipe="fp8_current")
     edges = LayerGroup("edges", ["layers.{0,-1}.**"], recipe="bf16")
     two = [name for name in NAMES if ".0." in name or ".1." in name]
-    message = "group 'default' is left with no layer: every layer it matches is taken by 'edges'"
+    message = "group 'default' is left with no layer: every layer that the group matches is taken by 'edges'"
     with pytest.raises(ValueError, match=message):
         resolve([default, edges], two, {"model.layers": 2}, prefix="model")
     kept = LayerGroup("default", ["layers.**"], recipe="fp8_current", siblings=True)

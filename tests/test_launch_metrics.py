@@ -233,7 +233,7 @@ def test_plot_program(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 5)
     main([str(run), "--out", str(tmp_path / "a.png")])
     assert (tmp_path / "a.png").exists()
-    with pytest.raises(ValueError, match=r"none/metrics.jsonl: no metrics there, expected the folder of a run"):
+    with pytest.raises(ValueError, match=r"none/metrics.jsonl: no metrics found, expected the folder of a run"):
         main([str(tmp_path / "none"), "--out", str(tmp_path / "b.png")])
     assert not (tmp_path / "b.png").exists()
     missing = tmp_path / "nowhere" / "a.png"

@@ -105,7 +105,7 @@ def test_delayed_scales_without_a_step_boundary_have_no_second_cast():
 
 def test_layers_made_by_hand_return_what_they_were_made_to_return():
     model = nn.Sequential(dlp.Linear(64, 64))
-    with pytest.raises(ValueError, match="made by hand with return_bias = False"):
+    with pytest.raises(ValueError, match="constructed with return_bias = False"):
         dlp.make_plan(model, [dlp.LayerGroup("all", "0", return_bias=True)], 1)
     made = nn.Sequential(layer(recipe="fp8_current", save_original_input=True))
     (row,) = dlp.make_plan(made, [dlp.LayerGroup("all", "0", recipe="mxfp8")], 1).layers

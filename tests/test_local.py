@@ -28,9 +28,9 @@ def tps(tp: int) -> list[int]:
     [
         (1, (1, 1), ["using tp = 1 instead of 2 on 1 GPU"]),
         (2, (2, 2), []),
-        (3, (2, 2), ["using 2 of 3 GPUs: no mesh of more fits tp and global_batch 8"]),
+        (3, (2, 2), ["using 2 of 3 GPUs: no mesh of more ranks fits tp and global_batch 8"]),
         (4, (4, 2), []),
-        (5, (4, 2), ["using 4 of 5 GPUs: no mesh of more fits tp and global_batch 8"]),
+        (5, (4, 2), ["using 4 of 5 GPUs: no mesh of more ranks fits tp and global_batch 8"]),
         (8, (8, 2), []),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_taken_port_is_one_sentence(monkeypatch):
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(mesh.dist, "is_initialized", lambda: False)
         with pytest.raises(
-            ValueError, match=f"^the ranks cannot meet at 127.0.0.1:{port}: The server socket has failed to"
+            ValueError, match=f"^the ranks cannot connect at 127.0.0.1:{port}: The server socket has failed to"
         ):
             mesh.init_process_group("cpu")
 

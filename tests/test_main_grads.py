@@ -207,9 +207,13 @@ def test_what_autograd_adds_the_plan_says():
 
     tied = nn.Sequential(dlp.Linear(K, K, recipe="bf16"), dlp.Linear(K, K, recipe="bf16"))
     tied[1].weight = tied[0].weight
-    assert "autograd adds the gradients of 0 and 1 more: several modules share them" in notes(tied)
-    assert "autograd adds the gradients of 0: their gradients are bfloat16, not fp32" in notes(linear().bfloat16())
+    assert "autograd accumulates the gradients of 0 and 1 more: several modules share the weights" in notes(tied)
+    assert "autograd accumulates the gradients of 0: their gradients are bfloat16, not fp32" in notes(
+        linear().bfloat16()
+    )
     frozen = linear()
     weight_of(frozen).requires_grad_(False)
-    assert "autograd adds the gradients of 0: they are frozen" in notes(nn.Sequential(frozen[0], dlp.Linear(N, K)))
+    assert "autograd accumulates the gradients of 0: they are frozen" in notes(
+        nn.Sequential(frozen[0], dlp.Linear(N, K))
+    )
     assert notes(linear()) == ""

@@ -68,5 +68,5 @@ def test_a_state_of_parameters_is_no_state_of_dlp():
 
 
 def test_logits_are_floats():
-    with pytest.raises(TypeError, match=r"cross_entropy: logits must be floats; got torch.int64"):
+    with pytest.raises(TypeError, match=r"cross_entropy: logits must be floating-point; got torch.int64"):
         dlp.cross_entropy(torch.ones(2, 5, dtype=torch.int64), torch.tensor([0, 1]))

@@ -347,7 +347,7 @@ def test_keywords_that_no_op_reads_are_refused():
     both = ops.OperationFuser([ops.GELU(), ops.ReLU()])
     with pytest.raises(ValueError, match=r"basic_op_kwargs are of 1 basic ops; these are op 0 \(GELU\), op 1 \(ReLU\)"):
         both(values(0), basic_op_kwargs=[{}])
-    with pytest.raises(TypeError, match="enabled must be True or False; got 'mxfp8': pass a recipe by name"):
+    with pytest.raises(TypeError, match="enabled must be True or False; got 'mxfp8': pass a recipe by the keyword"):
         dlp.autocast("mxfp8").__enter__()  # type: ignore[arg-type]
 
 

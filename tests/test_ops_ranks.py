@@ -415,7 +415,9 @@ def test_a_converted_sequence_on_shards_sums_the_gradients_of_its_norms(ranks: A
         for name, tensor in found.items():
             assert_close(tensor, alone[name], 1e-5, name)
     for said in ranks(2).run(converted, False):
-        assert "inner.0: it gets token shards (32, 64), so its gradients must be summed over tp" in said
+        assert (
+            "inner.0: the module is called with token shards (32, 64), so its gradients must be summed over tp" in said
+        )
 
 
 def adopted() -> tuple[list[Any], list[str], str, str]:
@@ -441,8 +443,8 @@ def test_groups_reach_recipe_and_overlap_of_ops_and_leave_their_types(ranks: Any
     for found, types, plan, refused in ranks(2).run(adopted):
         assert found == [("fp8_current", "chunked", "COLUMN_SP"), ("fp8_block", "serial", "ROW_SP")]
         assert types == ["ReplicatedRMSNorm", "Linear", "SwiGLU", "Linear"]  # a subclass, whose gradients are summed
-        assert "made by hand: layer groups reach its recipe and overlap" in plan
-        assert "made by hand with style = row, and a layer group asks for column" in refused
+        assert "constructed explicitly: layer groups can change only recipe and overlap" in plan
+        assert "was constructed with style = row, and a layer group sets style = column" in refused
 
 
 # Every fusion on token shards beside its basic ops

@@ -144,7 +144,7 @@ def test_sequence_parallel_layers_are_marked():
         (
             [{"name": "v", "match": ["embed"], "style": "column"}],
             {"tp": 5},
-            "embed: a vocabulary of 96 cannot be cut over tp 5, which does not divide it; pad it",
+            "embed: the vocabulary of 96 is not divisible by tp 5; pad the vocabulary",
         ),
         (
             [{"name": "sp", "match": ["layers.*.attn.o_proj"], "style": "row", "sequence_parallel": True}],
@@ -155,19 +155,20 @@ def test_sequence_parallel_layers_are_marked():
         (
             [{"name": "sp", "match": ["layers.**"], "sequence_parallel": True}],
             {"batch": (3, 5)},
-            "layers.0.attn.q_proj: sequence parallelism cuts B*S = 3*5 tokens over tp 2, which does not divide them",
+            "layers.0.attn.q_proj: sequence parallelism needs a number of tokens divisible by tp 3*5 * 2, which does "
+            "not divide them",
         ),
         (
             [QKV, {"name": "odd", "match": ["layers.*.attn.k_proj"], "recipe": "fp8_current"}],
             {},
             "layers.0.attn.k_proj and layers.0.attn.q_proj are siblings and run as one layer, but differ in recipe: "
-            "fp8_current and bf16; give them the same, or set siblings = false for their group",
+            "fp8_current and bf16; give them equal values, or set siblings = false for their group",
         ),
         (
             [QKV, {"name": "odd", "match": ["layers.*.attn.v_proj"], "style": "local"}],
             {},
             "layers.0.attn.v_proj and layers.0.attn.q_proj are siblings and run as one layer, but differ in style: LOCAL "
-            "and COLUMN; give them the same, or set siblings = false for their group",
+            "and COLUMN; give them equal values, or set siblings = false for their group",
         ),
         (
             [{"name": "rows", "match": ["layers.*.attn.{q,k}_proj"], "style": "row", "siblings": True}],
@@ -177,7 +178,8 @@ def test_sequence_parallel_layers_are_marked():
         (
             [{"name": "norms", "match": ["layers.*.norm"], "style": "row"}],
             {},
-            "layers.0.norm: style 'row' is for linears; LayerNorm is replicated: 'column' where it reads features that tp cuts",
+            "layers.0.norm: style 'row' is for linears; LayerNorm is replicated: set 'column' if the module reads "
+            "features that are sharded over tp",
         ),
         (
             [{"name": "typo", "match": ["layers.*.atn.**"], "recipe": "bf16"}],
@@ -187,7 +189,7 @@ def test_sequence_parallel_layers_are_marked():
         (
             [{"name": "lost", "match": ["head"], "recipe": "fp8_current"}, {"name": "all", "match": ["**"], "recipe": "bf16"}],
             {},
-            "group 'lost' is left with no layer: every layer it matches is taken by 'all'",
+            "group 'lost' is left with no layer: every layer that the group matches is taken by 'all'",
         ),
         ([{"name": "r", "match": ["head"], "recipe": "fp9"}], {}, "unknown recipe 'fp9': the recipes are bf16, "),
         (
@@ -198,7 +200,7 @@ def test_sequence_parallel_layers_are_marked():
         (
             [{"name": "o", "match": ["head"], "overlap": {"forward": "serial"}}],
             {},
-            "head: an overlap strategy is chosen for fprop, dgrad, wgrad; got 'forward'",
+            "head: an overlap strategy is set for one of fprop, dgrad, wgrad; got 'forward'",
         ),
     ],
 )  # fmt: skip
@@ -218,7 +220,7 @@ def scope(recipe: str, tp: int, scope: str = "all") -> dict[str, list[str]]:
 def test_layers_whose_codes_depend_on_tp_in_spite_of_amax_scope_are_named():
     notes = scope("mxfp8", 4)
     inside = (
-        "amax_scope = 'all' does not hold for {}: tp cuts it inside a block of mxfp8[e4m3, 1x32], {} features a rank"
+        "amax_scope = 'all' does not hold for {}: tp splits a block of mxfp8[e4m3, 1x32], since {} features per rank"
     )
     for name, operand, size in (("q_proj", "dy", 16), ("k_proj", "w", 8), ("o_proj", "x", 16)):
         found = notes[f"layers.0.attn.{name}"]
@@ -257,7 +259,7 @@ def test_tied_weights_must_be_cut_alike(matched, styles):
     with pytest.raises(ValueError) as error:
         make_plan(Tied(), [{"name": "one", "match": [matched], "style": "column"}], 2)
     assert str(error.value) == (
-        f"head and embed share a parameter, but tp cuts it otherwise ({styles}); give both the same style"
+        f"head and embed share a parameter, but tp shards the parameter differently ({styles}); give both the same style"
     )
     make_plan(Tied(), [{"name": "both", "match": ["head", "embed"], "style": "column"}], 2)
     make_plan(Tied(), [{"name": "none", "match": ["head"], "recipe": "bf16"}], 2)
@@ -318,8 +320,9 @@ def own(match: str, **fields: Any) -> dict[str, Any]:
     return {"name": "own", "match": match, **fields}
 
 
-TAKES, LEAVES = "style 'row' takes features that tp cuts, and no", "style 'column' leaves features cut over tp, and no"
-BOTH = "it works on whole tokens and layers.0.attn.o_proj in layers.0 on token shards; set sequence_parallel alike"
+TAKES = "style 'row' expects features sharded over tp, and no"
+LEAVES = "style 'column' produces features sharded over tp, and no"
+BOTH = "this layer works on whole tokens and layers.0.attn.o_proj in layers.0 on token shards; set the same sequence_parallel"
 
 
 @pytest.mark.parametrize(
@@ -342,7 +345,7 @@ def test_styles_that_do_not_fit_each_other_are_refused(sequence_parallel, group,
     with pytest.raises(ValueError) as error:
         make_plan(model, groups, 2, batch=(3, 4))
     assert str(error.value).startswith(f"{layer}: {message}")
-    overridden = str(error.value).endswith("let it set both, as its inputs and outputs now are, or neither")
+    overridden = str(error.value).endswith(", or neither")
     assert overridden == ("chose" in message)
 
 
@@ -370,5 +373,6 @@ def test_blocks_on_token_shards_of_which_nothing_gathers_are_refused():
     with pytest.raises(ValueError) as error:
         make_plan(model, [own("layers.**", sequence_parallel=True)], 2, batch=(3, 4))
     assert str(error.value).startswith(
-        "layers.0.attn.q_proj: under sequence parallelism its tokens are cut over tp, and no linear of layers.0 gathers them"
+        "layers.0.attn.q_proj: under sequence parallelism the tokens are sharded over tp, and no linear of layers.0 "
+        "gathers them"
     )

@@ -164,31 +164,28 @@ def test_wrong_tokenizers_are_refused(tmp_path: Path) -> None:
     told = refused(tmp_path, rows, "--tokenizer", str(broken))
     assert told.startswith(f"{broken}: not a tokenizer of the package tokenizers (")
     told = refused(tmp_path, rows, "--tokenizer", "gpt2")
-    assert told == "gpt2: no such tokenizer, expected bytes or the tokenizer.json beside a model's weights"
+    assert told == "gpt2: no such tokenizer, expected bytes or the tokenizer.json of a model"
     path = tokenizer(tmp_path / "bare", end=None)
     told = refused(tmp_path, rows, "--tokenizer", str(path))
-    assert told.endswith("names an eos_token, so which token ends a document is not known; name it with --separator")
+    assert told.endswith("names an eos_token, so the token that ends a document is not known; name it with --separator")
     told = refused(tmp_path, rows, "--tokenizer", str(path), "--separator", "<|end|>")
     assert told.endswith(
-        f": '<|end|>', which is to end documents, is none of its {len(ROWS) + 13} tokens; name one of its tokens with "
-        "--separator"
+        f": '<|end|>'is not one of the {len(ROWS) + 13} tokens of this tokenizer; name one of its tokens with --separator"
     )
     for config, told in (('{"eos_token": ', "JSONDecodeError: "), ('{"eos_token": {"a": 1}}', "KeyError: 'content')"),
                          ("[1]", "AttributeError: ")):  # fmt: skip
         beside = path.with_name("tokenizer_config.json")
         beside.write_text(config)
-        assert refused(tmp_path, rows, "--tokenizer", str(path)).startswith(
-            f"{beside}: it names no eos_token that can be read ({told}"
-        )
+        assert refused(tmp_path, rows, "--tokenizer", str(path)).startswith(f"{beside}: no readable eos_token ({told}")
     package = pytest.importorskip("tokenizers")
     package.Tokenizer(package.models.WordLevel({"</s>": 0})).save(str(path))
     told = refused(tmp_path, rows, "--tokenizer", str(path), "--separator", "</s>")
-    assert told.startswith(f"{path}: it cannot encode what stands between {rows}, row 1 and {rows}, row ")
-    assert told.endswith("Missing [UNK] token from the vocabulary); give a tokenizer of this text")
+    assert told.startswith(f"{path}: this tokenizer cannot encode the documents from {rows}, row 1 and {rows}, row ")
+    assert told.endswith("Missing [UNK] token from the vocabulary); give a tokenizer for this text")
     path = tokenizer(tmp_path / "foreign", words="le chat")
     told = refused(tmp_path, str(json_lines(tmp_path / "long.jsonl", ROWS * 3)), "--tokenizer", str(path))
     assert told.startswith(f"{path}: 75% of the tokens up to {tmp_path / 'long.jsonl'}, row 2")
-    assert told.endswith("it is no tokenizer for this text; give another")
+    assert told.endswith("this tokenizer does not fit the text; give another")
 
 
 def test_sources_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -198,9 +195,9 @@ def test_sources_that_cannot_be_read_are_named(tmp_path: Path) -> None:
             '{"text": "a", "b"',
             ", row 2: cannot be read (Expecting ':' delimiter: line 2 column 1 (char 18)); get the file",
         ),
-        ('{"body": "a", "id": 1}', ", row 2: no column text, it has body, id; name one with --column"),
-        ('{"text": 5}', ", row 2: text is no text but 5; name another --column"),
-        ('{"text": "\\ud800"}', ", row 2: no text, it has half a character at 0; leave it out"),
+        ('{"body": "a", "id": 1}', ", row 2: no column text, it has body, id: name one with --column"),
+        ('{"text": 5}', ", row 2: text is not text but 5; name another --column"),
+        ('{"text": "\\ud800"}', ", row 2: not valid text, half a character at 0; leave it out"),
     ):
         path.write_text(f'{{"text": "x"}}\n{line}\n')
         assert refused(tmp_path, str(path)).startswith(f"{path}{told}")
@@ -209,7 +206,7 @@ def test_sources_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert refused(tmp_path, str(torn)).endswith("cannot be read (Compressed file ended before the end-of-stream marker "
                                                  "was reached); get the file again")  # fmt: skip
     path.write_text('{"text": "x"}\n')
-    assert refused(tmp_path, str(path)).startswith("no document fell to ")
+    assert refused(tmp_path, str(path)).startswith("no row was assigned to ")
 
 
 def test_arrays_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,9 +218,9 @@ def test_arrays_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytes
         ('["a", ]', "row 2: cannot be read (Expecting value: "),
         ('["a"', "row 1: cannot be read (the array does not end); get the file again"),
         ('["a"]\n["b"]', "row 2: cannot be read (expected the end of the file behind the array); get the file again"),
-        ('["a", 5]', "row 2: text is no text but 5; name another --column"),
-        ('[{"body": "a"}]', "row 1: no column text, it has body; name one with --column"),
-        ('{"body": "a"}\n{"body": "b"}', "row 1: no column text, it has body; name one with --column"),
+        ('["a", 5]', "row 2: text is not text but 5; name another --column"),
+        ('[{"body": "a"}]', "row 1: no column text, it has body: name one with --column"),
+        ('{"body": "a"}\n{"body": "b"}', "row 1: no column text, it has body: name one with --column"),
         ('["' + 40 * "a" + '"]', "row 1: cannot be read (Unterminated string starting at: "),
     ):
         if 40 * "a" in text:
@@ -240,7 +237,7 @@ def test_data_that_is_read_as_one_text_is_named(tmp_path: Path, capsys: pytest.C
         (folder / name).write_text(text)
     main(["prepare", "--out", str(tmp_path / "out"), str(folder), "--validation", "0.3"])
     said = [
-        line.rpartition(": ") for line in capsys.readouterr().out.split("\n") if line.startswith("read as one text")
+        line.rpartition(": ") for line in capsys.readouterr().out.split("\n") if line.startswith("read as one document")
     ]
     assert [name for _, _, name in said] == ["a.json", "b.json", "c.json", "d.csv", "e.json"]
     assert "one row" in texts(tmp_path / "out")
@@ -249,26 +246,28 @@ def test_data_that_is_read_as_one_text_is_named(tmp_path: Path, capsys: pytest.C
 def test_parquet_and_datasets_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     torn = parquet(tmp_path / "a.parquet")
     told = refused(tmp_path, str(torn), "--column", "body")
-    assert told == f"{torn}: no column body, it has id, text; name one with --column"
+    assert told == f"{torn}: no column body, it has id, text: name one with --column"
     whole = bytearray(torn.read_bytes())
     torn.write_bytes(whole[:-50])
     assert refused(tmp_path, str(torn)).startswith(f"{torn}, row 1: cannot be read (")
     folder = saved(tmp_path / "set")
     (folder / "data-00001-of-00002.arrow").unlink()
     assert refused(tmp_path, str(folder)) == (
-        f"{folder}/data-00001-of-00002.arrow: missing, state.json beside it lists it; save the dataset again"
+        f"{folder}/data-00001-of-00002.arrow: missing, state.json ; save the dataset again"
     )
     for name, content, told in (
-        ("state.json", '{"_data_files": []}', "it lists nothing, so the dataset is empty; save it again, or leave it out"),
-        ("dataset_dict.json", '{"splits": []}', "it lists nothing, so the dataset is empty; save it again, or leave it out"),
-        ("dataset_dict.json", "{", "not that of a saved dataset (JSONDecodeError: "),
+        ("state.json", '{"_data_files": []}', "no files listed, so the dataset is empty; save the dataset again, or "
+            "leave it out"),
+        ("dataset_dict.json", '{"splits": []}', "no files listed, so the dataset is empty; save the dataset again, or "
+            "leave it out"),
+        ("dataset_dict.json", "{", "not the state of a saved dataset (JSONDecodeError: "),
     ):  # fmt: skip
         (folder / name).write_text(content)
         assert refused(tmp_path, str(folder)).startswith(f"{folder / name}: {told}")
     (tmp_path / "all").mkdir()
     (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert refused(tmp_path, str(tmp_path / "all")) == (
-        f"{tmp_path}/all: a dataset of the splits train, test; give one of their folders, as {tmp_path}/all/train"
+        f"{tmp_path}/all: a dataset with the splits train, test; give the folder of one split, such as {tmp_path}/all/train"
     )
 
 
@@ -289,7 +288,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     rows = json_lines(tmp_path / "a.jsonl")
     monkeypatch.setattr(shards.os, "fsync", full)
     told = refused(tmp_path, str(rows))
-    assert told.endswith(f"/train-00000.shard: No space left on device; nothing is left of {tmp_path / 'out'}"), told
+    assert told.endswith(f"/train-00000.shard: No space left on device; {tmp_path / 'out'} was not created"), told
 
 
 def test_what_a_killed_preparation_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +298,7 @@ def test_what_a_killed_preparation_left_is_named(tmp_path: Path, capsys: pytest.
     rows = str(json_lines(tmp_path / "a.jsonl"))
     main(["prepare", "--out", str(tmp_path / "out"), rows, "--validation", "0.2"])
     told = [line for line in capsys.readouterr().out.split("\n") if "did not end" in line]
-    assert told == [f"{left} is of a preparation that did not end; remove it"]
+    assert told == [f"{left} belongs to an unfinished preparation; remove it"]
 
 
 def test_a_second_preparation_of_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +313,7 @@ def test_a_second_preparation_of_a_folder_is_refused(tmp_path: Path, monkeypatch
         told.append(str(caught.value))
         (work,) = tmp_path.glob(".out-*")
         assert told == [
-            f"{out}: another preparation is at work on it, in {work}; wait for its end, or choose another --out"
+            f"{out}: another process is preparing this folder, in {work}; wait for its end, or choose another --out"
         ]
         monkeypatch.setattr("launch.data.__main__.at_work", lambda work: False)
         main(asked)
@@ -322,7 +321,7 @@ def test_a_second_preparation_of_a_folder_is_refused(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(preparing, "write_index", second_begins)
     with pytest.raises(
-        ValueError, match="another preparation has made it meanwhile, and that stands; choose another --out$"
+        ValueError, match="another process has created this folder in the meantime; choose another --out$"
     ):
         main(asked)
     assert told and sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]

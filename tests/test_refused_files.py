@@ -39,7 +39,7 @@ def test_an_index_that_names_what_is_not_there(tmp_path: Path):
 
 def test_a_state_that_no_saved_dataset_has(tmp_path: Path):
     (tmp_path / "state.json").write_text("[]")
-    with pytest.raises(ValueError, match="state.json: not that of a saved dataset"):
+    with pytest.raises(ValueError, match="state.json: not the state of a saved dataset"):
         saved_dataset(tmp_path)
 
 

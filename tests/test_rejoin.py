@@ -34,8 +34,10 @@ def test_who_does_not_come_is_named():
     store = dist.HashStore()
     attempt(store, [0, 1])
     with pytest.raises(
-        TimeoutError, match=r"^rank 1 has not come within 0\.1 s; start every host, or read what their torchrun says$"
+        TimeoutError,
+        match=r"^rank 1 has not joined within 0\.1 s; start torchrun on every host, and read the output of the hosts "
+        r"that fail$",
     ):
         agreed(store, 0, 2, patience=0.1)
-    with pytest.raises(TimeoutError, match=r"^not all ranks have come within 0\.1 s; start every host"):
+    with pytest.raises(TimeoutError, match=r"^not all ranks have joined within 0\.1 s; start torchrun on every host"):
         agreed(store, 1, 3, patience=0.1)

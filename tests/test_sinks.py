@@ -67,8 +67,10 @@ def test_a_full_disk_ends_no_run_and_records_wait_for_room(tmp_path: Path) -> No
         recorder._write(step=2, loss=2.0)
         recorder._write(step=3, loss=3.0)
         assert metrics.read_bytes() == before
-    assert len(said) == 2 and said[0].endswith("metrics.jsonl could not be written (No space left on device); the run goes "
-                                               "on, and its records wait")  # fmt: skip
+    later = (
+        "metrics.jsonl could not be written (No space left on device); the run goes on, and writes its records later"
+    )
+    assert len(said) == 2 and said[0].endswith(later)
     assert said[1].startswith("WARNING: csv could not be written (") and not recorder._sinks
     recorder._write(step=4, loss=4.0)
     assert [each["loss"] for each in read_metrics(metrics)] == [1.0, 2.0, 3.0, 4.0] and len(said) == 2
@@ -76,7 +78,7 @@ def test_a_full_disk_ends_no_run_and_records_wait_for_room(tmp_path: Path) -> No
         recorder._write(step=5, loss=5.0)
     recorder._progress = None  # and no picture
     recorder.close()
-    assert said[-1] == f"WARNING: {metrics} lacks the last 1 records, for want of room"
+    assert said[-1] == f"WARNING: {metrics} lacks the last 1 records, because the disk is full"
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -100,7 +102,7 @@ def test_a_sink_that_cannot_be_begun_is_left_out(tmp_path: Path) -> None:
     recorder = Recorder(config, cast(RunDir, Namespace(path=tmp_path, leader=True, say=said.append)), CPU, 1)
     recorder.begin(0)
     recorder.validation(1, 2.0)
-    assert said[0].startswith("WARNING: csv could not be written (Is a directory) and gets no more of this run until ")
+    assert said[0].startswith("WARNING: csv could not be written (Is a directory) and gets no further records until ")
     assert said[1].startswith(f"{tmp_path}/loss.png could not be written ({tmp_path}/metrics.jsonl: no metrics there, ")
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
@@ -157,13 +159,13 @@ def test_a_gpu_without_memory_leaves_a_snapshot_and_a_sentence(tmp_path: Path, m
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB\nx"
     )
     without = out_of_memory.sentence(error, "step 7, last layer a", tmp_path, 70_000_000_000)
-    assert "which opens at" not in without
+    assert "opens at" not in without
     out_of_memory.observer(path, lambda: {"segments": []})(0, 1, 2, 3)
     with path.open("rb") as file:
         assert pickle.load(file) == {"segments": []}
     assert out_of_memory.sentence(error, "step 7, last layer a", tmp_path, 70_000_000_000) == (
-        f"rank 3: out of memory in step 7, last layer a, at most 70.0 GB was allocated (Tried to allocate 2.00 GiB); what was "
-        f"live is in {path}, which opens at https://pytorch.org/memory_viz; smaller: --train.micro_batch, "
+        f"rank 3: out of memory in step 7, last layer a, at most 70.0 GB was allocated (Tried to allocate 2.00 GiB); {path} "
+        f"lists the live allocations and opens at https://pytorch.org/memory_viz; smaller: --train.micro_batch, "
         f"--train.checkpointing full, or more ranks as --mesh.dp_shard; launch.train --plan predicts each"
     )
     out_of_memory.observer(tmp_path / "none" / "x", dict)(0, 1, 2, 3)  # which cannot be written, and raises nothing

@@ -49,7 +49,7 @@ def test_a_run_that_hangs_after_sigterm_is_ended():
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGTERM
-    said = "no step boundary within 1 s of SIGTERM, as when a peer is gone"
+    said = "no step boundary within 1 s of SIGTERM, for example because a peer has exited"
     assert (out, err) == ("", f"{said}; rank 0 waits for rank 1; leaving\n")
 
 
@@ -132,7 +132,7 @@ stop.end_hung(["rank 0: step 3", "rank 1: step 2"], 5.0, flag)
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_run_that_hangs_ends_with_the_place_of_each_rank(rank):
     process = start(HUNG, RANK=rank)
-    said = "no rank has moved for longer than it may ([run] hang_after = 5 s), the run hangs and ends here:"
+    said = "no rank has made progress within the allowed time ([run] hang_after = 5 s); the run hangs and ends here:"
     assert (
         process.communicate(timeout=20) == ("", f"{said}\nrank 0: step 3\nrank 1: step 2\n") and process.returncode == 1
     )

@@ -80,28 +80,29 @@ def plan(model: nn.Module, *groups: dict[str, Any], tp: int = 2) -> Plan:
 
 
 FP8 = {"match": "blocks.**", "recipe": "fp8_current"}
-LEAVE = "a layer group with convert = false leaves it out"
+LEAVE = "leave the module out by a layer group with convert = false"
 
 
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (LoRA(), "a LoRA is no plain nn.Linear, and converted it would lose its own forward: " + LEAVE),
-        (FakeQuantized(16, 16), "a FakeQuantized is no plain nn.Linear"),
-        (nn.LazyLinear(16), "it has no shape yet: call the model once before dlp.convert"),
+        (LoRA(), "a LoRA is not exactly nn.Linear, and conversion would replace its own forward: " + LEAVE),
+        (FakeQuantized(16, 16), "a FakeQuantized is not exactly nn.Linear"),
+        (nn.LazyLinear(16), "the parameter has no shape yet: call the model once before dlp.convert"),
         (changed(nn.utils.parametrizations.weight_norm), "its weight is parametrized, as by weight_norm; torch.nn.utils."),
         (changed(nn.utils.parametrizations.spectral_norm), "its weight is parametrized"),
         (changed(nn.utils.spectral_norm), "its weight is no parameter but computed by a hook"),
         (changed(patched), "its forward was replaced on the instance; replace it after dlp.convert, or " + LEAVE),
-        (changed(own_parameter), "it is a Mine, of which conversion would make a plain parameter; " + LEAVE),
-        (changed(with_gradient), "it has a gradient, which would be lost; optimizer.zero_grad() before dlp.convert"),
+        (changed(own_parameter), "the parameter is a Mine, which conversion would replace by a plain parameter; " + LEAVE),
+        (changed(with_gradient), "the parameter has a gradient, which would be lost; call optimizer.zero_grad() before "
+            "dlp.convert"),
         (
             changed(lambda linear: linear.weight.register_hook(print)),
-            "it has gradient hooks, which would be lost; register them after dlp.convert",
+            "the parameter has gradient hooks, which would be lost; register them after dlp.convert",
         ),
         (
             changed(lambda linear: linear.bias.register_post_accumulate_grad_hook(print)),
-            "it has gradient hooks, which would be lost; register them after dlp.convert",
+            "the parameter has gradient hooks, which would be lost; register them after dlp.convert",
         ),
         (nn.MultiheadAttention(16, 2), "a MultiheadAttention reads the weights of its linears instead of calling them"),
         (nn.TransformerEncoderLayer(16, 2), "a TransformerEncoderLayer reads the weights of its linears"),
@@ -119,7 +120,7 @@ def test_parameters_that_another_module_reads_are_refused_by_its_name():
         plan(block(odd=ReadsList()))
     assert str(error.value).startswith(
         "blocks.0.odd.gains: a ParameterList has no forward, so that blocks.0.odd reads its parameters, and would read "
-        "DTensors: a layer group with convert = false leaves it out"
+        "DTensors: leave the module out by a layer group with convert = false"
     )
     left = plan(block(odd=ReadsList()), {"match": "blocks.*.odd", "convert": False})
     assert left.left_out["blocks.0.odd"] == ("blocks.0.odd.gains", "blocks.0.odd.proj")
@@ -132,7 +133,9 @@ def test_a_group_takes_another_class_of_linear_all_the_same():
         "blocks.0.up",
         "blocks.0.odd",
     ]
-    with pytest.raises(ValueError, match=r"blocks.0.odd: a LoRA has parameters beside weight and bias \(a.weight\)"):
+    with pytest.raises(
+        ValueError, match=r"blocks.0.odd: a LoRA has parameters other than weight and bias \(a.weight\)"
+    ):
         plan(block(odd=LoRA()), anyway)
 
 
@@ -152,7 +155,9 @@ def test_the_last_group_decides_what_is_left_out():
     nothing_but = [{"match": "**", "convert": False}, {"match": "blocks.*.up", "convert": True, "style": "column"}]
     made = plan(block(odd=LoRA()), *nothing_but)
     assert [(row.name, row.style) for row in made.layers] == [("blocks.0.up", "column")]
-    with pytest.raises(ValueError, match="layer group '0': what it leaves out has no parameters: blocks.0.act"):
+    with pytest.raises(
+        ValueError, match="layer group '0': the modules that the group leaves out have no parameters: blocks.0.act"
+    ):
         plan(block(act=nn.GELU()), {"match": "blocks.*.act", "convert": False})
 
 
@@ -161,13 +166,14 @@ def test_a_setting_that_reaches_no_linear_is_refused(setting):
     with pytest.raises(ValueError) as error:
         plan(block(odd=Conv1D(), norm=nn.LayerNorm(16)), {"match": ["blocks.*.{odd,norm}"], **setting})
     assert str(error.value) == (
-        f"layer group '0': {next(iter(setting))} is for linears, and reaches none: what it matches, as blocks.0.odd, is "
-        f"Conv1D, LayerNorm; make these nn.Linears, or take {next(iter(setting))} out of the group"
+        f"layer group '0': {next(iter(setting))} is for linears, and the group matches none: the matched modules ( "
+        f"blocks.0.odd, is "
+        f"Conv1D, LayerNorm; replace these by nn.Linear, or remove {next(iter(setting))} from the group"
     )
 
 
 def test_matrices_that_a_recipe_does_not_reach_are_warned_of():
-    warning = "the recipe of group '0' does not reach blocks.0.odd and 1 more: a Conv1D is no nn.Linear"
+    warning = "the recipe of group '0' does not apply to blocks.0.odd and 1 more: a Conv1D is not an nn.Linear"
     made = plan(block(odd=Conv1D(), more=Conv1D(), norm=nn.LayerNorm(16), table=nn.Embedding(4, 16)), FP8)
     assert made.warnings == (warning,) and f"warning: {warning}" in str(made)
 
@@ -201,8 +207,10 @@ def test_a_group_may_name_a_linear_by_any_of_its_names():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"scale_grad_by_freq": True}, "an embedding with scale_grad_by_freq cannot be cut along the vocabulary; style"),
-        ({"sparse": True}, "an embedding with sparse gradients cannot be a DTensor: make it one without before dlp.convert"),
+        ({"scale_grad_by_freq": True}, "an embedding with scale_grad_by_freq cannot be sharded along the vocabulary; "
+            "set style"),
+        ({"sparse": True}, "an embedding with sparse gradients cannot be a DTensor: replace the module by an embedding "
+            "without these before dlp.convert"),
         ({"max_norm": 1.0}, "an embedding with max_norm, which rewrites its weight in forward, cannot be a DTensor"),
     ],
     ids=str,

@@ -255,7 +255,7 @@ def failed(config: Config, folder: Path) -> None:
     output = "".join(outputs)
     assert codes == (1, 1), output
     assert "[rank1]: KeyError: 'seventeen'\n" in output and "[rank0]: " not in output
-    assert "rank 0: lost a peer, whose own end is the cause (" in output
+    assert "rank 0: lost a peer; see the peer's error for the cause (" in output
     (cause,) = [each.partition("Root Cause")[2] for each in outputs if "rank      : 1 " in each]
     assert "in train_step" in cause and "KeyError: 'seventeen'" in cause
     assert "KeyError: 'seventeen'" in Path(config.run.dir, "log", "rank1.txt").read_text()
@@ -276,7 +276,7 @@ def killed(config: Config, folder: Path) -> int:
     os.kill(pid, signal.SIGKILL)
     code, output = run.end(15.0)  # ranks that wait for a lost peer leave after 20
     assert code == 1 and f"resuming from step {before} " in output and "done:" not in output
-    assert "rank 1: lost a peer, whose own end is the cause (" in output and "Traceback" not in output
+    assert "rank 1: lost a peer; see the peer's error for the cause (" in output and "Traceback" not in output
     assert f"Signal 9 (SIGKILL) received by PID {pid}" in output.partition("Root Cause")[2]
     left = Path(config.run.dir, "checkpoints").glob(".step-*")
     assert steps(config) == saved and all(int(path.name[6:].removesuffix(".tmp")) > max(saved) for path in left)

@@ -196,9 +196,11 @@ def test_the_plan_prints_the_wire_and_names_how_dy_travels():
     assert any(line[:2] == ["tp", "dgrad"] for line in lines) and any(
         line[:2] == ["dp_shard", "weights"] for line in lines
     )
-    assert "note: dy travels in two orientations, 1.03x of bf16; gather_dy = 'high_precision' sends it once" in text
+    assert "note: dy is gathered in two orientations, 1.03x the bytes of bf16; gather_dy = 'high_precision'" in text
     asked = plan_text(load("tiny", ["--groups.default.recipe", "{name='mxfp8', gather_dy='high_precision'}"]), 4, "cpu")
-    assert "note: dy travels once, in high precision, and is quantized on arrival: its recipe asks for it" in asked
+    assert (
+        "note: dy is gathered once, in high precision, and quantized after the gather: its recipe asks for it" in asked
+    )
     assert "two orientations" not in asked + plan_text(load("tiny", ["--recipe", "nvfp4"]), 4, "cpu")
     alone = plan_text(load("tiny", ["--mesh.tp=1"]), 1, "cpu")
     assert "wire: one rank, nothing is sent" in alone
@@ -253,9 +255,10 @@ def test_a_plan_warns_of_tp_that_leaves_a_host_and_names_the_way_out(monkeypatch
     gigabytes = sum(float(row[2]) * {"GB": 1, "MB": 1e-3, "kB": 1e-6, "B": 1e-9}[row[3]] for row in of_tp)
     (said,) = (line for line in lines if line.startswith("WARNING: tp"))
     sent, slow, fast = re.match(
-        r"WARNING: tp = 16 leaves a host of 8 GPUs: each rank sends ([\d.]+) GB a step over it, which nothing hides, "
-        r"([\d.]+) s on a 400 Gb/s network, where NVLink 4 takes ([\d.]+) ms; --mesh.tp 8, with 2 times as many ranks in "
-        r"dp_shard or dp_replicate, does not$",
+        r"WARNING: tp = 16 spans several hosts of 8 GPUs: each rank sends ([\d.]+) GB per step over tp without "
+        r"overlap, which takes ([\d.]+) s on a 400 Gb/s network, where NVLink 4 takes ([\d.]+) ms; --mesh.tp 8, with 2 "
+        r"times as many ranks in "
+        r"dp_shard or dp_replicate, stays within a host$",
         said,
     ).groups()
     expected = gigabytes, gigabytes / 50, 1e3 * gigabytes / 450
@@ -265,7 +268,9 @@ def test_a_plan_warns_of_tp_that_leaves_a_host_and_names_the_way_out(monkeypatch
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     found = memory_check.planned(load("llama3_8b", [*WIDE[:3], "--mesh.tp=8"]), 32, "sm_90")
     (of_four,) = wire_bytes.warn_of_tp(found.plan, found.load, "adamw", ranks_of_host())
-    assert "tp = 8 leaves a host of 4 GPUs: each rank sends " in of_four and "--mesh.tp 4, with 2 times" in of_four
+    assert (
+        "tp = 8 spans several hosts of 4 GPUs: each rank sends " in of_four and "--mesh.tp 4, with 2 times" in of_four
+    )
 
 
 @pytest.mark.parametrize("settings", [WIDE, ["--mesh.tp=2", "--mesh.transport=nccl"]], ids=["hosts", "nccl"])
@@ -274,12 +279,12 @@ def test_a_plan_says_where_chunks_go_by_nccl(settings):
     said = plan_text(load("llama3_8b", asked), 32, "sm_90")
     why = "NCCL (the ranks are on several hosts)" if settings is WIDE else "NCCL (transport = 'nccl'); dp_shard 8: NCCL"
     assert f"{why}" in said and "transport: tp " in said
-    assert "chunked:2 sends by NCCL, whose kernels take multiprocessors" in said
+    assert "chunked:2 uses NCCL, whose kernels take SMs" in said
     copied = ["--mesh.tp=2", "--mesh.transport=mapped", "--groups.default.overlap=chunked:2"]
     said = plan_text(load("llama3_8b", copied), 32, "sm_90")
-    assert "sends by NCCL" not in said and "transport: tp 2: mapped memory (all ranks on one host;" in said
+    assert "uses NCCL" not in said and "transport: tp 2: mapped memory (all ranks on one host;" in said
     with pytest.raises(
-        ValueError, match=r"^\[mesh\] transport = 'mapped': a tp group of 16 ranks leaves a host of 8 GPUs"
+        ValueError, match=r"^\[mesh\] transport = 'mapped': a tp group of 16 ranks spans several hosts of 8 GPUs"
     ):
         plan_text(load("llama3_8b", [*WIDE, "--mesh.transport=mapped"]), 32, "sm_90")
 

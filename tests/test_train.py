@@ -56,7 +56,7 @@ def test_a_billion_parameters_are_planned_without_their_memory():
 def test_a_plan_that_does_not_fit_is_one_sentence_and_nothing_else(monkeypatch):
     monkeypatch.setattr(process_exit, "leave", sys.exit)
     sentence = "[mesh] world size 3 is not a multiple of dp_replicate 1 x tp 2 = 2, so dp_shard = -1 cannot be filled: "
-    sentence += "start a multiple of it by torchrun --nproc-per-node, or take a smaller axis"
+    sentence += "start a multiple of that many ranks by torchrun --nproc-per-node, or choose a smaller axis"
     assert command("launch.train", "tiny", "--plan", "--world", "3") == (1, "", f"tiny.toml: {sentence}\n")
 
 

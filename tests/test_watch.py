@@ -46,7 +46,10 @@ def looks(monkeypatch) -> Any:
 
 
 def test_a_rank_that_waits_for_too_long_says_for_whom_and_ends(looks):
-    assert looks(Waits(), {}) == (600, f"no transfer has moved for {slots.PATIENCE:g} s, in wait (a.py:1): {WAITS}")
+    assert looks(Waits(), {}) == (
+        600,
+        f"no transfer has progressed for {slots.PATIENCE:g} s, in wait (a.py:1): {WAITS}",
+    )
 
 
 @pytest.mark.parametrize(

@@ -81,11 +81,11 @@ def test_an_attachment_that_would_not_hold_is_refused():
     with pytest.raises(ValueError, match=re.escape("dlp.attach: 0 is a layer of a larger model that was converted or")):
         dlp.attach(model[0], SGD(model[0].parameters()))
     with pytest.raises(
-        ValueError, match=re.escape("dlp.attach: linear is no part of what dlp.convert, or dlp.attach,")
+        ValueError, match=re.escape("dlp.attach: linear is outside of the module that dlp.convert or dlp.attach")
     ):
         dlp.attach(nn.Sequential(model, dlp.Linear(64, 64)), SGD(model.parameters()))
     dlp.attach(other, SGD(other.parameters()))
-    with pytest.raises(ValueError, match="0 and 1 are converted models of their own"):
+    with pytest.raises(ValueError, match="0 and 1 are separate converted models"):
         dlp.attach(nn.Sequential(model, other), SGD(model.parameters()))
 
 
@@ -106,7 +106,9 @@ def test_an_optimizer_from_before_convert_is_refused(ranks):
     for fsdp in (False, True):
         for message in ranks(2).run(of_before_convert, fsdp):
             assert "holds none of the model's 2 parameters (0.weight, ...)" in message
-            assert message.endswith("dlp.convert and dlp.fully_shard replace parameters: make the optimizer after them")
+            assert message.endswith(
+                "dlp.convert and dlp.fully_shard replace parameters: create the optimizer after them"
+            )
 
 
 def stale_in_part(by: str) -> str:
@@ -134,10 +136,8 @@ def test_an_optimizer_that_is_stale_in_part_is_refused(ranks, by):
         if by == "nothing":
             assert message == ""
         else:
-            assert message.startswith(
-                "dlp.attach: this SGD holds 1.weight and 1.bias as they were before dlp.fully_shard"
-            )
-            assert "make the optimizer after dlp.convert and dlp.fully_shard" in message
+            assert message.startswith("dlp.attach: this SGD holds 1.weight and 1.bias from before dlp.fully_shard")
+            assert "create the optimizer after dlp.convert and dlp.fully_shard" in message
 
 
 def sharded_from_outside() -> str:
@@ -178,7 +178,7 @@ def test_a_step_inside_of_a_backward_is_refused():
     optimizer = SGD(model.parameters(), 0.1)
     dlp.attach(model, optimizer)
     model[2].weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
-    with pytest.raises(RuntimeError, match="an attached optimizer steps inside of a backward, where gradients are not"):
+    with pytest.raises(RuntimeError, match="an attached optimizer steps inside of a backward, while gradients are"):
         model(x_of(0)).sum().backward()
 
 

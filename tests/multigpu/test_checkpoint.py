@@ -306,7 +306,7 @@ def test_a_recipe_file_that_only_the_checkpoint_names_is_not_imported(ranks, tmp
     step = folder(named) / "step-2"
     for said in ranks(2).run(refusals, training.config(tmp_path, data, f"--run.dir={tmp_path}/other"), [step]):
         assert re.search(
-            rf"was set to a recipe of {recipes}/mine.py at step 1, and code that only a checkpoint na", said[0]
+            rf"was set to a recipe of {recipes}/mine.py at step 1, and files that only a checkpoint na", said[0]
         )
     assert not made.exists()
     for said in ranks(2).run(refusals, replace(named, run=replace(named.run, dir=f"{tmp_path}/named")), [step]):
@@ -687,14 +687,14 @@ def test_a_folder_that_cannot_be_used_is_one_sentence(ranks, tmp_path, data):
     config = training.config(tmp_path, data)
     (tmp_path / "run").write_text("a file")
     for said in ranks(2).run(refused_folder, config):
-        assert said == f"--run.dir {tmp_path}/run: it is a file; expected a folder, or a path that is free"
+        assert said == f"--run.dir {tmp_path}/run: the path is a file; expected a folder, or a path that does not exist"
     (tmp_path / "run").unlink()
     (tmp_path / "run").mkdir()
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run" / ".lock")], stdout=subprocess.PIPE)
     assert holder.stdout is not None and holder.stdout.readline()
     for said in ranks(2).run(refused_folder, config):
         assert said.startswith(
-            f"--run.dir {tmp_path}/run: somebody is at work in it; wait for its end, or choose another fo"
+            f"--run.dir {tmp_path}/run: somebody is running in this folder; wait for its end, or choose another fo"
         )
     holder.kill()
     holder.communicate()

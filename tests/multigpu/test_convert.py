@@ -369,7 +369,7 @@ def test_tokens_that_are_not_scattered_are_noticed_by_name(ranks):
             "microbatch of 24 tokens"
         )
         assert found["norms left out"].startswith(
-            "blocks.0: it gets token shards (12, 32), so its gradients must be summed"
+            "blocks.0: the module is called with token shards (12, 32), so its gradients must be summed"
         )
         assert found["embedding before scatter"].startswith(f"embed: {expects} [12]; got x of shape (3, 8)")
 

@@ -135,7 +135,7 @@ def test_odd_tokens_travel_in_high_precision_alike_on_every_rank_and_it_is_said(
         for what, error in errors.items():
             assert error < 2**-13, f"{name} {what}: {error}"  # what FP8 units keep of a sum, on two ranks
         expected = [
-            f"{t} columnwise ({name}) travels in high precision: 43 tokens a rank are no multiple of {unit}"
+            f"{t} columnwise ({name}) is gathered in high precision: 43 tokens a rank are no multiple of {unit}"
             for t in ("x", "dy")
         ]
         assert [text.partition(", a block")[0] for text in said] == (expected if unit else [])
@@ -166,11 +166,14 @@ def plan_of(factory: Any) -> str:
 
 def test_the_plan_says_what_travels_what_is_decoded_and_what_is_rounded():
     text = plan_of(silent)
-    assert "note: dy rowwise travels in high precision: the parts of silent do not say how they concatenate [a]" in text
+    assert (
+        "note: dy rowwise is gathered in high precision: the parts of silent do not say how they concatenate [a]"
+        in text
+    )
     text = plan_of(lambda role: CurrentScaling() if role in ("linear_weight", "linear_output") else None)
     assert "note: fprop decodes w (fp8_tensor[e4m3]): the other operand is in high precision [a]" in text
     assert "note: dgrad decodes w" in text and "wgrad decodes" not in text
-    assert "note: y is rounded to fp8_tensor[e4m3] and handed on decoded [a]" in text
+    assert "note: y is rounded to fp8_tensor[e4m3] and returned decoded [a]" in text
 
 
 def test_a_gemm_with_one_high_precision_operand_decodes_the_other():

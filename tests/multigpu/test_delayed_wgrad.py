@@ -107,7 +107,7 @@ def forgotten() -> str:
 @pytest.mark.ranks(1)
 def test_an_optimizer_step_before_it_is_an_error(ranks):
     (said,) = ranks(1).run(forgotten)
-    assert "6 wgrads still wait, the first of blocks.1.down" in said and "dlp.backward_dw(model)" in said
+    assert "6 wgrads are still delayed, the first of blocks.1.down" in said and "dlp.backward_dw(model)" in said
 
 
 def without_dx() -> tuple[int, bool]:

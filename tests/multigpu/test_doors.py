@@ -114,7 +114,8 @@ TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
     (hand_made, "mxfp8", [freeze_only], ALREADY),
     (frozen, "mxfp8", [freeze_only], ALREADY),
     (hand_made, "mxfp8", [convert, set_recipe], "its weights are held as fp8_current only, from which mxfp8 cannot be made"),
-    (hand_made, "", [attach], "holds up.weight, which exists as codes only, .*: make the optimizer by dlp.with_master_weights"),
+    (hand_made, "", [attach], "holds up.weight, which is a quantized-only weight, .*: create the optimizer with "
+        "dlp.with_master_weights"),
     (lambda m: m.to("meta"), "fp8_current", [hold, freeze], "codes are made of values, and its weight lies on the meta device"),
     (lambda m: fully_shard(m, mesh=worker.mesh()["dp_shard"]), "fp8_current", [*ALL, hold_by_region],
      r"its weight is a DTensor already: call dlp.convert and dlp.quantize_ before fully_shard and other parallelism"),
@@ -166,7 +167,7 @@ def test_a_layer_group_decides_inside_of_a_region(ranks):
     ((recipes, plan, held),) = ranks(1).run(a_region_around_convert)
     assert recipes == {"up": "fp8_current", "head": "bf16"} and held == [True, False]
     assert "quantized_model_init (recipe)" in plan
-    assert "note: the weight is held as codes only (quantized_model_init) [up]" in plan
+    assert "note: the weight is quantized-only (quantized_model_init) [up]" in plan
 
 
 def adopted() -> tuple[bool, bool]:

@@ -153,10 +153,10 @@ def out_of_range(token: int) -> list[str]:
 @pytest.mark.parametrize("token", [-1, VOCABULARY, -101, VOCABULARY + 7])
 def test_tokens_outside_of_the_vocabulary_are_refused(ranks, token):
     (over_tp, alone, embedding), other = ranks(2).run(out_of_range, token)
-    said = f"IndexError: cross_entropy: {token} is out of range: targets are in [0, 32), or ignore_index (-100)"
+    said = f"IndexError: cross_entropy: {token} is out of range: targets must be in [0, 32), or ignore_index (-100)"
     assert over_tp.startswith(said) and alone == over_tp and other[0] == over_tp
     assert embedding.startswith("IndexError: embedding: -") == (token < 0)
-    assert "is out of range: tokens are in [0, 32)" in embedding
+    assert "is out of range: token ids must be in [0, 32)" in embedding
 
 
 def read_late() -> tuple[list[str], list[bool]]:
@@ -181,8 +181,8 @@ def read_late() -> tuple[list[str], list[bool]]:
 @pytest.mark.ranks(2)
 def test_a_gpu_refuses_them_one_call_late(ranks):
     for (loss, embedding, again), nan in ranks(2).run(read_late):
-        assert loss.startswith("IndexError: cross_entropy: 32 is out of range in the call before this one: targets are")
-        assert embedding.startswith("IndexError: embedding: 32 is out of range in the call before this one: tokens are")
+        assert loss.startswith("IndexError: cross_entropy: 32 is out of range in the previous call: targets are")
+        assert embedding.startswith("IndexError: embedding: 32 is out of range in the previous call: tokens are")
         assert again == "no error" and all(nan)
 
 

@@ -118,8 +118,8 @@ def unknown_reader() -> list[str]:
 @pytest.mark.ranks(2)
 def test_a_module_that_reads_another_ones_weight_is_named(ranks):
     note = (
-        "1: a Mixer reads parameters of other modules, which are DTensors now: a layer group with convert = false leaves it "
-        "out"
+        "1: a Mixer reads parameters of other modules, which are DTensors now: leave the module out by a layer group "
+        "with convert = false"
     )
     assert ranks(2).run(unknown_reader) == [[note], [note]]
 
@@ -287,13 +287,16 @@ def said(model: nn.Module, groups: list[dict[str, Any]], mesh: Any) -> str:
 @pytest.mark.ranks(2)
 def test_what_is_parallel_already_is_refused_by_name(ranks):
     otherwise = (
-        "both: it was made by hand with {} = {}, and a layer group asks for {}; make it so, or leave {} out of its"
+        "both: the layer was constructed with {0} = {1}, and a layer group sets {0} = {2}; construct the layer with "
+        "{0} = {2}, or "
     )
     again = " is converted already: convert a plain model, once and as a whole"
     for style, tokens, mesh, part, within, sharded, attached in ranks(2).run(refused):
-        assert style.startswith(otherwise.format("style", "column", "row", "style"))
-        assert tokens.startswith(otherwise.format("sequence_parallel", False, True, "sequence_parallel"))
-        assert mesh == "both: it was made by hand for tp 2, and the mesh has tp 1; make both equal"
+        assert style.startswith(otherwise.format("style", "column", "row"))
+        assert tokens.startswith(otherwise.format("sequence_parallel", False, True))
+        assert (
+            mesh == "both: the layer was constructed for tp 2, and the mesh has tp 1; construct the layer on this mesh"
+        )
         assert part.startswith(f"part of it{again}") and within.startswith(f"0 of it{again}")
         assert sharded.startswith(
             "0: its weight is a DTensor already: call dlp.convert and dlp.quantize_ before fully_shard and other"
@@ -340,7 +343,7 @@ def test_an_untied_head_is_not_saved_under_a_tied_configuration(monkeypatch):
     assert model.save_pretrained("folder")[0], "tied weights are equal"
     model.head.weight = nn.Parameter(model.table.weight + 1)
     with pytest.raises(
-        ValueError, match=r"save_pretrained: table.weight and head.weight differ, .* would be lost when"
+        ValueError, match=r"save_pretrained: table.weight and head.weight differ, .* would overwrite the"
     ):
         model.save_pretrained("folder")
     model.config.tie_word_embeddings = False
@@ -407,9 +410,7 @@ def passed_on() -> list[tuple[str, list[str]]]:
 def test_who_reads_a_parameter_and_passes_it_on_is_named(ranks):
     note = "0: a Relative reads parameters of other modules, which are DTensors now: a layer group with convert = false"
     for (norm, first), (linear, second) in ranks(2).run(passed_on):
-        assert norm.startswith(
-            "0.norm: it is called with a DTensor, which is made of a parameter that another module reads"
-        )
+        assert norm.startswith("0.norm: the module is called with a DTensor, made from a parameter of another module")
         assert linear.startswith("0.proj: x is a DTensor, but layers read this rank's plain tensor")
         assert len(first) == len(second) == 1 and first[0].startswith(note) and second[0].startswith(note)
 

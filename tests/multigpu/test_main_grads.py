@@ -38,7 +38,7 @@ def three_microbatches(
 @pytest.mark.parametrize(
     ("sizes", "fsdp", "added", "left"),
     [
-        ({"tp": 2}, False, 2 * 3, "blocks.1.gate and 2 more: they are parts of sums over tp"),
+        ({"tp": 2}, False, 2 * 3, "blocks.1.gate and 2 more: the gradients are partial sums over tp"),
         ({"dp_shard": 2}, True, 0, "blocks.0.gate and 5 more: FSDP has them"),
     ],
 )
@@ -47,7 +47,7 @@ def test_gradients_have_autograds_bits(ranks, sizes, fsdp, added, left):
     for (found, count, notes), (plain, _, _) in zip(
         ranks(2).run(three_microbatches, sizes, "grad", fsdp), expected, strict=True
     ):
-        assert count == added and notes == [f"main_grads = 'grad': autograd adds the gradients of {left}"]
+        assert count == added and notes == [f"main_grads = 'grad': autograd accumulates the gradients of {left}"]
         for name, gradient in plain.items():
             assert_bit_equal(found[name], gradient, name)
 

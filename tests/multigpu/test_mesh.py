@@ -39,13 +39,13 @@ def test_one_open_axis_takes_the_rest_of_the_world(world, asked, sizes):
         (
             6,
             {"dp_shard": 2, "tp": 4},
-            "world size 6 is not dp_replicate 1 x dp_shard 2 x tp 4: start 8 ranks, or use -1 for an axis of dp",
+            "world size 6 is not dp_replicate 1 x dp_shard 2 x tp 4: start 8 ranks, or set dp_shard or dp_replicate to -1",
         ),
         (
             6,
             {"tp": 4},
             "world size 6 is not a multiple of dp_replicate 1 x tp 4 = 4, so dp_shard = -1 cannot be filled: "
-            "start a multiple of it by torchrun --nproc-per-node, or take a smaller axis",
+            "start a multiple of that many ranks by torchrun --nproc-per-node, or choose a smaller axis",
         ),
         (8, {"tp": -1}, "only one mesh axis may be -1; got dp_shard and tp"),
         (8, {"tp": 0}, "mesh axis tp must be at least 1, or -1 for the rest of the world; got 0"),
@@ -54,7 +54,7 @@ def test_one_open_axis_takes_the_rest_of_the_world(world, asked, sizes):
             2,
             {"tp": 4},
             "world size 2 is not a multiple of dp_replicate 1 x tp 4 = 4, so dp_shard = -1 cannot be filled: "
-            "start a multiple of it by torchrun --nproc-per-node, or take a smaller axis",
+            "start a multiple of that many ranks by torchrun --nproc-per-node, or choose a smaller axis",
         ),
     ],
 )
@@ -81,11 +81,11 @@ def test_names_of_axes_are_spelled_in_one_file():
     assert {place.partition(":")[0] for place in spelled} - {keywords} == {"dlp/comm/mesh.py"}, sorted(spelled)
 
 
-@pytest.mark.parametrize(("names", "said"), [(("tp",), "got tp: "), (None, "got none by name: ")], ids=str)
+@pytest.mark.parametrize(("names", "said"), [(("tp",), "got tp: "), (None, "got no named axes: ")], ids=str)
 def test_a_mesh_with_other_axes_is_refused(names, said):
     mesh = SimpleNamespace(mesh_dim_names=names, shape=(2,))
     with pytest.raises(
-        ValueError, match=f"must have the axes dp_replicate, dp_shard, tp; {said}make it by dlp.build_mesh"
+        ValueError, match=f"must have the axes dp_replicate, dp_shard, tp; {said}create the mesh with dlp.build_mesh"
     ):
         ParallelDims.from_mesh(mesh)
 

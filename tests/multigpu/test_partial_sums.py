@@ -130,8 +130,8 @@ def by_autograd_grad_of_a_submodule(model: Net) -> None:
     torch.autograd.grad(loss_of(model.block(dlp.scatter_tokens(batch(0), model.tp))), [model.block.norm.weight])
 
 
-NOT_MADE = "(block.norm.weight, ...) are parts of a sum over tp that was not made: the loss must come from calling"
-TAKEN = "torch.autograd.grad takes the gradient of block.norm.weight as it is on this rank, a part of a sum over tp"
+NOT_MADE = "(block.norm.weight, ...) were not summed over tp: the loss must be computed from"
+TAKEN = "torch.autograd.grad returns the partial gradient of block.norm.weight on this rank, before the sum over tp"
 REFUSED = {
     of_a_submodule: NOT_MADE, of_the_forward_method: NOT_MADE, of_an_unknown_output: NOT_MADE,
     beside_a_known_output: NOT_MADE, by_autograd_grad: TAKEN, by_autograd_grad_of_a_submodule: TAKEN,

@@ -112,7 +112,8 @@ def test_torch_calls_on_held_weights_are_refused():
         with pytest.raises(ValueError, match=PUT):
             call(held())
     with pytest.raises(
-        ValueError, match="this SGD holds 0.weight, which exists as codes only, .*: make the optimizer by dlp.w"
+        ValueError,
+        match="this SGD holds 0.weight, which is a quantized-only weight, .*: create the optimizer with dlp.w",
     ):
         dlp.attach(model, torch.optim.SGD(model.parameters(), 0.1))
 

@@ -224,7 +224,10 @@ def test_masters_are_part_of_the_state(weights_first):
         assert not name.startswith("masters.") or torch.equal(dlp.state_dict(second)[name], master), name
     without = {key: value for key, value in state.items() if not key.startswith("masters.")}
     (told,) = dlp.load_state_dict(second, without)
-    assert told == "2 held weights (0, ...) start from their codes: the checkpoint has no masters of them"
+    assert told == (
+        "2 quantized-only weights (0, ...) get master weights from their codes: the checkpoint has no "
+        "master weights for them"
+    )
 
 
 def test_gradients_of_a_skipped_step_are_cleared():

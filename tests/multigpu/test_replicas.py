@@ -153,9 +153,9 @@ def apart(way: str) -> str:
         ("together", ""),
         (
             "skips a layer",
-            "0.weight is replicated on tp, and its replicas on the ranks of tp moved apart before step 5",
+            "0.weight is replicated on tp, and its replicas on the ranks of tp diverged before step 5",
         ),
-        ("writes", "1.bias is replicated on tp, and its replicas on the ranks of tp moved apart before step 7"),
+        ("writes", "1.bias is replicated on tp, and its replicas on the ranks of tp diverged before step 7"),
         ("another direction", "0.weight is replicated on tp, but its gradient differs between tp ranks"),
         ("another order", "0.weight is replicated on tp, but its gradient differs between tp ranks"),
         ("no gradient", "0.weight is replicated on tp, but its gradient differs between tp ranks"),
@@ -351,7 +351,10 @@ def test_the_layer_that_makes_gradients_partial_is_named_with_its_remedy(ranks):
     for gate in (False, True):
         for said in ranks(2).run(cause, gate, 0.0, True):
             assert said.startswith("k.weight is replicated on tp, but its gradient differs between tp ranks (norms ")
-            assert "result is used together with features that tp cuts" in said and "norm" not in said.split("norms")[1]
+            assert (
+                "output is combined with features that are sharded over tp" in said
+                and "norm" not in said.split("norms")[1]
+            )
     for said in ranks(2).run(cause, False, 0.5, False):
         assert "The random numbers of tp ranks differ, and drop drops values" in said
         assert "torch.manual_seed" in said

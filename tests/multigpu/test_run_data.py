@@ -51,7 +51,7 @@ def test_a_flipped_bit_and_a_token_outside_the_vocabulary_are_refused_on_all_ran
     at = HEADER.size + 8 + 2 * 123
     path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
     told = ranks(2).run(refusal, config)
-    assert told[0] == told[1] and told[0].startswith(f"{path}: damaged, the SHA-256 of its content begins "), told
+    assert told[0] == told[1] and told[0].startswith(f"{path}: damaged, the SHA-256 of the content begins with "), told
     with patch("launch.data.shard._check_tokens"):
         write_shard(path, [np.array([1] * 300 + [1000] + [1] * 300)], 1000)
     told = ranks(2).run(refusal, config)
@@ -92,7 +92,7 @@ def test_a_run_on_several_sources_continues_exactly(ranks, tmp_path):
         assert load(Path(config.run.dir) / "config.toml") == config
         losses.append(training.metrics(config))
     assert losses[0] == losses[1]
-    assert f"data: {web}: 75.0% of the sequences, 0.39 times all of it in 4 steps" in training.said(config)
+    assert f"data: {web}: 75.0% of the sequences, 0.39 epochs in 4 steps" in training.said(config)
 
 
 def other_data(folders: list[Path]) -> str:

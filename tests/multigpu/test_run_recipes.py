@@ -231,7 +231,7 @@ def test_statistics_of_chosen_layers_are_in_the_metrics_and_on_a_page(ranks, tmp
     plot.main([made.run.dir, "--stats", "--out", str(tmp_path / "page.png")])
     assert (tmp_path / "page.png").read_bytes()[:4] == b"\x89PNG"
     (Path(made.run.dir) / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    with pytest.raises(ValueError, match="no statistics there; set stats = true for a group of layers"):
+    with pytest.raises(ValueError, match="no statistics found; set stats = true for a group of layers"):
         plot.main([made.run.dir, "--stats", "--out", str(tmp_path / "page.png")])
 
 

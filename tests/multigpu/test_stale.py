@@ -116,7 +116,7 @@ def through_data(model: nn.Module) -> None:
 
 
 def test_writes_that_torch_does_not_count_are_refused():
-    said = "0: its weight was changed in a way that torch does not count, as by writing into .data"
+    said = "0: the weight was changed without torch's version counter, for example by writing into .data"
     model = mlp()
     optimizer = trained(model)
     through_data(model)
@@ -185,7 +185,7 @@ def distributed(fsdp: bool) -> tuple[list[Tensor], list[Tensor], str]:
 def test_changes_of_distributed_weights_are_seen(ranks, fsdp):
     for cached, at_use, said in ranks(2).run(distributed, fsdp):
         assert_bit_equal(torch.stack(cached), torch.stack(at_use))
-        assert said.startswith("0: its weight was changed in a way that torch does not count")
+        assert said.startswith("0: the weight was changed without torch's version counter")
 
 
 def test_a_model_whose_weights_were_taken_breaks_no_other_ones_step():

@@ -78,7 +78,7 @@ def test_patterns_that_match_nothing_recipes_that_do_not_exist_and_steps_that_ar
         dlp.set_recipe(model, "mlp.*", "bf16")
     with pytest.raises(ValueError, match="unknown recipe 'fp7'"):
         dlp.set_recipe(model, "0", "fp7")
-    with pytest.raises(ValueError, match="^a swap at step 0 is in the past: 0 steps are done"):
+    with pytest.raises(ValueError, match="^a recipe change at step 0 is in the past: 0 steps are done"):
         schedule(model, ["0"], 0, "bf16")
     assert set(recipes_of(model).values()) == {"bf16"} and not session_of(model).swaps
 
@@ -113,7 +113,7 @@ def test_a_recipe_made_in_python_must_be_there_before_loading():
 def test_what_is_left_of_a_changed_configuration_is_told():
     saved = dlp.state_dict(attached({"name": "bf16"}))
     told = dlp.load_state_dict(attached(SHORT), saved)
-    assert told == ["9 delayed scales (0.dy, ...) start anew: the checkpoint has none for them"]
+    assert told == ["9 delayed scales (0.dy, ...) start without history: the checkpoint has no scales for them"]
 
 
 @pytest.mark.parametrize("changed", [{"fp8_format": "E4M3"}, {"margin": -6}])
@@ -125,12 +125,15 @@ def test_slots_of_another_format_or_margin_start_anew(changed):
     loaded = dlp.state_dict(model)
     others = [key for key in saved if key.endswith(".target") and saved[key] != loaded[key]]
     assert others and all(loaded[key.replace("target", "scale")] == 1 for key in others)
-    said = f"{len(others)} delayed scales .* start anew: the checkpoint has them for another .*, fp8_format or margin"
+    said = (
+        f"{len(others)} delayed scales .* start without history: the checkpoint has scales for another .*, fp8_format "
+        f"or margin"
+    )
     assert len(remarks) == 1 and re.fullmatch(said, remarks[0]), remarks
     assert dlp.load_state_dict(attached(SHORT), saved) == []
     unstated = {key: value for key, value in saved.items() if not key.endswith(".target")}
     (remark,) = dlp.load_state_dict(attached(SHORT), unstated)
-    assert remark.startswith("9 delayed scales (0.dy, ...) are taken as scales of this recipe's fp8_format and margin")
+    assert remark.startswith("9 delayed scales (0.dy, ...) are loaded as scales of this recipe's fp8_format and margin")
 
 
 def by_the_module_around() -> tuple[list[str], list[str], str]:

@@ -256,10 +256,12 @@ def test_who_waits_for_whom_is_read_while_they_wait(ranks):
     found = ranks(2).run(who_waits, False)
     piece, whole = "piece 1 of transfer 1", "transfer 1"
     assert slot.format(piece, 0, 1, "has not sent its part") in found[0][0]
-    assert any(said.startswith("what rank 1 has not run yet (") for said in found[1][0]), "it has not come to pieces"
+    assert any(said.startswith("a transfer that rank 1 has not run yet (") for said in found[1][0]), (
+        "it has not come to pieces"
+    )
     for _, unread, nobody in found:
         assert set(unread) == {
-            slot.format(what, a, 1 - a, "has not read what was sent before") for what in (piece, whole) for a in (0, 1)
+            slot.format(what, a, 1 - a, "has not read the previous transfer") for what in (piece, whole) for a in (0, 1)
         }
         assert nobody == []
 
@@ -268,7 +270,8 @@ def test_who_waits_for_whom_is_read_while_they_wait(ranks):
 def test_ranks_in_different_layers_are_told(ranks):
     (late, *_), (seen_by_other, *_) = ranks(2).run(who_waits, True)
     assert any(
-        "transfer 1 of down in forward, a slot of" in said and "and is at what rank 0 has not run yet (" in said
+        "transfer 1 of down in forward, a slot of" in said
+        and "and is at a transfer that rank 0 has not run yet (" in said
         for said in late
     )
     assert any("transfer 1 of up in forward, a slot" in said for said in seen_by_other)

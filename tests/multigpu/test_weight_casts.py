@@ -136,7 +136,10 @@ def kept(cache: str) -> tuple[int, list[str]]:
 @pytest.mark.ranks(2)
 def test_what_is_cast_at_use_is_not_kept(ranks):
     assert ranks(2).run(kept, "step") == [(12, [])] * 2
-    note = "weight_cache = 'forward' leaves casts of shards as they are: quantized_gather = false keeps none"
+    note = (
+        "weight_cache = 'forward' does not affect FSDP shards, which stay quantized: set quantized_gather = false "
+        "to keep no casts"
+    )
     assert ranks(2).run(kept, "forward") == [(0, [note])] * 2
 
 

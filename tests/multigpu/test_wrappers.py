@@ -184,7 +184,7 @@ def test_what_a_converted_model_cannot_bear_is_one_sentence(ranks):
             "a model that is spread over ranks cannot be pickled, since process groups cannot; save its state_dict()"
         )
         assert spread in found["pickle"] and found["pickled layer"].startswith(f"gate and siblings: {spread}")
-        assert found["ddp"].startswith("Small: DistributedDataParallel takes no model that dlp.convert made")
+        assert found["ddp"].startswith("Small: DistributedDataParallel does not support converted models")
         assert found["assign"].startswith("embed.weight: load_state_dict(assign=True) would replace the parameters")
         assert found["plain"].startswith(
             "embed.weight: load_state_dict(assign=True) would put a plain tensor in place of"
