@@ -255,7 +255,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, counts: Tensor, group: ProcessGroup | None, z_loss: float, invariant: bool
     ) -> Tensor:  # fmt: skip
-        column = targets if group is None else targets - group.rank() * logits.shape[1]  # index on this rank, if the target is here
+        column = targets if group is None else targets - group.rank() * logits.shape[1]  # local index
         if invariant:
             lse, picked = _segments_of_vocabulary(logits, column, group)
         else:
