@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -41,6 +41,11 @@ class OperationContext:
     pass_tensors: tuple[Any, ...] = ()
     deferred: Sequence[Tensor] = ()
     shared_addresses: Set[int] = frozenset()
+
+    if TYPE_CHECKING:  # further attributes, which operations set
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: object) -> None: ...
 
     def save_for_backward(self, *tensors: Saved) -> None:
         """Keep tensors for backward, which finds them in `saved_tensors`. In place of a tensor that exists only when a later op

@@ -26,9 +26,10 @@ from torch.distributed.tensor import DTensor
 from dlp.ops.basic.bias import Bias, ReturnedBias, check_bias
 from dlp.ops.basic.communication import AllReduce, ReduceScatter
 from dlp.ops.basic.quantize import HandOver
+from dlp.ops.context import OperationContext
 from dlp.ops.op import BasicOperation
 from dlp.ops.te_names import TeNames, names_of
-from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, rows_of
+from dlp.ops.values import HANDED, LAZY, MANY, Tensors, Value, each, is_handed, one_tensor, rows_of
 from dlp.parallel.linear import modules
 from dlp.parallel.linear.autograd import check_features, check_given, leave_wgrads, num_left
 from dlp.parallel.linear.capture import obstacle
@@ -39,7 +40,7 @@ from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, waits
 from dlp.parallel.style import LOCAL, ParallelStyle
 from dlp.parallel.weight.local import check_whole, held
-from dlp.quant.recipe import Recipe
+from dlp.quant.recipe import Operand, Recipe
 
 MODES = (None, "column", "row")
 
@@ -147,42 +148,42 @@ class BasicLinear(BasicOperation, modules.Linear):
         weights = self.local_weights(bound)
         return None, bound.weights.read(bound, range(len(weights)), weights, dtype, columnwise=False, record=record)
 
-    def planned(self, ctx: Any) -> None:
+    def planned(self, ctx: OperationContext) -> None:
         vars(self)["_planned"] = ctx.bound.spec
 
-    def recipe_of(self, ctx: Any) -> Any:
+    def recipe_of(self, ctx: OperationContext) -> Recipe | None:
         return ctx.bound.spec.recipe
 
-    def input_quantizer(self, ctx: Any) -> Any:
+    def input_quantizer(self, ctx: OperationContext) -> Operand | None:
         return ctx.bound.spec.recipe.of("x")
 
-    def grad_output_quantizer(self, ctx: Any) -> Any:
+    def grad_output_quantizer(self, ctx: OperationContext) -> Operand | None:
         return ctx.bound.spec.recipe.of("dy")
 
-    def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
+    def obstacle(self, basic_op_ctxs: Sequence[OperationContext], which: str) -> str:
         return obstacle(self._unreduced(basic_op_ctxs[0]), which)
 
     # Forward and backward
 
     def op_forward(
         self,
-        ctx: Any,
+        ctx: OperationContext,
         input_: Value,
         *,
-        prev_op_grad_output_quantizer: Any = None,
-        next_op_input_quantizer: Any = None,
+        prev_op_grad_output_quantizer: Operand | None = None,
+        next_op_input_quantizer: Operand | None = None,
         **kwargs: Any,
     ) -> Value:
         ys = self.multiply(ctx, input_, self._unreduced(ctx))
         return ys if len(ys) > 1 else ys[0]
 
-    def _unreduced(self, ctx: Any) -> BoundSpec:
+    def _unreduced(self, ctx: OperationContext) -> BoundSpec:
         """The spec without the sum over ranks, if that is another op's."""
         return without_communication(ctx.bound) if self.reduced else ctx.bound
 
     def multiply(
         self,
-        ctx: Any,
+        ctx: OperationContext,
         input_: Value,
         bound: BoundSpec,
         biases: Sequence[Tensor | None] | None = None,
@@ -222,7 +223,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         grad = accepted(bound, grad, "dy") if is_handed(grad) else grad
         return grad.rows() if is_handed(grad) else rows_of(grad)
 
-    def operands_back(self, ctx: Any) -> Sequence[Tensor]:
+    def operands_back(self, ctx: OperationContext) -> Sequence[Tensor]:
         """The tensors that dgrad reads of weights that were not cast before the pass."""
         weights = ctx.saved_tensors[: len(ctx.needs_dw)]
         read: Sequence[Tensor] = ctx.bound.weights.read(
@@ -230,7 +231,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         )
         return read
 
-    def targets(self, ctx: Any) -> tuple[Any, ...]:
+    def targets(self, ctx: OperationContext) -> tuple[Any, ...]:
         """By weight, the main gradient that its wgrad is written or added to, None for one without; empty: autograd gets all
         wgrads."""
         weights = ctx.saved_tensors[: len(ctx.needs_dw)]
@@ -239,15 +240,15 @@ class BasicLinear(BasicOperation, modules.Linear):
         into = ctx.bound.weights.targets(range(len(weights)), weights)
         return tuple([to if needed else None for to, needed in zip(into, ctx.needs_dw, strict=False)])
 
-    def _waits(self, ctx: Any) -> bool:
+    def _waits(self, ctx: OperationContext) -> bool:
         """Whether wgrads wait for `dlp.backward_dw`."""
         return waits(ctx.bound.spec.options.delay_wgrad, ctx.needs_dx)
 
-    def has_end_backward(self, ctx: Any) -> bool:
+    def has_end_backward(self, ctx: OperationContext) -> bool:
         """Whether `end_backward` must be called after a backward."""
         return bool(ctx.bound.weights.main_grads) or self._waits(ctx)
 
-    def end_backward(self, ctx: Any, grads: list[Tensor | None], deferred: Sequence[Tensor]) -> None:
+    def end_backward(self, ctx: OperationContext, grads: list[Tensor | None], deferred: Sequence[Tensor]) -> None:
         """Called after the launches of a backward, captured or not. Main gradients that were written are marked, and stand in
         `grads`, by weight; `deferred`, the tensors that waiting wgrads read, are kept for `dlp.backward_dw`."""
         for i in ctx.written:
@@ -258,11 +259,11 @@ class BasicLinear(BasicOperation, modules.Linear):
             wanted, alpha = ctx.deferred_wgrad
             leave_wgrads(ctx.bound, wanted, [ctx.saved_tensors[i] for i in wanted.used], list(deferred), alpha)
 
-    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         return self.differentiate(ctx, grad_output, self._unreduced(ctx))
 
     def differentiate(
-        self, ctx: Any, grad_output: Value, bound: BoundSpec, finish: Finish = NO_FINISH
+        self, ctx: OperationContext, grad_output: Value, bound: BoundSpec, finish: Finish = NO_FINISH
     ) -> tuple[Value, list[Tensor | None]]:
         """dx and, by weight, dw under `bound`; None where they are not needed. finish: as of `multiply`, for dgrad, whose
         factor wgrad has, too."""
@@ -300,9 +301,9 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     # Under torch.compile and dispatch modes
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
         """y of the whole `Linear`, with its sum over ranks and its bias."""
-        ys = self.core.by_ops(x)
+        ys = self.core.by_ops(one_tensor(x))
         return ys if len(ys) > 1 else ys[0]
 
 

@@ -30,6 +30,7 @@ from dlp.ops.basic.norms import LayerNorm, RMSNorm
 from dlp.ops.linear import MODES, Linear
 from dlp.ops.sequential import Sequential
 from dlp.ops.te_names import TeNames, names_of
+from dlp.ops.values import Tensors
 from dlp.te_arguments import ARGUMENTS, refuse
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -95,7 +96,7 @@ class _WithNorm(Sequential):
 
     returns_norm = False
 
-    def forward(self, x: Any, *extra_inputs: Tensor) -> Any:
+    def forward(self, x: Tensors, *extra_inputs: Tensor) -> Tensors:
         results = super().forward(x, *extra_inputs)
         if not self.returns_norm:
             return results

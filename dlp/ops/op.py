@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dlp.ops.context import OperationContext
 from dlp.ops.fuser import OperationFuser
 from dlp.ops.traced import one_op
-from dlp.ops.values import Value, each
+from dlp.ops.values import Grads, Tensors, Value, each
+from dlp.quant.recipe import Operand, Recipe
 
 Extras = Sequence[Sequence[Tensor | None]]
 
@@ -59,7 +61,7 @@ class FusibleOperation(nn.Module):
         """The number of extra outputs of its basic ops."""
         return sum(op.num_extra_outputs for op in self.expanded)
 
-    def forward(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def forward(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
         """Called by itself, outside of a Sequential: runs a fuser of its own basic ops. kwargs: of the first of them."""
         kwargs_by_op = [kwargs] + [{}] * (len(self.expanded) - 1)
         return self.own_fuser()(x, *extra_inputs, basic_op_kwargs=kwargs_by_op)
@@ -71,10 +73,10 @@ class FusibleOperation(nn.Module):
             fuser = vars(self)["_fuser"] = OperationFuser([self])
         return fuser
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "_fuser"}
 
-    def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
+    def obstacle(self, basic_op_ctxs: Sequence[OperationContext], which: str) -> str:
         """Why direction `which`, "forward" or "backward", cannot be captured: on a GPU it does something that a recording of
         launches does not repeat. Empty: it can be."""
         raise NotImplementedError
@@ -82,15 +84,16 @@ class FusibleOperation(nn.Module):
     # The fuser calls these two. A fused op overrides one or both of them; `BasicOperation` calls op_forward and op_backward.
 
     def fuser_forward(
-        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras,
-        prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any, basic_op_kwargs: Sequence[Mapping[str, Any]],
+        self, basic_op_ctxs: Sequence[OperationContext], input_: Value, *, basic_op_extra_inputs: Extras,
+        prev_op_grad_output_quantizer: Operand | None, next_op_input_quantizer: Operand | None,
+        basic_op_kwargs: Sequence[Mapping[str, Any]],
     ) -> tuple[Value, Sequence[Sequence[Tensor]]]:  # fmt: skip
         """The output, and the extra outputs of each basic op. All `basic_op_` arguments have one element for each basic op."""
         raise NotImplementedError
 
     def fuser_backward(
-        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
-    ) -> tuple[Value, Sequence[Sequence[Tensor | None]], Sequence[Sequence[Tensor | None]]]:
+        self, basic_op_ctxs: Sequence[OperationContext], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Grads, Grads]:
         """The gradient of the input, and for each basic op the gradients of its parameters and those of its extra inputs."""
         raise NotImplementedError
 
@@ -135,11 +138,11 @@ class BasicOperation(FusibleOperation):
     settings: tuple[str, ...] = ()
     passes_through: tuple[str, ...] = ()
     token_rows: int | None = None
-    traced_by: Any = None
+    traced_by: nn.Module | None = None
     traced_note = ""
     layer_name: str
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
+    def __init_subclass__(cls, **keywords: object) -> None:
         super().__init_subclass__(**keywords)
         cls.layer_name = cls.__name__
 
@@ -151,25 +154,25 @@ class BasicOperation(FusibleOperation):
         """The parameters whose gradients `op_backward` returns, in order."""
         return [parameter for parameter in self._parameters.values() if parameter is not None]
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
         """The same function of tensors in code that autograd and torch.compile differentiate. Returns the output, or a tuple of
         it and the extra outputs. By default an autograd function of this op alone."""
         return one_op(self, type(self).__name__, x, extra_inputs, kwargs)
 
     # The fuser asks these when it makes a plan. Linears and ops with quantizers override them.
 
-    def planned(self, ctx: Any) -> None:
+    def planned(self, ctx: OperationContext) -> None:
         """Called before a plan is made for calls like that of `ctx`."""
 
-    def recipe_of(self, ctx: Any) -> Any:
+    def recipe_of(self, ctx: OperationContext) -> Recipe | None:
         """The recipe that it runs under; None if it has none."""
         return None
 
-    def input_quantizer(self, ctx: Any) -> Any:
+    def input_quantizer(self, ctx: OperationContext) -> Operand | None:
         """The quantizers of its input, a `dlp.quant.recipe.Operand`; None if it does not cast it."""
         return None
 
-    def grad_output_quantizer(self, ctx: Any) -> Any:
+    def grad_output_quantizer(self, ctx: OperationContext) -> Operand | None:
         """The quantizers of the gradient of its output; None if it does not cast it."""
         return None
 
@@ -183,7 +186,7 @@ class BasicOperation(FusibleOperation):
         """Whether its class overrides this method of `BasicOperation`."""
         return getattr(type(self), name) is not getattr(BasicOperation, name)
 
-    def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
+    def obstacle(self, basic_op_ctxs: Sequence[OperationContext], which: str) -> str:
         return "" if self.launches else "it computes by torch"
 
     def runs_in(self, which: str) -> bool:
@@ -192,11 +195,11 @@ class BasicOperation(FusibleOperation):
 
     def op_forward(
         self,
-        ctx: Any,
+        ctx: OperationContext,
         input_: Value,
         *,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
+        prev_op_grad_output_quantizer: Operand | None,
+        next_op_input_quantizer: Operand | None,
         **kwargs: Any,
     ) -> Value:
         """input [..., C] -> output. prev_op_grad_output_quantizer, next_op_input_quantizer: the quantizers by which the op
@@ -204,13 +207,14 @@ class BasicOperation(FusibleOperation):
         caller."""
         raise NotImplementedError(f"{type(self).__name__} must define op_forward")
 
-    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         """The gradient of the output -> the gradient of the input, and those of `op_parameters()`, in order."""
         raise NotImplementedError(f"{type(self).__name__} must define op_backward")
 
     def fuser_forward(
-        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras,
-        prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any, basic_op_kwargs: Sequence[Mapping[str, Any]],
+        self, basic_op_ctxs: Sequence[OperationContext], input_: Value, *, basic_op_extra_inputs: Extras,
+        prev_op_grad_output_quantizer: Operand | None, next_op_input_quantizer: Operand | None,
+        basic_op_kwargs: Sequence[Mapping[str, Any]],
     ) -> tuple[Value, Sequence[Sequence[Tensor]]]:  # fmt: skip
         if self.token_rows is not None:
             self.check_tokens(input_)
@@ -221,8 +225,8 @@ class BasicOperation(FusibleOperation):
         return output, [()]
 
     def fuser_backward(
-        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
-    ) -> tuple[Value, Sequence[Sequence[Tensor | None]], Sequence[Sequence[Tensor | None]]]:
+        self, basic_op_ctxs: Sequence[OperationContext], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Grads, Grads]:
         grads = self.op_backward(basic_op_ctxs[0], grad_output)
         if not isinstance(grads, tuple | list) or len(grads) != 2:
             raise RuntimeError(
@@ -259,7 +263,7 @@ class FusedOperation(FusibleOperation):
     takes: frozenset[str] = frozenset()
     none_grads = False
 
-    def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
+    def obstacle(self, basic_op_ctxs: Sequence[OperationContext], which: str) -> str:
         pairs = zip(self.basic_ops, basic_op_ctxs, strict=True)
         return next((why for op, ctx in pairs if (why := op.obstacle([ctx], which))), "")
 

@@ -19,6 +19,7 @@ from dlp.ops.fuser import OperationFuser
 from dlp.ops.linear import BasicLinear
 from dlp.ops.op import FusibleOperation
 from dlp.ops.plans import SequencePlan, group_plan
+from dlp.ops.values import Tensors, one_tensor
 
 
 class Sequential(nn.Module):
@@ -121,7 +122,7 @@ class Sequential(nn.Module):
 
     # Running
 
-    def forward(self, x: Any, *extra_inputs: Tensor) -> Any:
+    def forward(self, x: Tensors, *extra_inputs: Tensor) -> Tensors:
         groups, at = self._groups_now(), 0
         if len(groups) == 1 and isinstance(groups[0], OperationFuser):
             return groups[0](x, *extra_inputs)
@@ -139,7 +140,7 @@ class Sequential(nn.Module):
             if num_outputs:
                 x, *more = x
                 outputs += more
-        return (x, *outputs) if outputs else x
+        return (one_tensor(x), *outputs) if outputs else x
 
     @property
     def num_extra_inputs(self) -> int:

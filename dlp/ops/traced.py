@@ -88,7 +88,7 @@ class TracedContext(OperationContext):
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
         if name not in OWN:
-            self.attributes[name] = value  # type: ignore[attr-defined]
+            self.attributes[name] = value
 
 
 class OneOpFn(torch.autograd.Function):

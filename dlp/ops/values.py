@@ -19,7 +19,15 @@ from torch import Tensor
 from dlp.kernels.ops import Produced
 
 LAZY, MANY, HANDED, INTEGERS = "lazy", "many", "handed", "integers"  # elements of `BasicOperation.takes`
+Grads = Sequence[Sequence[Tensor | None]]  # of each basic operation, None: no gradient
+Tensors = Tensor | tuple[Tensor, ...]  # of one weight, or of siblings and extra outputs
 Value = Any  # Tensor | Produced | Handed | tuple of these
+
+
+def one_tensor(x: Tensors) -> Tensor:
+    """Return x, which must be one tensor and not a tuple of siblings."""
+    assert isinstance(x, Tensor), "this operation takes one tensor"
+    return x
 
 
 def tensor_of(value: Value) -> Tensor:

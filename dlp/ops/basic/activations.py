@@ -18,8 +18,10 @@ from torch import Tensor
 from dlp.kernels import ops
 from dlp.kernels.launches import by_torch
 from dlp.kernels.reference import ACTIVATIONS
+from dlp.ops.context import OperationContext
 from dlp.ops.op import BasicOperation
-from dlp.ops.values import LAZY, MANY, Value, each, rows_of, tensor_of
+from dlp.ops.values import LAZY, MANY, Tensors, Value, each, one_tensor, rows_of, tensor_of
+from dlp.quant.recipe import Operand
 
 
 class _Activation(BasicOperation):
@@ -27,16 +29,17 @@ class _Activation(BasicOperation):
     takes = frozenset({LAZY})
     launches = True
 
-    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+    def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         x = tensor_of(input_)
         ctx.save_for_backward(x)
         return ops.Produced(ops.Activated(rows_of(x), self.act), x.shape)
 
-    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         (x,) = ctx.saved_tensors
         return ops.Produced(ops.ActivationGrad(rows_of(grad_output), rows_of(x), self.act), x.shape), ()
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
+        x = one_tensor(x)
         return ACTIVATIONS[self.act](x.float())[0].to(x.dtype)
 
 
@@ -140,7 +143,7 @@ class _Gate(BasicOperation):
         gate, up = x.chunk(2, dim=-1)
         return gate, up
 
-    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+    def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         gate, up = self.halves(input_)
         ctx.many = isinstance(input_, tuple)
         ctx.save_for_backward(*((gate, up) if ctx.many else (tensor_of(input_),)))
@@ -148,7 +151,7 @@ class _Gate(BasicOperation):
         lazy = ops.Gated(*pair) if self.act == "silu" else ops.GatedBy(*pair, self.act)
         return ops.Produced(lazy, gate.shape)
 
-    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         saved = ctx.saved_tensors
         gate, up = self.halves(saved if ctx.many else saved[0])
         both = ops.GatedGrads(
@@ -160,7 +163,7 @@ class _Gate(BasicOperation):
         dx = torch.empty_like(rows_of(saved[0]), memory_format=torch.contiguous_format)
         return by_torch(_joined, dx, *[rows_of(grad.tensor()) for grad in grads]).view(saved[0].shape), ()
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
         gate, up = self.halves(x)
         return (ACTIVATIONS[self.act](gate.float())[0] * up.float()).to(gate.dtype)
 
@@ -302,13 +305,13 @@ class ClampedSwiGLU(_Gate):
             raise ValueError(f"ClampedSwiGLU: limit must be positive; got {limit}")
         self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
 
-    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+    def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         gate, up = self.halves(input_)
         ctx.many, ctx.how = isinstance(input_, tuple), (self.limit, self.alpha, self.glu_linear_offset)
         ctx.save_for_backward(*((gate, up) if ctx.many else (tensor_of(input_),)))
         return self.plain((gate, up))
 
-    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         saved, (limit, alpha, offset) = ctx.saved_tensors, ctx.how
         gate, up = self.halves(saved if ctx.many else saved[0])
         dh, g, u = tensor_of(grad_output).float(), gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
@@ -318,7 +321,7 @@ class ClampedSwiGLU(_Gate):
         dup = torch.where(up.float().abs() <= limit, dh * g * s, 0).to(gate.dtype)
         return ((dgate, dup) if ctx.many else torch.cat((dgate, dup), dim=-1)), ()
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
         gate, up = self.halves(x)
         g, u = gate.float().clamp(max=self.limit), up.float().clamp(-self.limit, self.limit)
         return (g * torch.sigmoid(self.alpha * g) * (u + self.glu_linear_offset)).to(gate.dtype)

@@ -19,8 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlp.kernels.launches import by_torch
+from dlp.ops.context import OperationContext
 from dlp.ops.op import BasicOperation, Extras
-from dlp.ops.values import HANDED, LAZY, MANY, Value
+from dlp.ops.values import HANDED, LAZY, MANY, Grads, Tensors, Value, one_tensor
+from dlp.quant.recipe import Operand
 
 
 def added(x: Tensor, other: Tensor) -> Tensor:
@@ -65,8 +67,8 @@ class AddExtraInput(BasicOperation):
             )
 
     def fuser_forward(
-        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, basic_op_kwargs: Sequence[Any],
-        **quantizers: Any,
+        self, basic_op_ctxs: Sequence[OperationContext], input_: Value, *, basic_op_extra_inputs: Extras,
+        basic_op_kwargs: Sequence[Mapping[str, Any]], **quantizers: Operand | None,
     ) -> tuple[Value, Sequence[Sequence[Tensor]]]:  # fmt: skip
         extra = basic_op_extra_inputs[0][0]
         assert extra is not None
@@ -77,11 +79,12 @@ class AddExtraInput(BasicOperation):
         return by_torch(torch.add, extra, extra, input_), [()]
 
     def fuser_backward(
-        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
-    ) -> tuple[Value, Sequence[Sequence[Any]], Sequence[Sequence[Any]]]:
+        self, basic_op_ctxs: Sequence[OperationContext], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Grads, Grads]:
         return grad_output, [()], [(grad_output,)]
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
+        x = one_tensor(x)
         self.check(x.shape, extra_inputs[0])
         return x + extra_inputs[0]
 
@@ -113,15 +116,15 @@ class MakeExtraOutput(BasicOperation):
         self.in_place = in_place
 
     def fuser_forward(
-        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, basic_op_kwargs: Sequence[Any],
-        **quantizers: Any,
+        self, basic_op_ctxs: Sequence[OperationContext], input_: Value, *, basic_op_extra_inputs: Extras,
+        basic_op_kwargs: Sequence[Mapping[str, Any]], **quantizers: Operand | None,
     ) -> tuple[Value, Sequence[Sequence[Tensor]]]:  # fmt: skip
         basic_op_ctxs[0].in_place = self.in_place
         return input_, [(input_,)]
 
     def fuser_backward(
-        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
-    ) -> tuple[Value, Sequence[Sequence[Any]], Sequence[Sequence[Any]]]:
+        self, basic_op_ctxs: Sequence[OperationContext], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Grads, Grads]:
         extra = basic_op_grad_extra_outputs[0][0]
         if extra is None:
             return grad_output, [()], [()]
@@ -132,8 +135,8 @@ class MakeExtraOutput(BasicOperation):
         )
         return by_torch(torch.add, extra, extra, grad) if into else added(grad, extra), [()], [()]
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
-        return x, x
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
+        return one_tensor(x), one_tensor(x)
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:
@@ -161,23 +164,24 @@ class ConstantScale(BasicOperation):
         super().__init__()
         self.scale = scale
 
-    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+    def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         return _scaled(input_, self.scale_for(ctx))
 
-    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         return _scaled(grad_output, self.scale_of(ctx)), ()
 
-    def scale_for(self, ctx: Any) -> float:
+    def scale_for(self, ctx: OperationContext) -> float:
         """The scale of a forward, which its backward uses, too, whatever is set meanwhile."""
         ctx.scale = self.scale
         return self.scale
 
-    def scale_of(self, ctx: Any) -> float:
+    def scale_of(self, ctx: OperationContext) -> float:
         """The scale of the forward of this context; the one that is set where a fused op of the user ran forward."""
         scale: float = getattr(ctx, "scale", self.scale)
         return scale
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
+        x = one_tensor(x)
         return x * self.scale
 
 
@@ -204,7 +208,7 @@ class Dropout(BasicOperation):
             raise ValueError(f"Dropout: p must be at least 0 and less than 1; got {p}")
         self.p = p
 
-    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+    def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         if not self.training or self.p == 0:
             ctx.factor = None
             return input_
@@ -212,10 +216,11 @@ class Dropout(BasicOperation):
         ctx.save_for_backward(kept)
         return input_ * kept * ctx.factor
 
-    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         return (grad_output if ctx.factor is None else grad_output * ctx.saved_tensors[0] * ctx.factor), ()
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
+        x = one_tensor(x)
         return F.dropout(x, self.p, self.training)
 
 
@@ -241,14 +246,15 @@ class Reshape(BasicOperation):
         super().__init__()
         self.shape = tuple(shape)
 
-    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+    def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         ctx.before = tuple(input_.shape)
         return input_.reshape(self.shape)
 
-    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         return grad_output.reshape(ctx.before), ()
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
+        x = one_tensor(x)
         return x.reshape(self.shape)
 
 
@@ -266,11 +272,11 @@ class Identity(BasicOperation):
     takes = frozenset({LAZY, MANY, HANDED})
     launches = none_grads = True
 
-    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+    def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         return input_
 
-    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         return grad_output, ()
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Mapping[str, Any]) -> Any:
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
         return x

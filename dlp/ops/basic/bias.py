@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from dlp.kernels.launches import by_torch
 from dlp.kernels.ops import Produced, Summed, rounded, stored
+from dlp.ops.context import OperationContext
 from dlp.ops.op import BasicOperation, Extras
-from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, like_tuple, rows_of, tensor_of
+from dlp.ops.values import HANDED, LAZY, MANY, Grads, Tensors, Value, each, is_handed, like_tuple, rows_of, tensor_of
 from dlp.parallel.linear.modules import parameter_is_gone
 from dlp.parallel.weight.local import held
+from dlp.quant.recipe import Operand
 
 
 class _BiasVectors(BasicOperation):
@@ -40,7 +42,7 @@ class _BiasVectors(BasicOperation):
         """This rank's vectors."""
         return [held(parameter) for parameter in self.op_parameters()]
 
-    def biases_for(self, ctx: Any) -> list[Tensor]:
+    def biases_for(self, ctx: OperationContext) -> list[Tensor]:
         """This rank's vectors, to be added by this op or by a GEMM; backward returns gradients of their dtypes."""
         biases = self.biases()
         ctx.dtypes = [bias.dtype for bias in biases]
@@ -95,7 +97,7 @@ class Bias(_BiasVectors):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.bias)
 
-    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+    def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         values, biases = [one.tensor() if is_handed(one) else one for one in each(input_)], self.biases_for(ctx)
         if len(values) != len(biases):
             raise ValueError(f"Bias: it has {len(biases)} vectors and is given {len(values)} tensors")
@@ -103,7 +105,9 @@ class Bias(_BiasVectors):
             check_bias(bias, one.shape)
         return like_tuple([_biased(tensor_of(one), bias) for one, bias in zip(values, biases, strict=True)], input_)
 
-    def op_backward(self, ctx: Any, grad_output: Value, *, lazy: bool = False) -> tuple[Value, Sequence[Any]]:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Value, *, lazy: bool = False
+    ) -> tuple[Value, Sequence[Tensor | None]]:
         """lazy: a lazy gradient stays so, and its cast computes it and the sums in one read; else it is stored first."""
         grads, sums, passed = each(grad_output), list[Any](), list[Any]()
         for grad, dtype in zip(grads, ctx.dtypes, strict=True):
@@ -117,7 +121,7 @@ class Bias(_BiasVectors):
             passed.append(grad if is_handed(grad) else Produced(summed, grad.shape))
         return like_tuple(passed, grad_output), sums
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
         biases = self.op_parameters()
         for one, bias in zip(each(x), biases, strict=True):
             check_bias(bias, one.shape)
@@ -135,18 +139,18 @@ class ReturnedBias(_BiasVectors):
         return len(self.where)
 
     def fuser_forward(
-        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
+        self, basic_op_ctxs: Sequence[OperationContext], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
     ) -> tuple[Value, Sequence[Sequence[Tensor]]]:
         dtype = each(input_)[0].dtype
         return input_, [[bias.to(dtype, copy=True) for bias in self.biases_for(basic_op_ctxs[0])]]
 
     def fuser_backward(
-        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
-    ) -> tuple[Value, Sequence[Sequence[Any]], Sequence[Sequence[Any]]]:
+        self, basic_op_ctxs: Sequence[OperationContext], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Grads, Grads]:
         grads = zip(basic_op_grad_extra_outputs[0], basic_op_ctxs[0].dtypes, strict=True)
         return grad_output, [[None if grad is None else grad.to(dtype) for grad, dtype in grads]], [()]
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
         core = self.where[0][0].core
         return x, *[core.bias_for(i, y) for i, y in enumerate(each(x))]
 

@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm import traced
+from dlp.ops.context import OperationContext
 from dlp.ops.op import BasicOperation
 from dlp.ops.values import Value
 from dlp.parallel.linear.spec import LinearSpec
+from dlp.quant.recipe import Operand
 
 
 class OfRanks(BasicOperation):
@@ -48,12 +50,12 @@ class _OverGroup(OfRanks):
         """Whether there is one rank, so that nothing is sent."""
         return self.process_group is None or self.process_group.size() == 1
 
-    def keep_group(self, ctx: Any) -> ProcessGroup | None:
+    def keep_group(self, ctx: OperationContext) -> ProcessGroup | None:
         """The group of a forward, which its backward uses, too, whatever is set meanwhile."""
         ctx.group = self.process_group
         return self.process_group
 
-    def group_of(self, ctx: Any) -> ProcessGroup | None:
+    def group_of(self, ctx: OperationContext) -> ProcessGroup | None:
         """The group of the forward of this context; before that, the one that is set."""
         group: ProcessGroup | None = getattr(ctx, "group", self.process_group)
         return group
@@ -96,10 +98,10 @@ class AllGather(_OverGroup):
         torch.Size([16, 64])
     """
 
-    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+    def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         return self.run(traced.all_gather, input_, self.keep_group(ctx))
 
-    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         return self.run(traced.reduce_scatter, grad_output, self.group_of(ctx)), ()
 
 
@@ -120,10 +122,10 @@ class ReduceScatter(_OverGroup):
         torch.Size([16, 64])
     """
 
-    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+    def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         return self.run(traced.reduce_scatter, input_, self.keep_group(ctx))
 
-    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         return self.run(traced.all_gather, grad_output, self.group_of(ctx)), ()
 
 
@@ -141,8 +143,8 @@ class AllReduce(_OverGroup):
         torch.Size([16, 64])
     """
 
-    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+    def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         return self.run(traced.all_reduce, input_, self.keep_group(ctx))
 
-    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         return grad_output, ()

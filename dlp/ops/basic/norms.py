@@ -16,8 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dlp.kernels import ops
 from dlp.kernels.launches import by_torch
+from dlp.ops.context import OperationContext
 from dlp.ops.op import BasicOperation
-from dlp.ops.values import LAZY, Value, rows_of, tensor_of
+from dlp.ops.values import LAZY, Tensors, Value, one_tensor, rows_of, tensor_of
+from dlp.quant.recipe import Operand
 
 
 def _plus_one(x: Tensor, *, out: Tensor) -> None:
@@ -152,25 +154,26 @@ class RMSNorm(_Norm):
         torch.Size([16, 64])
     """
 
-    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+    def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         return self.normed(ctx, ops.RmsNormed(self.rows(input_), self.scale_by_launch(), self.eps), input_.shape)
 
-    def normed(self, ctx: Any, lazy: ops.RmsNormed, shape: Sequence[int]) -> Value:
+    def normed(self, ctx: OperationContext, lazy: ops.RmsNormed, shape: Sequence[int]) -> Value:
         """A lazy norm as the output [..., C] of this op; what backward reads of it is saved."""
         ctx.shape = tuple(shape)
         ctx.save_for_backward(lambda: lazy.matrix, lazy.weight, lambda: lazy.rstd)
         return ops.Produced(lazy, shape)
 
     def op_backward(
-        self, ctx: Any, grad_output: Value, *, residual: Tensor | None = None
-    ) -> tuple[Value, Sequence[Any]]:
+        self, ctx: OperationContext, grad_output: Value, *, residual: Tensor | None = None
+    ) -> tuple[Value, Sequence[Tensor | None]]:
         """residual [..., C]: added to dx in the same kernel."""
         x, weight, rstd = ctx.saved_tensors
         add = None if residual is None else rows_of(residual)
         dx, dweight = ops.rms_norm_backward(ops.stored(rows_of(grad_output)), x, weight, rstd, add)
         return dx.view(ctx.shape), [ops.rounded(dweight, weight.dtype)]
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
+        x = one_tensor(x)
         self.check(x)
         if has_memory(x):
             return _RmsNorm.apply(x, self.scale(), self.eps)
@@ -200,19 +203,20 @@ class LayerNorm(_Norm):
 
     biased = True
 
-    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+    def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         x, weight = self.rows(input_), self.scale_by_launch()
         normed = ops.LayerNormed(x, weight, self.bias, self.eps)
         ctx.shape = tuple(input_.shape)
         ctx.save_for_backward(x, weight, lambda: normed.mean, lambda: normed.rstd)
         return ops.Produced(normed, input_.shape)
 
-    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         x, weight, mean, rstd = ctx.saved_tensors
         dx, dweight, dbias = ops.layer_norm_backward(ops.stored(rows_of(grad_output)), x, weight, mean, rstd)
         return dx.view(ctx.shape), [ops.rounded(grad, weight.dtype) for grad in (dweight, dbias)]
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
+        x = one_tensor(x)
         self.check(x)
         if has_memory(x):
             return _LayerNorm.apply(x, self.scale(), self.bias, self.eps)
@@ -237,15 +241,16 @@ class L2Normalization(BasicOperation):
         super().__init__()
         self.eps = eps
 
-    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+    def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         inverse = torch.rsqrt((input_.float() ** 2).sum(-1, keepdim=True) + self.eps)
         ctx.save_for_backward(input_, inverse)
         return (input_ * inverse).to(input_.dtype)
 
-    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         x, inverse = ctx.saved_tensors
         n, g = x.float() * inverse, tensor_of(grad_output).float()
         return ((g - n * (g * n).sum(-1, keepdim=True)) * inverse).to(x.dtype), ()
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
+        x = one_tensor(x)
         return (x * torch.rsqrt((x.float() ** 2).sum(-1, keepdim=True) + self.eps)).to(x.dtype)

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.ops.basic.communication import OfRanks
+from dlp.ops.context import OperationContext
 from dlp.ops.handed import Handed, quantized, why_not
-from dlp.ops.values import HANDED, LAZY, Value, rows_of
+from dlp.ops.values import HANDED, LAZY, Tensors, Value, rows_of
 from dlp.parallel.linear.active import active_region
 from dlp.quant import recipe as recipes
-from dlp.quant.recipe import Recipe
+from dlp.quant.recipe import Operand, Recipe
 
 
 class Quantize(OfRanks):
@@ -65,7 +66,7 @@ class Quantize(OfRanks):
         recipe = own if region is None or not region.enabled else region.recipe or own
         return None if recipe is None else recipe.for_layer("quantize")
 
-    def _quantized(self, ctx: Any, value: Value, tensor: str) -> Value:
+    def _quantized(self, ctx: OperationContext, value: Value, tensor: str) -> Value:
         """The value quantized as the recipe of this pass casts "x" or "dy"; as it is where that is not possible. ValueError if
         it is strict."""
         recipe, strict, group = ctx.how
@@ -76,8 +77,8 @@ class Quantize(OfRanks):
         return quantized(rows_of(value), value.shape, recipe, tensor, group, strict)
 
     def op_forward(
-        self, ctx: Any, input_: Value, *, prev_op_grad_output_quantizer: Any = None, next_op_input_quantizer: Any = None,
-        **kwargs: Any,
+        self, ctx: OperationContext, input_: Value, *, prev_op_grad_output_quantizer: Operand | None = None,
+        next_op_input_quantizer: Operand | None = None, **kwargs: Any,
     ) -> Value:  # fmt: skip
         ctx.how = self.active_recipe(), self.strict, self.process_group  # of backward, too, whatever is set meanwhile
         ctx.quantizes_dx = self.on_backward and prev_op_grad_output_quantizer is None
@@ -85,10 +86,10 @@ class Quantize(OfRanks):
             return input_
         return self._quantized(ctx, input_, "x")
 
-    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         return (self._quantized(ctx, grad_output, "dy") if ctx.quantizes_dx else grad_output), ()
 
-    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
         """x: traced linears take dense tensors, and cast them."""
         return x
 

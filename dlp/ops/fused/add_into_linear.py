@@ -14,6 +14,7 @@ from torch import Tensor
 from dlp.kernels.launches import by_torch
 from dlp.ops.basic.arithmetic import AddExtraInput, ConstantScale
 from dlp.ops.basic.bias import Bias
+from dlp.ops.context import OperationContext
 from dlp.ops.fusions import Pattern, maybe, register_forward_fusion
 from dlp.ops.linear import BasicLinear
 from dlp.ops.op import Extras, InnerFused
@@ -25,8 +26,8 @@ class LinearIntoExtraInput(InnerFused):
     takes = frozenset({LAZY, HANDED})
 
     def fuser_forward(
-        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
-    ) -> tuple[Value, Sequence[Any]]:
+        self, basic_op_ctxs: Sequence[OperationContext], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
+    ) -> tuple[Value, Sequence[Sequence[Tensor]]]:
         linear, *between, add = self.basic_ops
         ctx, extra = basic_op_ctxs[0], basic_op_extra_inputs[-1][0]
         assert extra is not None
@@ -47,7 +48,7 @@ class LinearIntoExtraInput(InnerFused):
         return extra, [()] * len(self.basic_ops)
 
 
-def _y_shape(ctx: Any, x: Value) -> Sequence[int]:
+def _y_shape(ctx: OperationContext, x: Value) -> Sequence[int]:
     """Of y: tokens as x has them; [tokens, N] where ranks gather them."""
     spec, features = ctx.bound.spec, ctx.pass_tensors[0][0].shape[0]
     return (*x.shape[:-1], features) if spec.style.gathers is None else (x.shape[0] * spec.tp, features)

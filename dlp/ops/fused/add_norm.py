@@ -13,6 +13,7 @@ from torch import Tensor
 from dlp.kernels.ops import AddedNormed
 from dlp.ops.basic.arithmetic import AddExtraInput, MakeExtraOutput
 from dlp.ops.basic.norms import RMSNorm
+from dlp.ops.context import OperationContext
 from dlp.ops.fusions import Pattern, maybe, register_forward_fusion
 from dlp.ops.op import Extras, InnerFused
 from dlp.ops.values import Value, rows_of
@@ -20,8 +21,8 @@ from dlp.ops.values import Value, rows_of
 
 class ForwardAddNorm(InnerFused):
     def fuser_forward(
-        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
-    ) -> tuple[Value, Sequence[Sequence[Any]]]:
+        self, basic_op_ctxs: Sequence[OperationContext], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
+    ) -> tuple[Value, Sequence[Sequence[Tensor]]]:
         add, *branch, norm = self.basic_ops
         extra = basic_op_extra_inputs[0][0]
         assert extra is not None
@@ -34,7 +35,8 @@ class ForwardAddNorm(InnerFused):
         norm.check(input_)
         lazy = AddedNormed(rows_of(input_), rows_of(extra), norm.scale_by_launch(), norm.eps)
         y = norm.normed(basic_op_ctxs[-1], lazy, input_.shape)
-        return y, [(), *[(_LazySum(lazy, input_.shape),) for _ in branch], ()]
+        extras: list[Any] = [(_LazySum(lazy, input_.shape),) for _ in branch]
+        return y, [(), *extras, ()]
 
 
 class _LazySum:

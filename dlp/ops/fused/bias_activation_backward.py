@@ -4,21 +4,21 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from dlp.ops.basic.activations import GELU, ReLU, SiLU, SReLU
 from dlp.ops.basic.bias import Bias
+from dlp.ops.context import OperationContext
 from dlp.ops.fusions import Pattern, register_backward_fusion
 from dlp.ops.op import Extras, InnerFused
-from dlp.ops.values import LAZY, Value
+from dlp.ops.values import LAZY, Grads, Value
 
 
 class BackwardBiasActivation(InnerFused):
     takes = frozenset({LAZY})
 
     def fuser_backward(
-        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
-    ) -> tuple[Value, Sequence[Any], Sequence[Any]]:
+        self, basic_op_ctxs: Sequence[OperationContext], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Grads, Grads]:
         bias, activation = self.basic_ops
         dx, _ = activation.op_backward(basic_op_ctxs[1], grad_output)
         dx, sums = bias.op_backward(basic_op_ctxs[0], dx, lazy=True)

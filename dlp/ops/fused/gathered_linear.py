@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from dlp.kernels.ops import Produced
 from dlp.ops.basic.bias import Bias
 from dlp.ops.basic.communication import AllGather
+from dlp.ops.context import OperationContext
 from dlp.ops.fusions import Pattern, maybe, register_backward_fusion, register_forward_fusion
 from dlp.ops.linear import BasicLinear, with_style
 from dlp.ops.op import Extras, InnerFused
-from dlp.ops.values import HANDED, LAZY, MANY, Value, is_handed, rows_of, with_leading_dims
+from dlp.ops.values import HANDED, LAZY, MANY, Grads, Value, is_handed, rows_of, with_leading_dims
 from dlp.parallel.linear.capture import obstacle
 from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.style import COLUMN_SP
@@ -26,16 +29,16 @@ class GatheredLinear(InnerFused):
     takes = frozenset({LAZY, MANY, HANDED})
     none_grads = True
 
-    def bound(self, basic_op_ctxs: Sequence[Any]) -> BoundSpec:
+    def bound(self, basic_op_ctxs: Sequence[OperationContext]) -> BoundSpec:
         """The spec as COLUMN_SP over the group that the AllGather has, or had in this forward."""
         return with_style(basic_op_ctxs[1].bound, COLUMN_SP, self.basic_ops[0].group_of(basic_op_ctxs[0]))
 
-    def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
+    def obstacle(self, basic_op_ctxs: Sequence[OperationContext], which: str) -> str:
         return obstacle(self.bound(basic_op_ctxs), which)
 
     def fuser_forward(
-        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
-    ) -> tuple[Value, Sequence[Any]]:
+        self, basic_op_ctxs: Sequence[OperationContext], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
+    ) -> tuple[Value, Sequence[Sequence[Tensor]]]:
         gather, linear, *bias = self.basic_ops
         gather.keep_group(basic_op_ctxs[0])
         ctx, shape = basic_op_ctxs[1], tuple(input_.shape)
@@ -49,8 +52,8 @@ class GatheredLinear(InnerFused):
         return (tuple(ys) if len(ys) > 1 else ys[0]), [()] * len(self.basic_ops)
 
     def fuser_backward(
-        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
-    ) -> tuple[Value, Sequence[Any], Sequence[Any]]:
+        self, basic_op_ctxs: Sequence[OperationContext], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Grads, Grads]:
         dx, of_weights = self.basic_ops[1].differentiate(basic_op_ctxs[1], grad_output, self.bound(basic_op_ctxs))
         return dx, [(), of_weights], [(), ()]
 

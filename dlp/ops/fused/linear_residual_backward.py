@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from dlp.ops.basic.arithmetic import MakeExtraOutput
+from dlp.ops.context import OperationContext
 from dlp.ops.fusions import Pattern, register_backward_fusion
 from dlp.ops.linear import BasicLinear
 from dlp.ops.op import Extras, InnerFused
-from dlp.ops.values import HANDED, LAZY, MANY, Value
+from dlp.ops.values import HANDED, LAZY, MANY, Grads, Value
 from dlp.parallel.linear.functional import NO_FINISH, Finish
 
 
@@ -20,8 +21,8 @@ class BackwardLinearIntoResidual(InnerFused):
     takes = frozenset({LAZY, MANY, HANDED})
 
     def fuser_backward(
-        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
-    ) -> tuple[Value, Sequence[Any], Sequence[Any]]:
+        self, basic_op_ctxs: Sequence[OperationContext], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Grads, Grads]:
         linear, ctx, extra = self.basic_ops[1], basic_op_ctxs[1], basic_op_grad_extra_outputs[0][0]
         in_place = extra is not None and extra.data_ptr() not in basic_op_ctxs[0].shared_addresses
         direct = (

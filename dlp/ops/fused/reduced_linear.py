@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from dlp.ops.basic.bias import Bias
 from dlp.ops.basic.communication import AllReduce, ReduceScatter
+from dlp.ops.context import OperationContext
 from dlp.ops.fusions import Pattern, maybe, register_forward_backward_fusion
 from dlp.ops.linear import BasicLinear, with_style
 from dlp.ops.op import Extras, InnerFused
-from dlp.ops.values import HANDED, LAZY, Value, with_leading_dims
+from dlp.ops.values import HANDED, LAZY, Grads, Value, with_leading_dims
 from dlp.parallel.linear.capture import obstacle
 from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.style import ROW, ROW_SP
@@ -24,7 +27,7 @@ from dlp.parallel.style import ROW, ROW_SP
 class ReducedLinear(InnerFused):
     takes = frozenset({LAZY, HANDED})
 
-    def bound(self, basic_op_ctxs: Sequence[Any]) -> BoundSpec:
+    def bound(self, basic_op_ctxs: Sequence[OperationContext]) -> BoundSpec:
         """The spec as ROW or ROW_SP: the linear's own, or over the group that the reduction has, or had in this forward."""
         linear, reduction = self.basic_ops[:2]
         bound: BoundSpec = basic_op_ctxs[0].bound
@@ -33,12 +36,12 @@ class ReducedLinear(InnerFused):
         style = ROW_SP if isinstance(reduction, ReduceScatter) else ROW
         return with_style(bound, style, reduction.group_of(basic_op_ctxs[1]))
 
-    def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
+    def obstacle(self, basic_op_ctxs: Sequence[OperationContext], which: str) -> str:
         return obstacle(self.bound(basic_op_ctxs), which)
 
     def fuser_forward(
-        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
-    ) -> tuple[Value, Sequence[Any]]:
+        self, basic_op_ctxs: Sequence[OperationContext], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
+    ) -> tuple[Value, Sequence[Sequence[Tensor]]]:
         linear, reduction, *bias = self.basic_ops
         reduction.keep_group(basic_op_ctxs[1])
         biases = bias[0].biases_for(basic_op_ctxs[2]) if bias else None
@@ -48,8 +51,8 @@ class ReducedLinear(InnerFused):
         return y, [()] * len(self.basic_ops)
 
     def fuser_backward(
-        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
-    ) -> tuple[Value, Sequence[Any], Sequence[Any]]:
+        self, basic_op_ctxs: Sequence[OperationContext], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Grads, Grads]:
         linear, _, *bias = self.basic_ops
         of_bias: list[Any] = []
         if bias:

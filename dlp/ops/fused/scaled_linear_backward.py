@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from dlp.ops.basic.arithmetic import ConstantScale
+from dlp.ops.context import OperationContext
 from dlp.ops.fusions import Pattern, register_backward_fusion
 from dlp.ops.linear import BasicLinear
 from dlp.ops.op import Extras, InnerFused
-from dlp.ops.values import HANDED, LAZY, MANY, Value
+from dlp.ops.values import HANDED, LAZY, MANY, Grads, Value
 from dlp.parallel.linear.functional import Finish
 
 
@@ -17,8 +18,8 @@ class BackwardScaledLinear(InnerFused):
     takes = frozenset({LAZY, MANY, HANDED})
 
     def fuser_backward(
-        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
-    ) -> tuple[Value, Sequence[Any], Sequence[Any]]:
+        self, basic_op_ctxs: Sequence[OperationContext], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Grads, Grads]:
         linear, scale = self.basic_ops
         dx, of_weights = linear.differentiate(
             basic_op_ctxs[0], grad_output, basic_op_ctxs[0].bound, Finish(scale.scale_of(basic_op_ctxs[1]))
