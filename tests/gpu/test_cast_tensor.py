@@ -147,7 +147,7 @@ def test_what_a_cast_refuses(device):
     codes = torch.empty(4, 8, dtype=CODES[0], device=device)
     with pytest.raises(ValueError, match="pass codes, codes_t or both"):
         cuda.cast_tensor(TensorJob(x, scalar, amax=scalar))
-    with pytest.raises(ValueError, match="amax or from scale: pass one"):
+    with pytest.raises(ValueError, match="amax or from scale: pass exactly one"):
         cuda.cast_tensor(TensorJob(x, scalar, codes))
     with pytest.raises(ValueError, match=r"codes_t must be a contiguous \[8, 4\]"):
         cuda.cast_tensor(TensorJob(x, scalar, codes_t=codes, amax=scalar))

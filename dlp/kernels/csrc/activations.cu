@@ -2,8 +2,8 @@
 // dup = dh * act(gate). x, gate, up [rows, cols] of bf16 or fp32; all arithmetic in fp32, in the order of operations of
 // reference.activations (activation, activation_backward, gated, gated_backward).
 //
-// Grid: an octet a thread, 256 threads a block. Instead of storing y or h a kernel can observe max |y|, for a cast that makes
-// the elements itself (producer.cuh). Bound by memory: 4, 6 and 10 bytes an element of bf16, but for tanh and exp.
+// Grid: one octet per thread, 256 threads per block. Instead of storing y or h a kernel can observe max |y|, for a cast that
+// makes the elements itself (producer.cuh). Bound by memory: 4, 6 and 10 bytes per element of bf16, but for tanh and exp.
 #include "activations.cuh"
 
 namespace dlp {

@@ -1,17 +1,17 @@
 // amax = max |x| of one matrix, or of each matrix of a table in one launch (reference.scales.amax). NaN is ignored, Inf is
-// kept. The result does not depend on the order, so it is deterministic. Reads 2 (bf16) or 4 bytes an element and writes
+// kept. The result does not depend on the order, so it is deterministic. Reads 2 (bf16) or 4 bytes per element and writes
 // nothing else.
 //
-// Grid: persistent blocks of 256 threads; a piece of work is a chunk of 16,384 elements, eight octets a thread, four of them
+// Grid: persistent blocks of 256 threads; a piece of work is a chunk of 16,384 elements, eight octets per thread, four of them
 // in flight at once. A block keeps its maximum in registers while its chunks belong to one job, and ends with at most one
-// atomic a job. The outputs are set to 0 by a small kernel in front, beside which this one begins to read (programmatic
+// atomic per job. The outputs are set to 0 by a small kernel in front, beside which this one begins to read (programmatic
 // dependent launch).
 //
 // Chunks are taken from the last to the first: the cast that follows reads from the first on, and finds there what the L2 cache
 // still holds (3 % of amax and cast + transpose at 32 MB, 0.8 % at 128 MB).
 //
-// Road not taken: partial maxima in scratch memory and a last block that joins them, which needs zeroed counters that outlive
-// the call.
+// Rejected alternative: partial maxima in scratch memory and a last block that joins them, which needs zeroed counters that
+// outlive the call.
 #include "jobs.cuh"
 
 namespace dlp {

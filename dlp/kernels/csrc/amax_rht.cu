@@ -1,9 +1,9 @@
 // The two amaxes that NVFP4's cast needs, in one read: max |x|, and max |bf16(H x)|, the Hadamard transform taken along
 // groups of 16 rows of each column, as the columnwise operand takes it (reference.nvfp4.rht16).
 //
-// Grid: persistent, two blocks of 256 threads a multiprocessor, each walking over 128x128 tiles whose next is fetched ahead.
+// Grid: persistent, two blocks of 256 threads per SM, each walking over 128x128 tiles whose next is fetched ahead.
 // A group of 16 rows spans two patches, one below the other: two lanes exchange half of their columns, and each transforms
-// four. Reads 2 (bf16) or 4 bytes an element; 0.99 of a copy on an H200. Rows outside of the matrix count as 0.
+// four. Reads 2 (bf16) or 4 bytes per element; 0.99 of the speed of a copy on an H200. Rows outside of the matrix count as 0.
 #include "fp4.cuh"
 #include "nibbles.cuh"
 

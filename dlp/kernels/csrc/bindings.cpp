@@ -1,8 +1,8 @@
-// The Python module `dlp_kernels`: pointers and sizes come as integers, jobs as tuples of 64-bit words (kernels.h). No torch
-// header is included, so it compiles in seconds and does not depend on the version of torch.
+// Python module `dlp_kernels`: pointers and sizes are integers, jobs are tuples of 64-bit words (kernels.h). The module
+// includes no torch header, compiles in seconds and does not depend on the version of torch.
 //
-// `bind` makes a function of the module. `bind_step` also registers it by name as a step that a captured program may run
-// (steps.h); such functions take their jobs as `Words<Job>`, which know which of their words are addresses.
+// `bind` adds a function to the module. `bind_step` also registers the function by name as a step of captured programs
+// (steps.h); such functions take jobs as `Words<Job>`, which marks the words that are addresses.
 #include <cstring>
 
 #include <pybind11/pybind11.h>
@@ -15,8 +15,8 @@
 namespace dlp {
 namespace {
 
-// A launch blocks while the device's queue is full, as it is when a peer has died. Other threads must run meanwhile, such as
-// the one that then ends the process, so launches release the GIL.
+// A launch blocks while the queue of the device is full, for example after a peer has died. Launches release the GIL, so that
+// other threads can run, such as the thread that ends the process.
 using Unlocked = pybind11::call_guard<pybind11::gil_scoped_release>;
 
 template <class Kernel>

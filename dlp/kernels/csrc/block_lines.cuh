@@ -1,11 +1,11 @@
-// FP8 with an fp32 scale every 128 elements of the contraction, in both orientations, of a tile that lies in registers: the 128
-// rows and the 128 columns of a tile are 256 blocks, one a thread.
+// FP8 with one fp32 scale per 128 elements of the contraction, in both orientations, of a tile that lies in registers: the 128
+// rows and the 128 columns of a tile are 256 blocks, one per thread.
 //
 //   1. amaxes of rows (by shuffles) and of columns (by warps) to shared memory
 //   2. thread t makes the scale of row t, or of column t - 128, and stores its inverse
 //   3. each thread reads back the eight scales of its patch's rows and the eight of its columns, and encodes
 //
-// So there is one division a block. With scales made where they are needed, 16 threads would make each of them.
+// So there is one division per block. With scales made where they are needed, 16 threads would make each of them.
 // Shared memory: BlockLines, 5,632 bytes.
 #pragma once
 

@@ -1,14 +1,15 @@
-// FP8 with an fp32 scale every 128 elements of the contraction (DeepSeek-V3, arXiv 2412.19437), both orientations in one read:
+// FP8 with one fp32 scale per 128 elements of the contraction (DeepSeek-V3, arXiv 2412.19437), both orientations in one read:
 //
 //   x [rows, cols] -> codes [rows, cols], scale_inv [rows, cols / 128]
 //              x.T -> codes_t [cols, rows], scale_inv_t [cols, rows / 128]
 //   scale = scale_from_amax(max |x| of the block),   q = enc(fl(x * scale)),   scale_inv = fl(1 / scale)
 //
-// Equals reference.fp8.cast_fp8_block with a block of (1, 128). Any rows and cols: missing elements count as 0.
+// Bitwise equal to reference.fp8.cast_fp8_block with a block of (1, 128). Any rows and cols: missing elements count as 0.
 //
-// Grid: a 128x128 tile a block of 256 threads (tile.cuh). Shared memory, bytes of bf16 (fp32): tile 32,768 (65,552), transposed
-// codes 16,384, amaxes and scales 5,632 (block_lines.cuh): three (two) blocks a multiprocessor. Bound by memory: 4 (6) bytes an
-// element and 1/16 for scales; 0.90 of a copy with scales as the GEMM reads them, 0.845 with compact ones (H200, bf16).
+// Grid: one 128x128 tile per block of 256 threads (tile.cuh). Shared memory, bytes of bf16 (fp32): tile 32,768 (65,552),
+// transposed codes 16,384, amaxes and scales 5,632 (block_lines.cuh): three (two) blocks a SM. Bound by memory: 4 (6) bytes an
+// element and 1/16 for scales; 0.90 of the speed of a copy with scales as the GEMM reads them, 0.845 with compact ones (H200,
+// bf16).
 #include "block_lines.cuh"
 
 namespace dlp {

@@ -1,20 +1,20 @@
-// MXFP8 (OCP MX v1.0; scales by the rule of arXiv 2506.08027): an E8M0 scale every 32 elements of the contraction, both
+// MXFP8 (OCP MX v1.0; scales by the rule of arXiv 2506.08027): one E8M0 scale per 32 elements of the contraction, both
 // orientations in one read.
 //
 //   x [rows, cols] -> codes [rows, cols], bytes [rows, cols / 32]
 //              x.T -> codes_t [cols, rows], bytes_t [cols, rows / 32]
 //   b = e8m0(amax_block / max),   q = enc(fl(x * 2^(127 - b)))
 //
-// Equals reference.mx.cast_mxfp8 with a block of (1, 32).
+// Bitwise equal to reference.mx.cast_mxfp8 with a block of (1, 32).
 //
-// Grid: a 128x128 tile a block of 256 threads (tile.cuh). A block of 32 along a row lies in four neighbouring lanes, whose
+// Grid: one 128x128 tile per block of 256 threads (tile.cuh). A block of 32 along a row lies in four neighbouring lanes, whose
 // amaxes are joined by shuffles. One along a column lies in two lanes of each of two warps, joined through shared memory. A
 // tile has 1024 scales: a thread makes two of rows and two of columns, and reads back the eight of its rows and the eight of
-// its columns. (Made by each thread that needs them, 16 a thread, an fp32 cast took 121 us instead of 111; dev/log.md.)
+// its columns. (Made by each thread that needs them, 16 per thread, an fp32 cast took 121 us instead of 111; dev/log.md.)
 //
 // Shared memory, bytes of bf16 (fp32): tile 32,768 (65,552), transposed codes 16,384, maxima and multipliers 8,192, scale
-// bytes 1,024. Bound by memory: 4 (6) bytes an element and 1/16 for scales; 0.90 of a copy with blocks first, 0.845 compact
-// (H200, bf16).
+// bytes 1,024. Bound by memory: 4 (6) bytes per element and 1/16 for scales; 0.90 of the speed of a copy with blocks first,
+// 0.845 compact (H200, bf16).
 #include "e8m0.cuh"
 #include "line_maxima.cuh"
 #include "scale_bytes.cuh"

@@ -1,14 +1,14 @@
-// NVFP4 (fp4.cuh) with an E4M3 scale every 16 elements of the contraction, both orientations in one read:
+// NVFP4 (fp4.cuh) with one E4M3 scale per 16 elements of the contraction, both orientations in one read:
 //
 //   x [rows, cols] -> codes [rows, cols / 2], scales [rows, cols / 16]
 //              x.T -> codes_t [cols, rows / 2], scales_t [cols, rows / 16]
 //
 // Rows are quantized as they are; columns after the random Hadamard transform of 16 rows if `rht`. Rounding is to nearest, or
-// stochastic with one call of Philox a block of 16. Equals reference.nvfp4.cast_nvfp4 with a block of (1, 16). rows and cols
-// are multiples of 16 (of an orientation that is written, its last dimension). With four over six a block is encoded twice, under
-// the scales for 6 and for 4, and keeps the codes with the smaller error.
+// stochastic with one call of Philox a block of 16. Bitwise equal to reference.nvfp4.cast_nvfp4 with a block of (1, 16). rows
+// and cols are multiples of 16 (of an orientation that is written, its last dimension). With four over six a block is encoded
+// twice, under the scales for 6 and for 4, and keeps the codes with the smaller error.
 //
-// Bound by instructions (31 an element), and by how many warps there are to issue them; bytes are 3.1 an element of bf16. So
+// Bound by instructions (31 per element), and by how many warps there are to issue them; bytes are 3.1 an element of bf16. So
 // a thread takes one or two whole blocks at a time from a strip in shared memory (strip.cuh), in 64 registers if nothing is
 // random: a block's maximum, scale, transform and random bytes stay within one thread. A block of threads walks over four
 // tiles, for which the multipliers of the 128 possible scales are made once: a division a block of 16 would be a tenth of all
@@ -16,7 +16,7 @@
 //
 // Shared memory, bytes of bf16 (fp32):
 //   strips             34,816 (67,584)     of the tile, eight warps
-//   Columns             8,192              transposed codes, 64 bytes a column
+//   Columns             8,192              transposed codes, 64 bytes per column
 //   Scales              2,048              eight scales of each row and column
 //   2 Scaling           1,072              multiplier by scale, for rows and for columns
 //   sums                4,096              only with Producer::kColumnSums

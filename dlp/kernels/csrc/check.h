@@ -1,4 +1,4 @@
-// Checks that print both values. A failed one throws std::runtime_error, which arrives in Python as a RuntimeError.
+// Checks that print both values. A failed check throws std::runtime_error, a RuntimeError in Python.
 #pragma once
 
 #include <sstream>

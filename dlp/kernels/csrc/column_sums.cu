@@ -1,6 +1,6 @@
 // Sums of columns in fp32 in a fixed order, for gradients of biases and norms. Two kernels:
 //
-//   tile_sums   x [rows, cols] -> [ceil(rows / 128), cols], a sum for each tile of 128 rows (reference.producers.tile_sums).
+//   tile_sums   x [rows, cols] -> [ceil(rows / 128), cols], one sum per tile of 128 rows (reference.producers.tile_sums).
 //               producer.cuh does the same in the own read of a cast.
 //   sum_parts   parts [count, cols] -> [cols]: every 32nd part in order, then those 32 sums by halves
 //               (reference.producers.sum_parts).

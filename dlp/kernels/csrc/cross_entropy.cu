@@ -4,10 +4,10 @@
 //   softmax_gradient   dx = (exp(x - log_sum) - one_hot(target)) * weight[row]     (Goodfellow et al., Deep Learning, 6.2.2.3)
 //                      0 in rows of weight 0, whatever x is: ignored tokens may have logits that are not finite
 //
-// Logits are read as they are and never stored in fp32. log_sum_exp takes a row a block of 256 threads, four octets a thread
-// in flight, and keeps a running maximum and sum in each thread (Milakov and Gimelshein, arXiv 1805.02867). softmax_gradient
-// takes a chunk of 8192 columns of a row a block. 2 and 4 bytes an element of bf16; the first is bound by expf (0.53 of a
-// copy), the second by memory (0.92).
+// Logits are read as they are and never stored in fp32. log_sum_exp takes one row per block of 256 threads, four octets per
+// thread in flight, and keeps a running maximum and sum in each thread (Milakov and Gimelshein, arXiv 1805.02867).
+// softmax_gradient takes a chunk of 8192 columns of a row a block. 2 and 4 bytes per element of bf16; the first is bound by
+// expf (0.53 of a copy), the second by memory (0.92).
 //
 // Exponentials are the device's, so results lie within a bound of reference.loss; the order of all sums is fixed, so that
 // they do not change from run to run.

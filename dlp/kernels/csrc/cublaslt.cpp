@@ -1,4 +1,4 @@
-// See cublaslt.h. cuBLASLt is column-major, so it is asked for D.T = B @ A.T: its A is our B and its B is our A.
+// See cublaslt.h. cuBLASLt is column-major and computes D.T = B @ A.T: A of cuBLASLt is our B, and B of cuBLASLt is our A.
 #include "cublaslt.h"
 
 #include <dlfcn.h>
@@ -79,7 +79,7 @@ void set(Opaque desc, DescAttribute attribute, const T& value) {
     LT(MatmulDescSetAttribute, desc, attribute, &value, sizeof(value));
 }
 
-// A handle belongs to the device that is current when it is made.
+// A handle belongs to the device that is current at creation.
 Handle handle_of(int device) {
     static std::map<int, Handle> handles;
     Handle& handle = handles[device];
@@ -154,8 +154,8 @@ void GemmPlan::State::describe(const GemmProblem& problem) {
     set(desc, kTransB, problem.a_col_major ? kOpT : kOpN);
     if (problem.fast_accumulation) set(desc, kFastAccumulation, int8_t{1});
     if (problem.sms > 0) set(desc, kSmCountTarget, problem.sms);
-    // Scales and bias are attributes of the descriptor. Their pointers are set by each run, but the heuristics must see now
-    // that there will be some, hence a placeholder.
+    // Scales and bias are attributes of the descriptor. Each run sets the pointers, but the heuristics need non-null pointers
+    // at creation, hence a placeholder.
     const void* placeholder = reinterpret_cast<const void*>(uintptr_t{256});
     scaled_a = problem.b_scale >= 0, scaled_b = problem.a_scale >= 0;
     if (scaled_a) set(desc, kScalePointerA, placeholder);

@@ -1,7 +1,7 @@
-// GEMMs by cuBLASLt, as plans: descriptors and an algorithm, made once for a problem and run many times.
+// GEMMs by cuBLASLt, as plans: descriptors and an algorithm, created once for a problem and run many times.
 //
-// cuBLASLt's header is part of a 400 MB package that a machine with nvcc need not have, while the library itself is there:
-// torch has loaded it. So it is opened by name, and the few types and constants that plans need are declared in cublaslt.cpp.
+// The header of cuBLASLt is part of a 400 MB package that need not be installed, but torch always loads the library. The
+// library is therefore opened by name, and cublaslt.cpp declares the few types and constants that plans need.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace dlp {
 // strides are elements between rows, or between columns if `*_col_major` is 1: then elements of a column are adjacent.
 struct GemmProblem {
     int32_t a_type, b_type, d_type;
-    int32_t bias_type;              // of a vector [cols] that is added to D; -1: none
+    int32_t bias_type;              // type of a vector [cols] that is added to D; -1: none
     int64_t rows, cols, contraction;
     int64_t a_stride, b_stride, d_stride;
     int32_t a_col_major, b_col_major;
@@ -23,8 +23,8 @@ struct GemmProblem {
     int32_t accumulate;             // D += instead of D =
     int32_t device_alpha;           // D is multiplied by a factor in device memory
     int32_t fast_accumulation, tf32;  // of FP8; of fp32 operands
-    int32_t sms;                    // multiprocessors that it may use; 0: all
-    int32_t alignment;              // of all pointers, in bytes
+    int32_t sms;                    // number of SMs; 0: all
+    int32_t alignment;              // alignment of all pointers, in bytes
 };
 
 struct GemmPointers {
@@ -34,7 +34,7 @@ struct GemmPointers {
     const void *alpha, *beta;       // fp32 in device memory, if the problem has device_alpha
 };
 
-// Opens the first of `names` that there is. Throws, saying what the loader said of each, if there is none.
+// Opens the first existing library of `names`. Throws with the messages of the loader if no library exists.
 void open_cublaslt(const std::vector<std::string>& names);
 
 // The version of the library, as 130101.
@@ -42,7 +42,7 @@ int64_t cublaslt_version();
 
 class GemmPlan {
 public:
-    // Asks the heuristics for at most `wanted` algorithms, best first by their guess. `device` is the current one.
+    // Reads at most `wanted` algorithms from the heuristics, best estimate first. `device` is the current device.
     GemmPlan(const GemmProblem& problem, int device, int64_t workspace_bytes, int wanted);
     ~GemmPlan();
     GemmPlan(const GemmPlan&) = delete;

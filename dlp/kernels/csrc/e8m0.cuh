@@ -1,5 +1,5 @@
 // The scales of MXFP8 (OCP Microscaling Formats v1.0): a byte b means 2^(b - 127), 0xFF is NaN; there is neither zero nor sign.
-// Equals reference.mx.
+// Bitwise equal to reference.mx.
 #pragma once
 
 #include "fp8.cuh"

@@ -1,6 +1,6 @@
-// NVFP4 (arXiv 2509.25149): E2M1 codes, an E4M3 scale for every 16 elements, an fp32 amax for the tensor; and the random
-// Hadamard transform of its wgrad operands. Equals reference.fp4 and reference.nvfp4 bit for bit: the order of every product
-// is part of the format.
+// NVFP4 (arXiv 2509.25149): E2M1 codes, one E4M3 scale per 16 elements, an fp32 amax for the tensor; and the random
+// Hadamard transform of its wgrad operands. Bitwise equal to reference.fp4 and reference.nvfp4 bit for bit: the order of every
+// product is part of the format.
 //
 //   S_enc = min(fl(2688 / amax), FLT_MAX), 1 where amax is 0, Inf or NaN      2688 = 448 * 6
 //   s8    = e4m3(fl(amax_block * fl(S_enc * fl(1/6))))                        the stored scale
@@ -184,8 +184,8 @@ __device__ uint32_t magnitudes(uint32_t codes) {
     return __byte_perm(low, high, 0x5140);
 }
 
-// fl(d * d), d = fl(|e2m1| * s8 - fl(|x| * S_enc)): the squared error of one element in units of 1 / S_enc, with the signs of both
-// left out since they agree. The product of a code and a scale is exact. `magnitude`: the code's value; `scale`: s8.
+// fl(d * d), d = fl(|e2m1| * s8 - fl(|x| * S_enc)): the squared error of one element in units of 1 / S_enc, with the signs of
+// both left out since they agree. The product of a code and a scale is exact. `magnitude`: the code's value; `scale`: s8.
 __device__ inline float squared_error(float x, float magnitude, float scale, float encode) {
     const float difference = __fmaf_rn(magnitude, scale, -__fmul_rn(fabsf(x), encode));
     return __fmul_rn(difference, difference);

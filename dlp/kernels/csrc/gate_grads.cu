@@ -2,12 +2,12 @@
 //
 //   dgate = dh * up * s * (1 + gate * (1 - s)),   dup = dh * gate * s,   s = 1 / (1 + exp(-gate));   rounded to bf16, then cast
 //
-// 10 bytes an element (6 read, 4 written), where a kernel that stores both and two casts move 18. The codes are those of
+// 10 bytes per element (6 read, 4 written), where a kernel that stores both and two casts move 18. The codes are those of
 // swiglu_backward and cast_transpose.cu or cast_block_1d.cu, one after the other.
 //
-// Grid: a 128x128 tile a block of 256 threads, which makes the tile of dgate in registers and keeps that of dup in shared
+// Grid: one 128x128 tile per block of 256 threads, which makes the tile of dgate in registers and keeps that of dup in shared
 // memory, in the place of up. Shared memory: transposed codes 16,384 bytes, dup 32,768, then block_lines.cuh's 5,632 or 64.
-// Two blocks a multiprocessor: three would spill (435 us for 371 in blocks, dev/log.md).
+// Two blocks a SM: three would spill (435 us for 371 in blocks, dev/log.md).
 //
 // Input: rows and cols multiples of 128, rows aligned to 16 bytes. An earlier form that took edges of matrices as well left a
 // process of tests with illegal memory accesses that were not explained (dev/log.md).

@@ -1,8 +1,9 @@
-// D = A @ B.T of FP8 codes with fp32 scales: A's of 1x128 blocks, B's of 128x128 tiles, both contracted along their last dimension.
+// D = A @ B.T of FP8 codes with fp32 scales: A's of 1x128 blocks, B's of 128x128 tiles, both contracted along their last
+// dimension.
 //
-// A persistent, warp-specialized kernel. A tile of D is 128 x 192. Two blocks of a cluster compute a pair of tiles, one below the
-// other, with the same lines of B: each loads half of these and multicasts it to both. One cluster a pair of multiprocessors stays,
-// and walks over the pairs of tiles. Roles of the 12 warps of a block (384 threads; registers a thread):
+// A persistent, warp-specialized kernel. A tile of D is 128 x 192. Two blocks of a cluster compute a pair of tiles, one below
+// the other, with the same lines of B: each loads half of these and multicasts it to both. One cluster a pair of SMs stays,
+// and walks over the pairs of tiles. Roles of the 12 warps of a block (384 threads; registers per thread):
 //
 //     warps 0-3, 4-7   consumer warpgroups (240)   64 lines of the tile each, as two products of 64 x 96 (wgmma m64n96k32);
 //                                                  they store their sums themselves: there is no warp for stores
@@ -15,11 +16,11 @@
 //          0   5 x 40960   codes: A 128 lines of 128 bytes, B 192 lines, in the 128-byte swizzle
 //     204800   5 x   544   scales: of 128 rows of A (512), of two tiles of B times four stages (32)
 //     207520   5 x     8   full[stage]    a phase ends when all bytes of the stage are here: 1 arrival, of who expects them
-//     207560   5 x     8   empty[stage]   a phase ends when nobody reads the stage: 16 arrivals, of the 8 consumer warps of both
+//     207560   5 x     8   empty[stage]   a phase ends when no thread reads the stage: 16 arrivals, of the 8 consumer warps of both
 //                                         blocks, since the lines of B that a block loads go to both
 //
-// The tensor core sums 128 products to some 14 bits. Then an accumulator is promoted: multiplied by both scales and added to fp32
-// registers, while the tensor core works on the other one, so that it always has work:
+// The tensor core sums 128 products to some 14 bits. Then an accumulator is promoted: multiplied by both scales and added to
+// fp32 registers, while the tensor core works on the other one, so that it always has work:
 //
 //     tensor core    left half of stage k │ right half of k │ left half of k + 1 │ right half of k + 1
 //     fp32 units                          │ promote left k  │ promote right k    │ promote left k + 1
@@ -48,8 +49,8 @@ struct Problem {
     int blocks, pairs_down, pairs_across;  // of 128 along the contraction; of tiles
 };
 
-// Which tile is next. Groups of kGroup pairs of rows are walked over column by column, so that the blocks that run at once share
-// lines of A and B in L2.
+// Which tile is next. Groups of kGroup pairs of rows are walked over column by column, so that the blocks that run at once
+// share lines of A and B in L2.
 struct Tiles {
     const Problem& p;
     int next_pair, row = 0, col = 0;
@@ -223,8 +224,9 @@ __device__ void consume(const Problem& p, Shared shared, int group, int rank) {
         for (int i = 0; i < kSums; ++i) sums[0][i] = sums[1][i] = 0.0f;
         shared.full(ring.stage).wait(ring.parity);
         start(0, ring.stage);
-        // 128 of the contraction: the first product is under way, and that of the next block begins before the second is promoted.
-        // The order matters to ptxas (dev/log.md): look for C7514 in its report, which says that products wait for each other.
+        // 128 of the contraction: the first product is under way, and that of the next block begins before the second is
+        // promoted. The order matters to ptxas (dev/log.md): look for C7514 in its report, which says that products wait for
+        // each other.
         const auto block = [&](int number, auto last) {
             const int stage = ring.stage;
             ring.advance();

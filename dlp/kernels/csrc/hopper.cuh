@@ -1,5 +1,5 @@
-// PTX of Hopper that CUDA C++ has no intrinsic for: mbarriers in shared memory, bulk and tensor (TMA) copies, clusters,
-// register reallocation, and WGMMA. Only gemm_sm90.cu uses it. Sections of the PTX ISA: "mbarrier", "cp.async.bulk.tensor",
+// PTX of Hopper without intrinsics in CUDA C++: mbarriers in shared memory, bulk and tensor (TMA) copies, clusters, register
+// reallocation, and WGMMA. Only gemm_sm90.cu uses this header. Sections of the PTX ISA: "mbarrier", "cp.async.bulk.tensor",
 // "wgmma".
 #pragma once
 

@@ -1,4 +1,4 @@
-// From a piece of work to its job: one job by value, or a table of jobs in order of `first`.
+// Look-up of the job of a piece of work: one job by value, or a table of jobs in order of `first`.
 #pragma once
 
 #include "octet.cuh"

@@ -1,16 +1,16 @@
-// The entry points of all kernels, and the structs of their arguments. Plain C++: bindings.cpp compiles without a CUDA header.
-// README.md in this folder says which file holds which kernel and how one is added.
+// Entry points of all kernels, and the structs of the arguments, in plain C++: bindings.cpp compiles without a CUDA header.
+// README.md in this folder lists the files, and describes how to add a kernel.
 //
-// A job is one matrix and the outputs wanted of it. Each field is one 64-bit word, so that Python hands a job over as a tuple
-// of integers in the order of the fields (dlp/kernels/cuda*.py writes them). Kernels over `Work<Job>` take one job by value,
-// or a table of jobs in device memory: all weights of a model are cast in one launch. A null pointer leaves an output out.
+// A job is one matrix with the requested outputs. Each field is one 64-bit word, so that Python passes a job as a tuple of
+// integers in the order of the fields (dlp/kernels/cuda*.py). Kernels over `Work<Job>` take one job by value, or a table of
+// jobs in device memory: one launch casts all weights of a model. A null pointer means that an output is not requested.
 //
 // Conventions of the comments below:
 //   [rows, cols]   rows of adjacent columns. Outputs are contiguous, inputs have a `stride` between rows, in elements.
-//   `..._t`        of the transposed matrix: columnwise copies are stored transposed, their contraction is the last dimension.
-//   scale          multiplies values on their way into a format; `scale_inv`, which is stored, multiplies codes on the way back.
-//   flag           fp32 []: becomes NaN if a value that the cast quantizes is not finite, else keeps its value. Null: no check.
-//   addresses      the words of a struct that are device pointers: a captured program exchanges these and no others (steps.h).
+//   `..._t`        output of the transposed matrix: columnwise copies are stored transposed, with the contraction last.
+//   scale          multiplier of values in a cast; `scale_inv`, which is stored, is the multiplier of codes in decoding.
+//   flag           fp32 []: becomes NaN if a value of the matrix is not finite. Null: no check.
+//   addresses      words of a struct that are device pointers, which a captured program exchanges (steps.h).
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@
 
 namespace dlp {
 
-// A mask of words, counted from 0. A Matrix takes words 0 to 4, of which 0 is its address.
+// Mask of words, counted from 0. A Matrix takes words 0 to 4; word 0 is the address.
 template <class... Index>
 constexpr uint32_t words(Index... index) {
     return (0u | ... | (1u << index));
@@ -40,8 +40,8 @@ struct TensorJob {            // FP8, one scale for the tensor
     Matrix x;
     uint8_t* codes;           // [rows, cols]
     uint8_t* codes_t;         // [cols, rows]
-    const float* amax;        // []: the scale is made from it (current scaling), or
-    const float* scale;       // []: is given (delayed scaling)
+    const float* amax;        // []: the scale is computed from the amax (current scaling), or
+    const float* scale;       // []: the given scale (delayed scaling)
     float* staging;           // []: becomes max(staging, max |x|)
     float* scale_inv;         // []
     float* flag;
@@ -65,7 +65,7 @@ struct LinesJob {             // max |x| of every row and column, by atomic max:
     static constexpr uint32_t addresses = words(0, 5, 6);
 };
 
-struct RowwiseJob {           // FP8, one scale a row of `codes` and of `codes_t`, made from its amax
+struct RowwiseJob {           // FP8, one scale per row of `codes` and of `codes_t`, computed from the amax of the row
     Matrix x;
     uint8_t* codes;           // [rows, cols]
     const float* amax;        // [rows]
@@ -77,14 +77,14 @@ struct RowwiseJob {           // FP8, one scale a row of `codes` and of `codes_t
     static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9, 10, 11);
 };
 
-struct RhtAmaxJob {           // max |x|, and the same after the Hadamard transform of 16 rows of each column
+struct RhtAmaxJob {           // max |x|, and max |x| after the Hadamard transform of 16 rows of each column
     Matrix x;
     float* out;               // []
     float* out_t;             // [], the word behind `out`
     static constexpr uint32_t addresses = words(0, 5, 6);
 };
 
-struct Nvfp4Job {             // E2M1 codes, two a byte; an E4M3 scale for every 1x16 or 16x16 block; an amax a tensor
+struct Nvfp4Job {             // E2M1 codes, two per byte; one E4M3 scale per 1x16 or 16x16 block; one amax per tensor
     Matrix x;
     uint8_t* codes;           // [rows, cols / 2]
     uint8_t* scale;           // [rows, cols / 16], or [rows / 16, cols / 16]
@@ -112,7 +112,7 @@ struct RoundJob {             // fp32 rounded to bf16; both addresses are multip
     static constexpr uint32_t addresses = words(0, 1);
 };
 
-struct PhiloxState {          // the random bits of one orientation: those of the unsharded matrix (reference/fp4.py)
+struct PhiloxState {          // random bits of one orientation, by position in the unsharded matrix (reference/fp4.py)
     const int64_t* counter;   // [], of microbatches; null: rounds to nearest
     int64_t row;              // row and block of 16 of the unsharded matrix
     int64_t first;            // at which this matrix starts
@@ -120,14 +120,14 @@ struct PhiloxState {          // the random bits of one orientation: those of th
     uint32_t direction, seed, tensor;  // rowwise or columnwise; the key
 };
 
-struct CodesJob {             // codes to be transposed, a byte or half a byte each
+struct CodesJob {             // codes to be transposed, one byte or half a byte per code
     Matrix x;                 // [rows, cols] codes, contiguous
     uint8_t* out;             // [cols, rows] codes
     static constexpr uint32_t addresses = words(0, 5);
 };
 
 struct DecodeJob {            // codes * scales -> bf16
-    const uint8_t* codes;     // [rows, cols], a byte or half a byte each
+    const uint8_t* codes;     // [rows, cols], one byte or half a byte per code
     const void* scale;        // [ceil(rows / block_rows), ceil(cols / block_cols)], by any strides
     void* out;                // bf16 [rows, cols]
     int64_t rows, cols, block_rows, block_cols;
@@ -143,43 +143,45 @@ struct SwizzleJob {           // scale bytes for a block-scaled GEMM
     static constexpr uint32_t addresses = words(0, 1);
 };
 
-struct DelayedJob {           // slots of delayed scaling with one history length and one algorithm
-    Matrix x;                 // their history, fp32 [length, slots], updated in place; row 0 holds an amax or 0
+struct DelayedJob {           // slots of delayed scaling with the same history length and algorithm
+    Matrix x;                 // history fp32 [length, slots], updated in place; row 0 holds an amax or 0
     float* scale;             // [slots]
-    const float* reduced;     // [slots]: the amaxes of this step, maybe over ranks; may be `staging`
+    const float* reduced;     // [slots]: amaxes of this step, reduced over ranks; may be `staging`
     const float* target;      // [slots]: fp8_max * 2^-margin
     float* staging;           // [slots]: set to 0
     int64_t most_recent;      // 1: amax_compute_algo "most_recent"; 0: "max"
 };
 
-struct WireMatrix {           // a contribution to a reduce-scatter, to E4M3 with a scale every 128 columns
+struct WireMatrix {           // a contribution to a reduce-scatter, to E4M3 with one scale per 128 columns
     const void* x;            // [rows, cols], contiguous
     int64_t rows, cols;
     uint8_t* codes;           // [rows, cols]
     float* scale;             // [rows, ceil(cols / 128)], scale_inv
-    float min_amax;              // a smaller amax counts as this
+    float min_amax;              // lower bound of the amax
 };
 
-struct WireSum {              // the sum of what `ranks` ranks packed
+struct WireSum {              // sum of the packed contributions of `ranks` ranks
     const uint8_t* codes;     // of rank 0; [rows, cols] each
     int64_t codes_stride;      // from rank to rank, in bytes
     const float* scale;
     int64_t scale_stride;     // from rank to rank, in scales
     void* out;                // [rows, cols]
     int64_t ranks, rows, cols;
-    const uint8_t* own_codes; // of rank `own`, read here and not in `codes`
+    const uint8_t* own_codes; // codes of rank `own`, which is not read from `codes`
     const float* own_scale;
     int64_t own;
     static constexpr uint32_t addresses = words(0, 2, 4, 8, 9);
 };
 
-// How a cast makes its elements from those of its matrix (producer.cuh). Numbered as in dlp/kernels/cuda_producers.py.
+// Producers: how a cast computes elements from the matrix of the job (producer.cuh). Numbers as in
+// dlp/kernels/cuda_producers.py.
 enum class Producer : int64_t { kMatrix, kRmsNorm, kSwiglu, kColumnSums, kActivation, kGate };
 
-// act(g): g * s(g), GELU by tanh, max(g, 0), max(g, 0)^2, s(g), g * s(1.702 g), with s(g) = 1 / (1 + exp(-g)) (reference/activations.py).
+// act(g): g * s(g), GELU by tanh, max(g, 0), max(g, 0)^2, s(g), g * s(1.702 g), with s(g) = 1 / (1 + exp(-g))
+// (reference/activations.py).
 enum class Act : int64_t { kSilu, kGelu, kRelu, kSrelu, kSigmoid, kQgelu };
 
-struct Source {               // what a producer reads beside the matrix of the job
+struct Source {               // further inputs of a producer
     Producer producer;
     const float* rstd;        // kRmsNorm: [rows]
     const void* weight;       // [cols], fp32 if `wide`, else bf16
@@ -192,7 +194,7 @@ struct Source {               // what a producer reads beside the matrix of the 
     static constexpr uint32_t addresses = words(1, 2, 4, 6);
 };
 
-struct MatrixJob {            // a matrix without outputs of its own (tile_sums)
+struct MatrixJob {            // matrix without outputs (tile_sums)
     Matrix x;
     static constexpr uint32_t addresses = words(0);
 };
@@ -203,7 +205,7 @@ struct NormJob {              // RMSNorm of the rows of x
     int64_t wide;
     float* rstd;              // [rows]
     void* y;                  // [rows, cols] of the type of x; null: y is not stored
-    float* amax;              // []: max |y|, of which either this or y is wanted, or neither
+    float* amax;              // []: max |y|; at most one of y and amax is requested
     const void* residual;     // [rows, cols], rows `residual_stride` apart, added to x first; null: none
     int64_t residual_stride;
     void* sum;                // [rows, cols]: x + residual, rounded
@@ -267,7 +269,7 @@ struct SwigluGradJob {
 };
 
 template <class Job>
-struct GateGradsJob {         // casts of both gradients of a SwiGLU, which are not stored: x of their jobs only gives the sizes
+struct GateGradsJob {         // casts of both gradients of a SwiGLU, which are not stored; x of the jobs only gives the sizes
     SwigluGradJob inputs;
     Job dgate, dup;
 };
@@ -317,37 +319,37 @@ struct BlockGemmJob {         // D = A @ B.T, contraction last; strides are elem
     static constexpr uint32_t addresses = words(0, 1, 2, 3, 4, 5);
 };
 
-constexpr int kSlotRanks = 32;      // at most so many ranks share a slot
-constexpr int64_t kSlotHeader = 512;  // bytes before its payload
+constexpr int kSlotRanks = 32;      // largest number of ranks of a slot
+constexpr int64_t kSlotHeader = 512;  // bytes before the payload
 constexpr int kAgreed = 8;          // tensors in one agreement
 
-struct Waiting {              // who waits, how long, and what is said if it is too long (transport.cu)
+struct Waiting {              // waiting rank, time limit, and report after the time limit (transport.cu)
     int64_t patience;         // milliseconds
-    uint32_t* report;         // [7] words of the host: 1, rank, peer, what, wanted, seen, use
-    uint32_t* said;           // []: on the device; one thread writes the report
+    uint32_t* report;         // [7] words in host memory: 1, rank, peer, kind of wait, expected value, value found, use
+    uint32_t* said;           // [] on the device: ensures that one thread writes the report
     int64_t rank, world, use;
     static constexpr uint32_t addresses = 0;
 };
 
-struct SlotBases {            // where a slot lies on each rank of a group (transport.cu)
+struct SlotBases {            // address of a slot on each rank of a group (transport.cu)
     int64_t base[kSlotRanks];
     int64_t rank, world;
     static constexpr uint32_t addresses = 0;
 };
 
-struct AgreeJob {             // fp32 values that are not negative -> their maxima over ranks
+struct AgreeJob {             // maxima over ranks of non-negative fp32 values
     const float* from[kAgreed];
     float* to[kAgreed];
     int64_t length[kAgreed];
-    int64_t count, capacity;  // how many tensors; values of a rank that the slot has room for
+    int64_t count, capacity;  // number of tensors; capacity of the slot in values per rank
     static constexpr uint32_t addresses = (1u << 2 * kAgreed) - 1;
 };
 
-struct ScaleRule {            // how a scale is made from an amax (scale_from_amax, fp8.cuh)
-    float largest;            // finite value of the element type: 448 or 57344
-    float epsilon;            // a smaller amax counts as this
-    float overflow;           // what largest / amax becomes if it is Inf
-    int32_t power_of_two;     // 1: the scale is rounded down to one
+struct ScaleRule {            // rule for a scale from an amax (scale_from_amax, fp8.cuh)
+    float largest;            // largest finite value of the element type: 448 or 57344
+    float epsilon;            // lower bound of the amax
+    float overflow;           // value of the scale if largest / amax is Inf
+    int32_t power_of_two;     // 1: round the scale down to a power of two
 };
 
 enum class Input : int32_t { kBf16, kFp32 };
@@ -385,7 +387,7 @@ void nvfp4_alpha(const AlphaJob& job, Stream stream);
 void round_to_bf16(const RoundJob& job, Stream stream);
 void transpose_words(uintptr_t from, uintptr_t to, int64_t rows, int64_t cols, Stream stream);  // words of 4 bytes
 void set_zero(uintptr_t at, int64_t bytes, Stream stream);
-// Sets `count` fp32 to 0 by a one-block kernel that lets the next one begin at once (launch<kernel, kEarly = true>).
+// Sets `count` fp32 to 0 by a one-block kernel; the next kernel may start at once (launch<kernel, kEarly = true>).
 void few_zeros(uintptr_t at, int64_t count, Stream stream);
 void gemm_fp8_blocks(const BlockGemmJob& job, Code a_code, Input out, Stream stream);
 void swizzle_scales(const SwizzleJob& job, Stream stream);

@@ -2,11 +2,11 @@
 //
 //   launch              `blocks` blocks
 //   launch_up_to        the same, with dynamic shared memory that differs between calls
-//   launch_each         a block for each piece of work, handed out by the device as blocks end
+//   launch_each         one block per piece of work, handed out by the device as blocks end
 //   launch_few          a block for every few pieces of work
 //   launch_persistent   as many blocks as are resident at once; each walks over pieces of work with a stride of the grid
 //
-// sm_90a and sm_100a agree in everything used here: 64K registers and 227 KB of shared memory a multiprocessor, 2048
+// sm_90a and sm_100a agree in everything used here: 64K registers and 227 KB of shared memory a SM, 2048
 // threads, 16-byte asynchronous copies.
 #pragma once
 
@@ -71,8 +71,8 @@ void launch(int64_t blocks, int threads, size_t shared_bytes, Stream stream, con
     DLP_CHECK_CUDA(cudaLaunchKernelEx(&config, kKernel, args...));
 }
 
-// A block for each piece of work. The device hands blocks out as others end, so that faster multiprocessors do more of them:
-// with a persistent grid casts waited 7 to 9 % of their time for the slowest multiprocessor of an H200.
+// A block for each piece of work. The device hands blocks out as others end, so that faster SMs do more of them:
+// with a persistent grid casts waited 7 to 9 % of their time for the slowest SM of an H200.
 template <auto kKernel, class... Args>
 void launch_each(int64_t items, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
     resident_blocks<kKernel>(threads, shared_bytes);  // sets its attributes

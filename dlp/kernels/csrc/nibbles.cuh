@@ -1,4 +1,4 @@
-// Codes of half a byte, two a byte, the even element in the low nibble: blocks of 16 elements in the 8x8 patches of tile.cuh.
+// Codes of half a byte, two per byte, the even element in the low nibble: blocks of 16 elements in the 8x8 patches of tile.cuh.
 //
 // A block of 16 elements spans two patches, beside each other (lanes t, t ^ 1) along a row, or one below the other (t, t ^ 16)
 // along a column. The two threads share the work by halves: after `exchange` each has whole blocks, four along rows and four
@@ -84,7 +84,7 @@ __device__ inline void transpose_nibbles_8x8(uint32_t (&row)[8]) {
     }
 }
 
-// Codes of a patch, a row a word -> the 8-byte pieces of four columns, which this thread puts into shared memory.
+// Codes of a patch, one row per word -> the 8-byte pieces of four columns, which this thread puts into shared memory.
 __device__ inline void put_nibbles(uint32_t (&row)[kPatch], NibbleWriter& columns) {
     transpose_nibbles_8x8(row);
 #pragma unroll

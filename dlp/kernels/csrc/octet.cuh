@@ -7,7 +7,8 @@
 //   Finite<T>      whether all values taken so far are finite
 //
 // Magnitudes of bf16 are compared in bf16, two an instruction: the comparison is exact, and takes half of the instructions that
-// fp32 would. A NaN is ignored, as by fmax: a maximum starts at 0, and of a number and a NaN the instruction returns the number.
+// fp32 would. A NaN is ignored, as by fmax: a maximum starts at 0, and of a number and a NaN the instruction returns the
+// number.
 #pragma once
 
 #include "launch.cuh"
@@ -232,8 +233,8 @@ class Finite {
     uint32_t sum_[kSums] = {};
 };
 
-// The maximum of `bits` over the block, in thread 0. `scratch` holds a word a warp. Contains one barrier; thread 0 still reads
-// `scratch` behind it, so another must come before `scratch` is written again.
+// The maximum of `bits` over the block, in thread 0. `scratch` holds one word per warp. Contains one barrier; thread 0 still
+// reads `scratch` behind it, so another must come before `scratch` is written again.
 __device__ inline uint32_t block_max(uint32_t bits, uint32_t* scratch) {
     bits = __reduce_max_sync(kAllLanes, bits);
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = bits;

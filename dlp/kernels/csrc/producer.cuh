@@ -1,7 +1,7 @@
 // Producers: what makes the elements of a tile between memory and the cast, so that they are never stored. A cast kernel is
 // compiled for each producer that it offers (`with_source`, launch.cuh).
 //
-//   Producer      elements that are cast                        bytes read an element of bf16
+//   Producer      elements that are cast                        bytes read per element of bf16
 //   kMatrix       x                                             2
 //   kRmsNorm      x * rstd[row] * weight[col]                   2
 //   kSwiglu       silu(x) * up                                  4

@@ -3,15 +3,15 @@
 //   y  = x * rstd * weight,   rstd = 1 / sqrt(mean(x^2) + eps)
 //   dx = (g - n * mean(g * n)) * rstd,   dweight = sum over rows of dy * n,   g = dy * weight,   n = x * rstd
 //
-// Equals reference.producers.rms_norm and rms_norm_backward bit for bit: IEEE arithmetic, sums in the order of row_sum.cuh.
-// Forward can add a residual to x first, or leave y out and give what a cast that makes y itself needs: rstd, or rstd and max
-// |y|.
+// Bitwise equal to reference.producers.rms_norm and rms_norm_backward bit for bit: IEEE arithmetic, sums in the order of
+// row_sum.cuh. Forward can add a residual to x first, or leave y out and give what a cast that makes y itself needs: rstd, or
+// rstd and max |y|.
 //
 // Forward: a row a block of 128 threads. Its octets stay in registers from the sum of squares to the result (up to 8192
-// columns of bf16, 4096 of fp32); the rest is read again. 4 bytes an element of bf16; 0.91 of a copy on an H200.
+// columns of bf16, 4096 of fp32); the rest is read again. 4 bytes per element of bf16; 0.91 of the speed of a copy on an H200.
 //
 // Backward: kNormParts blocks of 128 threads; block b takes rows b, b + 512, ... and keeps its part of dweight [512, cols] in
-// shared memory, in fp32: column_sums.cu adds the parts. 6 bytes an element of bf16, 8 with something to add. Three kernels:
+// shared memory, in fp32: column_sums.cu adds the parts. 6 bytes per element of bf16, 8 with something to add. Three kernels:
 //
 //   _bulk     rows come by bulk copies, two on their way while one is worked on. Nothing to add, whole octets.     0.76 to 0.85
 //   _adding   rows stay in registers; octets of the next are loaded when this row's have been used. Whole octets.  0.71
@@ -29,7 +29,7 @@ namespace {
 
 constexpr size_t kMostShared = 224 * 1024;  // bytes, of backward
 
-// Blocks a multiprocessor. Backward has kNormParts = 512 blocks: by four they are one wave (528 on 132 multiprocessors), by
+// Blocks a SM. Backward has kNormParts = 512 blocks: by four they are one wave (528 on 132 SMs), by
 // three two.
 constexpr int kForwardBlocksPerSm = 8, kAddingBlocksPerSm = 4, kBackwardBlocksPerSm = 4;
 

@@ -10,8 +10,9 @@
 // Shared memory, bytes of bf16 (fp32): rows of 256 (512) begin 272 (528) apart. The 16 bytes more shift each row by four banks,
 // so eight lanes that read 16 bytes of eight rows cover all 32 banks. A tile takes 34,816 (67,584).
 //
-// Road not taken: 8x8 patches in registers as in tile.cuh, where a block of 16 spans two threads: 39 instructions an element
-// and four warps a scheduler, where this has 31 and eight (1x16 of 256 MB of bf16: 209 us, and 156 by strips; dev/log.md).
+// Rejected alternative: 8x8 patches in registers as in tile.cuh, where a block of 16 spans two threads: 39 instructions per
+// element and four warps a scheduler, where this has 31 and eight (1x16 of 256 MB of bf16: 209 us, and 156 by strips;
+// dev/log.md).
 #pragma once
 
 #include "tile.cuh"

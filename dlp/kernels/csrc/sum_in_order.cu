@@ -2,7 +2,8 @@
 // ranks, divided by `divisor` and rounded once (reference.scales.sum_in_order). The contribution of rank `index` may lie apart
 // from the others (`own`): a rank reads its own where it was made.
 //
-// Grid: an octet a thread; four contributions in flight. R + 1 times the bytes of the sum; 0.98 of a copy for R = 8 on an H200.
+// Grid: one octet per thread; four contributions in flight. R + 1 times the bytes of the sum; 0.98 of the speed of a copy for R
+// = 8 on an H200.
 #include "octet.cuh"
 
 namespace dlp {

@@ -2,8 +2,8 @@
 // makes h itself; backward; and max |dgate|, max |dup| alone. reference.producers.swiglu and swiglu_backward within a bound
 // (elements.cuh).
 //
-// Grid: two octets a thread, 256 threads a block. Bound by memory: 6 bytes an element of bf16 forward, 10 backward; 0.96 and
-// 0.94 of a copy on an H200.
+// Grid: two octets per thread, 256 threads per block. Bound by memory: 6 bytes per element of bf16 forward, 10 backward; 0.96
+// and 0.94 of the speed of a copy on an H200.
 #include "elements.cuh"
 
 namespace dlp {

@@ -1,6 +1,6 @@
 // A 128x128 tile in the registers of 256 threads, and its codes on their way to memory in both orientations, from one read.
 //
-// A thread owns a patch of 8x8 elements, as eight octets, one a row. 16 patches lie beside each other, so a warp covers 16
+// A thread owns a patch of 8x8 elements, as eight octets, one per row. 16 patches lie beside each other, so a warp covers 16
 // rows:
 //
 //                   128 columns, 16 patches
@@ -12,14 +12,14 @@
 //             | t32  |                           warp 1: tile rows 16 to 31
 //               ...                              warp 7: tile rows 112 to 127
 //
-// Codes of a patch row are 8 adjacent bytes of codes [rows, cols] and are stored from registers: 128 adjacent bytes a tile row.
-// Codes of a patch column are 8 adjacent bytes of codes_t [cols, rows]; stored from registers they would be 8 bytes a line of
-// memory, so they meet in shared memory first (PieceWriter, 16 KB for FP8), from where whole lines of 128 bytes are written.
+// Codes of a patch row are 8 adjacent bytes of codes [rows, cols] and are stored from registers: 128 adjacent bytes per tile
+// row. Codes of a patch column are 8 adjacent bytes of codes_t [cols, rows]; stored from registers they would be 8 bytes a line
+// of memory, so they meet in shared memory first (PieceWriter, 16 KB for FP8), from where whole lines of 128 bytes are written.
 //
-// Tiles come by way of shared memory (tile_copies.cuh: 32 KB of bf16, 64 KB of fp32). Kernels bound by memory take one tile a
-// block, and the copies of other resident blocks run while one works: on an H200 that gave 0.91 of a copy where persistent
-// blocks gave 0.82, since its multiprocessors differ in speed (bench/results/quantize.md). Kernels bound by instructions take
-// a few tiles a block, and those that write next to nothing (amaxes) are persistent; both fetch their next tile ahead.
+// Tiles come by way of shared memory (tile_copies.cuh: 32 KB of bf16, 64 KB of fp32). Kernels bound by memory take one tile per
+// block, and the copies of other resident blocks run while one works: on an H200 that gave 0.91 of the speed of a copy where
+// persistent blocks gave 0.82, since its SMs differ in speed (bench/results/quantize.md). Kernels bound by instructions take
+// a few tiles per block, and those that write next to nothing (amaxes) are persistent; both fetch their next tile ahead.
 //
 // Input: any rows, cols and stride. A tile that is not whole, or whose rows are not aligned to 16 bytes, takes the slow path:
 // loads of single elements where needed, zeros outside of the matrix.
@@ -173,7 +173,7 @@ class RowWriter {
 // `write` and the next `put`.
 //
 // Layout: [128 columns][kPieces], swizzled against bank conflicts. Neighbouring lanes put columns kStep apart, so piece g of
-// column c lies at place g ^ (c / kStep); with half bytes a column has only 64 bytes, so columns c and c ^ 1 also change
+// column c lies at place g ^ (c / kStep); with half bytes per column has only 64 bytes, so columns c and c ^ 1 also change
 // places in every other run of 8 kStep columns. Then the `put`s of a warp cover all banks, and so do 8 lanes that read 16
 // bytes each.
 template <int kPieces, int kStep = kPatch>

@@ -100,7 +100,7 @@ class BulkCopies {
     __device__ explicit BulkCopies(uint8_t* bytes) : bytes_(bytes), arrived_(bytes + kTile * kRowBytes) {
         if (threadIdx.x == 0) arrived_.init();
     }
-    // Every other thread copies a row: a warp issues bulk copies one by one, so 16 a warp. Contains a barrier: before it all
+    // Every other thread copies a row: a warp issues bulk copies one by one, so 16 per warp. Contains a barrier: before it all
     // threads see the initialized mbarrier, and have read the tile that these copies overwrite.
     __device__ void start(const T* tile, int64_t stride) {
         __syncthreads();

@@ -1,21 +1,21 @@
-// Transfers between ranks that map each other's memory: when memory may be read and written, and agreements. The bytes
-// themselves are moved by copy engines (`copy_part`), which take no part of a running GEMM.
+// Transfers between ranks that map each other's memory: synchronization, and agreements on amaxes. Copy engines move the
+// payload (`copy_part`), so that transfers take no SM from a running GEMM.
 //
-// A slot is a piece of memory that every rank of a group has, mapped on all of them, with a header of words, all 0 at first:
+// A slot is memory of one rank that all ranks of the group map. The header of a slot has the following words, initially 0:
 //
-//     unread[r]   rank r has not read yet what was pushed to it from here: for what it was pushed, a number > 0; else 0
-//     sent[r]     rank r has pushed what this one is to read: the same; else 0
-//     met[r]      the last agreement that rank r has come to, and `uses` this rank; they count and are never reset
+//     unread[r]   number > 0 of the use for which this rank pushed data that rank r has not read; else 0
+//     sent[r]     number > 0 of the use for which rank r pushed data to this rank; else 0
+//     met[r]      number of agreements that rank r has reached; `uses` counts agreements of this rank; never reset
 //
-//     begin      until unread is 0 for all; then it is `use`
-//     meet       tells all that this rank has pushed (their `sent` = `use`); until all have told this one; then `sent` is 0
-//     release    tells all that this rank has read (their `unread` = 0)
+//     begin      wait until unread is 0 for all ranks, then set unread to `use`
+//     meet       signal all ranks that this rank has pushed (sent = `use` at the peers), wait for all signals, then set sent to 0
+//     release    signal all ranks that this rank has read (unread = 0 at the peers)
 //
 // What these write and wait for is the same every time, so that a launch that was recorded, or captured in a CUDA graph, is so,
-// too. Streams write and wait by themselves, without a kernel: a GEMM that fills the GPU leaves no room even for a kernel of one
-// warp, which would begin when the GEMM ends, and hold up peers until then. A word is written behind the copies in front of it
-// (a flag that a copy engine copied behind its data came too early in one of ten replays of a CUDA graph). Nobody holds up what
-// it waits for: ranks tell before they wait, and all use their slots in the same order.
+// too. Streams write and wait by themselves, without a kernel: a GEMM that fills the GPU leaves no room even for a kernel of
+// one warp, which would begin when the GEMM ends, and hold up peers until then. A word is written behind the copies in front of
+// it (a flag that a copy engine copied behind its data came too early in one of ten replays of a CUDA graph). Nobody holds up
+// what it waits for: ranks tell before they wait, and all use their slots in the same order.
 //
 // An agreement is a kernel. Where it waits longer than `patience` it writes who waits for whom into memory of the host, and
 // ends the program.
@@ -47,11 +47,11 @@ __device__ inline uint64_t nanoseconds() {
     return time;
 }
 
-// Wait until *at has reached `wanted`, counted modulo 2^32. Afterwards plain loads of this thread, and of threads that this thread
-// meets at a barrier, see everything written before *at.
+// Wait until *at has reached `wanted`, counted modulo 2^32. Afterwards plain loads of this thread, and of threads that this
+// thread meets at a barrier, see everything written before *at.
 //
-// After `patience` one of the waiting threads writes `report` ([7] words of host memory, see `Waiting`) and ends the program. The
-// other threads keep waiting: a second trap would end the program before the report is complete.
+// After `patience` one of the waiting threads writes `report` ([7] words of host memory, see `Waiting`) and ends the program.
+// The other threads keep waiting: a second trap would end the program before the report is complete.
 __device__ inline void await(const uint32_t* at, uint32_t wanted, const Waiting& waiting, uint32_t peer) {
     const uint64_t began = nanoseconds();
     uint32_t seen;

@@ -6,7 +6,7 @@
 
 namespace dlp {
 
-// Transposes 4x4 bytes, a row a word.
+// Transposes 4x4 bytes, one row per word.
 __device__ inline void transpose_4x4(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
     const uint32_t ab_low = __byte_perm(a, b, 0x5140), ab_high = __byte_perm(a, b, 0x7362);  // a0 b0 a1 b1, a2 b2 a3 b3
     const uint32_t cd_low = __byte_perm(c, d, 0x5140), cd_high = __byte_perm(c, d, 0x7362);
@@ -30,7 +30,8 @@ __device__ inline void transpose_8x8(uint2 (&row)[8]) {
     }
 }
 
-// Stores the codes of a patch, a row each, in the orientations that the job wants. Contains a barrier if codes_t is wanted.
+// Stores the codes of a patch, one row per step, in the orientations that the job wants. Contains a barrier if codes_t is
+// wanted.
 template <class T, class Job>
 __device__ void write_codes(uint2 (&row)[kPatch], const Tile<T, Job>& tile, ColumnWriter& columns) {
     if (uint8_t* codes = tile.job->codes) {
@@ -48,7 +49,7 @@ __device__ void write_codes(uint2 (&row)[kPatch], const Tile<T, Job>& tile, Colu
 }
 
 // Casts the patch of a tile by one scale and stores what the job wants; with `kObserve` also staging = max(staging, max |x|).
-// `scratch` holds a word a warp. Contains barriers.
+// `scratch` holds one word per warp. Contains barriers.
 template <class F8, bool kObserve, class T>
 __device__ void cast_by_scale(const TensorJob& job, const Tile<T, TensorJob>& tile, const Octet<T> (&patch)[kPatch], float scale,
                               ColumnWriter& columns, uint32_t* scratch) {

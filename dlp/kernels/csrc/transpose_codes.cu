@@ -2,9 +2,9 @@
 // is done with a gathered operand whose payload may be transposed. reference.fp4.transpose_e2m1; of bytes,
 // x.t().contiguous().
 //
-// Grid: a 128x128 tile a block of 256 threads, patches in registers, transposed there and written through shared memory
-// (tile.cuh). Bound by memory: 2 bytes an element of FP8, 1 of E2M1; 0.85 and 0.78 of a copy on an H200. Nibbles: rows and
-// cols are even.
+// Grid: one 128x128 tile per block of 256 threads, patches in registers, transposed there and written through shared memory
+// (tile.cuh). Bound by memory: 2 bytes per element of FP8, 1 of E2M1; 0.85 and 0.78 of the speed of a copy on an H200. Nibbles:
+// rows and cols are even.
 #include "nibbles.cuh"
 #include "transpose.cuh"
 
@@ -26,7 +26,7 @@ __device__ Word load_codes(const uint8_t* from, int64_t valid) {
     else return uint32_t(bytes);
 }
 
-// The codes of this thread's patch, a row in each word; `kPerByte` codes in a byte.
+// The codes of this thread's patch, one row per word; `kPerByte` codes in a byte.
 template <int kPerByte, class Word>
 __device__ void load_patch(Word (&row)[kPatch], const Tile<uint8_t, CodesJob>& tile) {
     const int64_t pitch = tile.cols() / kPerByte, left = tile.patch_cols() / kPerByte;

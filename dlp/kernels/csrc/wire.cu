@@ -1,6 +1,6 @@
 // FP8 as what a reduce-scatter sends (ReduceCodec "fp8"): pack_fp8_wire quantizes a rank's contribution [rows, cols] to E4M3
-// with an fp32 scale every 128 columns, sum_fp8_wire adds what arrived from R ranks. Equal reference.wire.pack_fp8 and
-// sum_fp8.
+// with one fp32 scale per 128 columns, sum_fp8_wire adds what arrived from R ranks. Bitwise equal to reference.wire.pack_fp8
+// and sum_fp8.
 //
 // Packing: 16 threads hold a block, an octet each, and join their maxima by shuffles. Magnitudes are compared by their bits,
 // so that a NaN beats Inf and Inf any number: the scale_inv of such a block is the NaN or the Inf itself, and nothing finite

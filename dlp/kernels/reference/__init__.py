@@ -1,8 +1,8 @@
-"""Every operation in plain torch, written for reading: the oracle of the kernels, and the path that runs without them.
+"""Reference implementations of all operations in plain torch, which define the bits of the kernels and run without kernels.
 
-Scale arithmetic is IEEE binary32, round to nearest even, denormals kept, in the order written here: one wrong ulp in a
-scale flips codes at ties. Inputs are widened to fp32 before the one multiply of a cast. An amax starts at 0, ignores
-NaN and keeps Inf (the semantics of CUDA's fmax). Nothing here reads a value back to the host.
+Scale arithmetic is IEEE binary32 with rounding to nearest even and denormals, in the order of the code: one wrong ulp in a
+scale changes codes at ties. Casts widen inputs to fp32 before the multiplication by the scale. An amax starts at 0, ignores NaN
+and preserves Inf (the semantics of CUDA's fmax). No function copies a value to the host.
 
     scales.py   amax, blocks, the FP8 scale rule, the delayed-scaling update, sums over ranks
     fp8.py      E4M3 and E5M2: elements, casts per tensor, row and block

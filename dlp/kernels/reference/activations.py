@@ -1,4 +1,4 @@
-"""Activations, alone and as gates, LayerNorm, and their gradients: in fp32, rounded once at the end.
+"""Activations, gated activations and LayerNorm, forward and backward, in fp32 with one rounding at the end.
 
     silu      g * s(g), s(g) = 1 / (1 + exp(-g))
     gelu      g * t(g), t(g) = (1 + tanh(a (g + b g^3))) / 2, a = sqrt(2 / pi), b = 0.044715     arXiv 1606.08415
@@ -7,7 +7,7 @@
     gated     act(gate) * up                                        Shazeer, arXiv 2002.05202
     layer_norm   y = (x - mean) * rstd * weight + bias of a row          Ba, Kiros and Hinton, arXiv 1607.06450
 
-As elsewhere here, sums run in a fixed order; exp and tanh differ between devices by units in the last place.
+Sums run in a fixed order; exp and tanh differ between devices by units in the last place.
 """
 
 from __future__ import annotations
@@ -68,29 +68,29 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Slope]] = {
 
 
 def activation(x: Tensor, name: str) -> Tensor:
-    """x [rows, C] -> act(x) in its dtype; `name`: one of ACTIVATIONS."""
+    """Return act(x) of x [rows, C], in the dtype of x; `name`: one of ACTIVATIONS."""
     return ACTIVATIONS[name](widen(x))[0].to(x.dtype)
 
 
 def activation_backward(dy: Tensor, x: Tensor, name: str) -> Tensor:
-    """dy, x [rows, C] -> dx = dy * act'(x) in their dtype."""
+    """Return dx = dy * act'(x) of dy and x [rows, C], in the dtype of the inputs."""
     return (widen(dy) * ACTIVATIONS[name](widen(x))[1]).to(x.dtype)
 
 
 def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
-    """gate, up [rows, C] -> act(gate) * up in their dtype."""
+    """Return act(gate) * up of gate and up [rows, C], in the dtype of the inputs."""
     return (ACTIVATIONS[name](widen(gate))[0] * widen(up)).to(gate.dtype)
 
 
 def gated_backward(dh: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """dh, gate, up [rows, C] -> dgate = dh * up * act'(gate), dup = dh * act(gate), in their dtype."""
+    """Return dgate = dh * up * act'(gate) and dup = dh * act(gate) of matrices [rows, C], in the dtype of the inputs."""
     value, slope = ACTIVATIONS[name](widen(gate))
     d = widen(dh)
     return (d * widen(up) * slope).to(gate.dtype), (d * value).to(gate.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, C], weight, bias [C] -> y [rows, C] in the dtype of x, mean fp32 [rows], rstd fp32 [rows]."""
+    """Return y [rows, C] in the dtype of x, mean and rstd fp32 [rows], of x [rows, C], weight and bias [C]."""
     wide = widen(x)
     mean = _row_means(wide)
     centred = wide - mean[:, None]
@@ -101,10 +101,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Ten
 def layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dy, x [rows, C], weight [C], mean, rstd [rows] -> dx [rows, C] in the dtype of x, dweight, dbias fp32 [C].
+    """Return dx [rows, C] in the dtype of x, dweight and dbias fp32 [C], of dy and x [rows, C], weight [C], mean and rstd
+    [rows].
 
-    With g = dy * weight and n = (x - mean) * rstd: dx = (g - mean(g) - n * mean(g * n)) * rstd, dweight the sum of dy * n and
-    dbias that of dy over rows.
+    With g = dy * weight and n = (x - mean) * rstd: dx = (g - mean(g) - n * mean(g * n)) * rstd, dweight is the sum of dy * n
+    over rows, and dbias is the sum of dy over rows.
     """
     wide, n = widen(dy), (widen(x) - mean[:, None]) * rstd[:, None]
     g = wide * weight.float()

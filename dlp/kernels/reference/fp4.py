@@ -1,10 +1,10 @@
-"""E2M1, the FP4 element: +-{0, 0.5, 1, 1.5, 2, 3, 4, 6}, two a byte, the even element in the low nibble.
+"""E2M1, the FP4 element: +-{0, 0.5, 1, 1.5, 2, 3, 4, 6}, two elements per byte, the even element in the low nibble.
 
-Between 2^k and 2^(k+1) the grid has step 2^(k-1), below 1 it goes on with step 0.5: on that grid a code is an index
-plus 0, 2 or 4. Casts saturate at 6, keep the sign of zero, and hide NaN as +6.
+Between 2^k and 2^(k+1) the grid has the step 2^(k-1), and below 1 the step 0.5: a code is an index on this grid plus 0, 2 or 4.
+Casts saturate at 6, preserve the sign of zero, and map NaN to +6.
 
-Stochastic rounding takes 8 random bits an element from Philox4x32-10, counted by the element's block in the unsharded
-matrix: shards round as the whole does, and recomputation rounds as the first time.
+Stochastic rounding takes 8 random bits per element from Philox4x32-10. The counter is the index of the block in the unsharded
+matrix: shards round like the unsharded matrix, and recomputation repeats the rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK = 16
 
 
 def _nearest_code(y: Tensor) -> Tensor:
-    """The definition of the cast: fp32 -> codes 0..15 (int32), nearest with ties to the even code."""
+    """Return the nearest codes 0..15 (int32) of fp32 values, ties to the even code: the definition of the cast."""
     y = y.nan_to_num(nan=LARGEST)
     magnitude = y.abs().clamp(max=LARGEST)
     binade = (magnitude.view(torch.int32) & EXPONENT).clamp(min=ONE)
@@ -37,16 +37,16 @@ def _nearest_code(y: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _encode_table(device: torch.device) -> Tensor:
-    """The codes of all 65,536 upper halves of a binary32."""
+    """Return the codes of all 65,536 upper halves of a binary32."""
     halves = torch.arange(65536, dtype=torch.int32, device=device) << 16
     return _nearest_code(halves.view(torch.float32)).to(torch.uint8)
 
 
 def encode_e2m1(y: Tensor) -> Tensor:
-    """fp32 -> E2M1 codes 0..15, one a byte (uint8): nearest, ties to the even code, saturating, NaN -> +6.
+    """Return the nearest E2M1 codes 0..15 of fp32 values, one code per byte (uint8): ties to even, saturating, NaN -> +6.
 
-    y is first rounded to odd in its upper 16 bits (the lowest bit says whether anything was cut off), which loses
-    nothing a 2-bit rounding depends on, and then looked up.
+    The upper 16 bits of y are rounded to odd (the lowest bit is set if bits were dropped), which preserves the result of the
+    rounding to 2 bits; the code follows from a table.
     """
     bits = y.contiguous().view(torch.int32)
     odd = (bits & 0xFFFF).add_(0xFFFF).bitwise_or_(bits).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
@@ -54,7 +54,7 @@ def encode_e2m1(y: Tensor) -> Tensor:
 
 
 def encode_e2m1_stochastic(y: Tensor, random: Tensor) -> Tensor:
-    """fp32 y and random bytes (uint8) of one shape -> E2M1 codes 0..15, one a byte.
+    """Return E2M1 codes 0..15, one code per byte, of fp32 y and random bytes (uint8) of the same shape.
 
     With grid neighbours lo <= |y| < hi and f = (|y| - lo) / (hi - lo), y is rounded away from zero iff
     floor(256 f) + random >= 256, i.e. with probability floor(256 f) / 256. |y| >= 6 gives 6, NaN gives +6.
@@ -69,37 +69,37 @@ def encode_e2m1_stochastic(y: Tensor, random: Tensor) -> Tensor:
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
-    """Codes 0..15 [..., C], one a byte, C even -> [..., C/2] bytes, even elements in the low nibbles."""
+    """Pack codes 0..15 [..., C], C even, into bytes [..., C/2], with even elements in the low nibbles."""
     pairs = codes.contiguous().view(-1).view(torch.int16)  # low byte: even element (flat: no tokens, odd strides)
     return (pairs | (pairs >> 4)).to(torch.uint8).view(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
-    """The inverse of `pack_e2m1`."""
+    """Unpack bytes into codes: the inverse of `pack_e2m1`."""
     return torch.stack([packed & 0xF, packed >> 4], -1).flatten(-2)
 
 
 def transpose_e2m1(packed: Tensor) -> Tensor:
-    """Packed codes [rows, C/2] of a matrix [rows, C], rows even -> [C, rows/2], of its transpose."""
+    """Return the packed codes [C, rows/2] of the transpose of a matrix [rows, C], of packed codes [rows, C/2]; rows even."""
     return pack_e2m1(unpack_e2m1(packed).t())
 
 
 @lru_cache(maxsize=8)
 def _pair_table(device: torch.device) -> Tensor:
-    """All 256 packed bytes -> their two values, 64 bits: one look-up decodes two elements."""
+    """Return a table of the two values (64 bits) of all 256 bytes: one look-up decodes two elements."""
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=device)
     values = torch.cat([values, -values])
     return torch.stack([values.repeat(16), values.repeat_interleave(16)], -1).view(torch.int64).view(-1)
 
 
 def decode_e2m1(packed: Tensor) -> Tensor:
-    """Packed bytes [rows, C/2] -> fp32 [rows, C], exactly."""
+    """Return the exact fp32 values [rows, C] of packed bytes [rows, C/2]."""
     pairs = _pair_table(packed.device).index_select(0, packed.reshape(-1).int())
     return pairs.view(torch.float32).view(packed.shape[0], 2 * packed.shape[1])
 
 
 def philox_4x32(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Philox4x32-10: four int64 tensors of 32-bit counter words and two key words -> four int64 tensors of 32 bits."""
+    """Return Philox4x32-10 of four int64 tensors of 32-bit counter words and two key words: four int64 tensors of 32 bits."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -113,9 +113,9 @@ def random_bytes(
     rows: int, columns: int, *, row: int, column: int, total_columns: int, direction: int, counter: Tensor,
     key: tuple[int, int],
 ) -> Tensor:  # fmt: skip
-    """The random bytes [rows, columns] (uint8) of the shard at (row, column) of a matrix with `total_columns` columns.
+    """Return the random bytes [rows, columns] (uint8) of the shard at (row, column) of a matrix with `total_columns` columns.
 
-    One Philox call a block of 16 elements along a row. Counter words: the block's index in the unsharded matrix
+    Each block of 16 elements along a row takes one Philox call. Counter words: the block's index in the unsharded matrix
     (row-major; low and high word), `direction`, and `counter` (int64 []); key words: seed and tensor id. Byte b of
     output word w belongs to element 4w+b of the block. `columns` and `column` are multiples of 16.
     """
@@ -129,7 +129,7 @@ def random_bytes(
 
 
 class PhiloxState(NamedTuple):
-    """Whose random bits a shard takes, see `random_bytes`: its place in the unsharded matrix, and what keys the bits."""
+    """Arguments of `random_bytes` for a shard: position in the unsharded matrix, direction, counter and key."""
 
     row: int
     column: int
@@ -139,5 +139,5 @@ class PhiloxState(NamedTuple):
     key: tuple[int, int]
 
     def bytes(self, rows: int, columns: int) -> Tensor:
-        """The random bytes [rows, columns] of the shard."""
+        """Return the random bytes [rows, columns] of the shard."""
         return random_bytes(rows, columns, **self._asdict())

@@ -1,7 +1,7 @@
-"""FP8 elements and casts. E4M3 (max 448, no Inf) and E5M2 (max 57344); a cast saturates and never makes an Inf.
+"""FP8 elements and casts: E4M3 (max 448, no Inf) and E5M2 (max 57344). A cast saturates and never returns Inf.
 
-torch's own conversion rounds to nearest even but, by version and format, does not saturate, and it keeps the sign of
-NaN: hence the clamp before and the repair after.
+torch's conversion rounds to nearest even, but depending on version and format does not saturate, and preserves the sign of NaN:
+the code clamps before and corrects NaN after the conversion.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 def encode_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 -> FP8 codes: round to nearest even, saturating (Inf too), NaN -> 0x7F without sign, sign of zero kept."""
+    """Return FP8 codes of fp32 values: nearest even, saturating (also Inf), NaN -> 0x7F without sign, with the sign of zero."""
     largest = FP8_MAX[dtype]
     codes = x.clamp(-largest, largest).to(dtype).view(torch.uint8)
     not_nan_sign = (codes & 0x7F).add_(1).bitwise_and_(0x80).bitwise_not_()  # NaN is 0x7F or 0xFF: adding 1 carries
@@ -40,19 +40,19 @@ def _decode_table(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def decode_fp8(codes: Tensor) -> Tensor:
-    """FP8 codes -> fp32, exactly. A table look-up: torch's own FP8 -> fp32 conversion is five times slower on CPU."""
+    """Return the exact fp32 values of FP8 codes, by a table: torch's conversion is five times slower on a CPU."""
     table = _decode_table(codes.dtype, codes.device)
     return table.index_select(0, codes.reshape(-1).view(torch.uint8).int()).view(codes.shape)
 
 
 def cast_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`encode(fl(x * scale))`: x [rows, C] any float dtype, scale fp32 that broadcasts to it -> contiguous codes."""
+    """Return contiguous codes `encode(fl(x * scale))` of x [rows, C] in any float dtype and a broadcastable fp32 scale."""
     return encode_fp8(widen(x) * scale, dtype)
 
 
 class Fp8Scale(NamedTuple):
-    """Where the one scale of a tensor comes from, fp32 [] all: made from its `amax` by `scale_from_amax`, or given as
-    `scale`. `staging`: max |x| enters it."""
+    """Source of the scale of a tensor: `scale_from_amax` of `amax`, fp32 [], or the given `scale`, fp32 []. A cast raises
+    `staging`, fp32 [], to max |x|."""
 
     amax: Tensor | None = None
     scale: Tensor | None = None
@@ -62,9 +62,9 @@ class Fp8Scale(NamedTuple):
 
 
 def cast_fp8_tensor(x: Tensor, dtype: torch.dtype, source: Fp8Scale) -> tuple[Tensor, Tensor]:
-    """x [rows, C] -> codes [rows, C] of `dtype` and fp32 scale_inv []."""
+    """Return codes [rows, C] of `dtype` and fp32 scale_inv [] of x [rows, C]."""
     if (source.amax is None) == (source.scale is None):
-        raise ValueError("a per-tensor cast takes its scale from amax or from scale: pass one of them")
+        raise ValueError("a per-tensor cast takes the scale from amax or from scale: pass exactly one of the two")
     scale = source.scale
     if source.amax is not None:
         scale = scale_from_amax(source.amax, FP8_MAX[dtype], power_of_two=source.power_of_two, epsilon=source.epsilon)
@@ -77,9 +77,9 @@ def cast_fp8_tensor(x: Tensor, dtype: torch.dtype, source: Fp8Scale) -> tuple[Te
 def cast_fp8_block(
     x: Tensor, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """x [rows, C] -> codes [rows, C] of `dtype` and fp32 scale_inv [row blocks, C blocks]; edge blocks may be partial.
+    """Return codes [rows, C] of `dtype` and fp32 scale_inv [row blocks, C blocks] of x [rows, C]; edge blocks may be partial.
 
-    A quotient max/amax that overflows becomes the largest finite value of x's dtype.
+    If the quotient max/amax overflows, the scale is the largest finite value of the dtype of x.
     """
     wide = to_blocks(widen(x), block)
     scale = scale_from_amax(
@@ -91,6 +91,6 @@ def cast_fp8_block(
 
 
 def decode_fp8_block(codes: Tensor, scale_inv: Tensor, block: Block) -> Tensor:
-    """codes [rows, C], fp32 scale_inv [row blocks, C blocks] -> fp32 [rows, C]."""
+    """Return fp32 values [rows, C] of codes [rows, C] with fp32 scale_inv [row blocks, C blocks]."""
     wide = to_blocks(decode_fp8(codes), block)
     return from_blocks(wide * spread(scale_inv), (codes.shape[0], codes.shape[1]))

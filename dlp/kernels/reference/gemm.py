@@ -1,7 +1,7 @@
-"""The GEMM of every pair of formats: D = A @ B.T, contraction last in both, products exact, sums in fp32.
+"""GEMMs of all pairs of formats: D = A @ B.T, contraction last in both operands, exact products, sums in fp32.
 
-Wherever both decoded operands are exact in bf16, the products are exact whatever unit multiplies them, and only the
-order of the fp32 sums is left open; scales that are not powers of two are applied to fp32 sums.
+If both decoded operands are exact in bf16, every unit computes exact products, and only the order of the fp32 sums is
+unspecified. Scales that are not powers of two are applied to fp32 sums.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dlp.kernels.reference.mx import decode_mxfp8
 from dlp.kernels.reference.nvfp4 import decode_nvfp4, nvfp4_alpha
 from dlp.kernels.reference.scales import Block
 
-PROMOTION = 128  # contraction elements summed before their scales are applied
-INT8_PRODUCTS = 2**17 - 8  # as many products of two int8 as an int32 is sure to hold, in whole 8s
+PROMOTION = 128  # number of contraction elements that are summed before the scales are applied
+INT8_PRODUCTS = 2**17 - 8  # number of products of two int8 whose sum fits int32; a multiple of 8
 
 
 def matmul_bf16_exact(a: Tensor, b: Tensor) -> Tensor:
-    """a [rows, C] @ b [cols, C].T -> fp32 [rows, cols] for fp32 operands whose values are exact in bf16.
+    """Return a [rows, C] @ b [cols, C].T in fp32 [rows, cols], for fp32 operands whose values are exact in bf16.
 
-    Products are exact and sums are fp32, whatever unit runs it, so CPUs with bf16 units may use them; those may take
-    bf16 denormals (below 2^-126) for 0.
+    Every unit computes exact products and fp32 sums, so that CPUs may use bf16 units, which may treat bf16 denormals (below
+    2^-126) as 0.
     """
     if a.is_cuda:
         return torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
@@ -38,7 +38,7 @@ def matmul_bf16_exact(a: Tensor, b: Tensor) -> Tensor:
 
 
 def gemm_hp(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """a [rows, C] @ b [cols, C].T in fp32 accumulation, rounded once to `out_dtype`."""
+    """Return a [rows, C] @ b [cols, C].T with fp32 accumulation, rounded once to `out_dtype`."""
     if a.dtype == b.dtype == out_dtype:
         return a @ b.t()
     if a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32:
@@ -47,20 +47,22 @@ def gemm_hp(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 def gemm_fp8_tensor(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> Tensor:
-    """FP8 codes a [rows, C], b [cols, C], one fp32 scale_inv each -> fp32 [rows, cols] = acc * fl(sa * sb)."""
+    """Multiply FP8 codes a [rows, C] and b [cols, C] with one fp32 scale_inv each -> fp32 [rows, cols] = acc * fl(sa * sb)."""
     return matmul_bf16_exact(decode_fp8(a), decode_fp8(b)) * (a_scale_inv * b_scale_inv)
 
 
 def gemm_fp8_rowwise(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> Tensor:
-    """FP8 codes a [rows, C], b [cols, C], scale_inv [rows] and [cols] -> fp32 [rows, cols] = fl(fl(acc * sa) * sb)."""
+    """Multiply FP8 codes a [rows, C] and b [cols, C] with scale_inv [rows] and [cols] -> fp32 [rows, cols] =
+    fl(fl(acc * sa) * sb)."""
     return matmul_bf16_exact(decode_fp8(a), decode_fp8(b)) * a_scale_inv[:, None] * b_scale_inv
 
 
 def gemm_int8_rowwise(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, sums: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """int8 codes a [rows, C], b [cols, C], scale_inv [rows] and [cols] -> fp32 [rows, cols] = fl(fl(acc * sa) * sb), where
-    acc is the exact sum rounded to fp32. `sums` of at most INT8_PRODUCTS along C -> int32."""
+    """Multiply int8 codes a [rows, C] and b [cols, C] with scale_inv [rows] and [cols] -> fp32 [rows, cols] =
+    fl(fl(acc * sa) * sb), where acc is the exact sum rounded to fp32. `sums`: function that returns int32 sums of at most
+    INT8_PRODUCTS products."""
     if a.shape[1] <= INT8_PRODUCTS:
         total = sums(a, b)
     else:
@@ -70,7 +72,7 @@ def gemm_int8_rowwise(
 
 
 def int8_sums(a: Tensor, b: Tensor) -> Tensor:
-    """int8 a [rows, C] @ b [cols, C].T -> int32 [rows, cols].
+    """Return int8 a [rows, C] @ b [cols, C].T as int32 [rows, cols].
 
     `torch._int_mm` hands strides to oneDNN as leading dimensions. The stride of a dimension of size 1 is arbitrary, and oneDNN
     leaves the result uninitialized if the leading dimension is shorter than a row: such operands get the strides of rows.
@@ -79,7 +81,7 @@ def int8_sums(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _row_strides(x: Tensor) -> Tensor:
-    """x with the strides of a contiguous matrix if one of the two sizes is 1; else x."""
+    """Return x with the strides of a contiguous matrix if one of the two sizes is 1, else x."""
     return x.contiguous().view(-1).view(x.shape) if 1 in x.shape else x
 
 
@@ -87,10 +89,10 @@ def gemm_fp8_block(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, a_block: Block, b_block: Block, *,
     power_of_two: bool,
 ) -> Tensor:  # fmt: skip
-    """FP8 codes a [rows, C], b [cols, C] in blocks of 128 along C -> fp32 [rows, cols].
+    """Multiply FP8 codes a [rows, C] and b [cols, C] in blocks of 128 along C -> fp32 [rows, cols].
 
-    With power-of-two scales the decoded operands are exact in bf16 and one GEMM does. Otherwise each 128 of the
-    contraction are summed first, multiplied by fl(sa * sb) and added up in fp32.
+    With power-of-two scales the decoded operands are exact in bf16, and one GEMM computes the result. Otherwise the sums of 128
+    products are multiplied by fl(sa * sb) and added in fp32.
     """
     if power_of_two:
         return matmul_bf16_exact(decode_fp8_block(a, a_scale_inv, a_block), decode_fp8_block(b, b_scale_inv, b_block))
@@ -104,7 +106,8 @@ def gemm_fp8_block(
 
 
 def gemm_mxfp8(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_block: Block, b_block: Block) -> Tensor:
-    """MXFP8 codes a [rows, C], b [cols, C] with E8M0 bytes -> fp32 [rows, cols]; operands decoded exactly to bf16."""
+    """Multiply MXFP8 codes a [rows, C] and b [cols, C] with E8M0 bytes -> fp32 [rows, cols]; decoded operands are exact in
+    bf16."""
     return matmul_bf16_exact(decode_mxfp8(a, a_scale, a_block), decode_mxfp8(b, b_scale, b_block))
 
 
@@ -112,6 +115,7 @@ def gemm_nvfp4(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_amax: Tensor, b_amax: Tensor, a_block: Block,
     b_block: Block,
 ) -> Tensor:  # fmt: skip
-    """NVFP4 packed codes a [rows, C/2], b [cols, C/2], E4M3 scales, amaxes [] -> fp32 [rows, cols] = alpha * acc."""
+    """Multiply packed NVFP4 codes a [rows, C/2] and b [cols, C/2] with E4M3 scales and amaxes [] -> fp32 [rows, cols] =
+    alpha * acc."""
     acc = matmul_bf16_exact(decode_nvfp4(a, a_scale, a_block), decode_nvfp4(b, b_scale, b_block))
     return acc * nvfp4_alpha(a_amax, b_amax)

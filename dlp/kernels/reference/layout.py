@@ -1,7 +1,7 @@
-"""Scale layouts that GEMM kernels read, made from compact scales right before the GEMM.
+"""Layouts of scales for GEMM kernels, computed from compact scales right before the GEMM.
 
-A compact scale tensor is [row blocks, C blocks]: it can be sliced, gathered and transposed; these layouts cannot.
-Padding is zero and its content is never used.
+A compact tensor of scales [row blocks, C blocks] can be sliced, gathered and transposed, unlike these layouts. Padding is zero
+and is never used.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ from torch import Tensor
 
 
 def pad_scales(scales: Tensor, rows: int, columns: int) -> Tensor:
-    """scales [R, C] of one byte or fp32 each -> both dimensions filled up to multiples of `rows` and `columns`."""
+    """Return scales [R, C], bytes or fp32, zero-padded to multiples of `rows` and `columns`."""
     return F.pad(scales, (0, -scales.shape[1] % columns, 0, -scales.shape[0] % rows))
 
 
 def block_1d_layout(scale_inv: Tensor) -> Tensor:
-    """1x128 FP8 scales [rows, C blocks] -> [C blocks, rows filled up to a multiple of 4], as VEC128_32F wants them."""
+    """Return 1x128 FP8 scales [rows, C blocks] as [C blocks, rows padded to a multiple of 4], the layout VEC128_32F."""
     return pad_scales(scale_inv.t(), 1, 4).contiguous()
 
 
 def block_2d_layout(scale_inv: Tensor) -> Tensor:
-    """128x128 FP8 scales [row tiles, C tiles] -> [row tiles, C tiles filled up to a multiple of 4] (BLK128x128_32F)."""
+    """Return 128x128 FP8 scales [row tiles, C tiles] as [row tiles, C tiles padded to a multiple of 4] (BLK128x128_32F)."""
     return pad_scales(scale_inv, 1, 4).contiguous()
 
 
 def swizzle_128x4(scales: Tensor, lines: int | None = None, lines_each: int = 1) -> Tensor:
-    """MX or NVFP4 scale bytes [row blocks, C blocks] -> the flat tensor of 128x4 tiles that block-scaled GEMMs read, of an
-    operand of so many lines (by default as many as there are scales), of which `lines_each` share a scale.
+    """Return MX or NVFP4 scale bytes [row blocks, C blocks] as the flat tensor of 128x4 tiles that block-scaled GEMMs read.
 
-    The scale of line r and block c lies at ((r/128) * tiles across + c/4) * 512 + (r%32) * 16 + ((r%128)/32) * 4 + c%4.
+    lines        number of lines of the operand; by default the number of rows of scales
+    lines_each   number of lines that share a scale
+
+    The scale of line r and block c is at ((r/128) * tiles across + c/4) * 512 + (r%32) * 16 + ((r%128)/32) * 4 + c%4.
     (cuBLAS documentation, "scaling factors layouts".)
     """
     each = scales.repeat_interleave(lines_each, 0)[:lines] if lines_each > 1 else scales[:lines]
@@ -40,13 +42,14 @@ def swizzle_128x4(scales: Tensor, lines: int | None = None, lines_each: int = 1)
 
 
 def unswizzle_128x4(tiles: Tensor, lines: int, blocks: int) -> Tensor:
-    """The inverse: the flat tensor of 128x4 tiles -> [lines, blocks], a scale for every line."""
+    """Return the scales [lines, blocks], one scale for every line, of a flat tensor of 128x4 tiles: the inverse."""
     across = -(-blocks // 4)
     return tiles.view(-1, across, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(-1, 4 * across)[:lines, :blocks]
 
 
 def mx_from_block_scales(scale_inv: Tensor, contraction: int) -> Tensor:
-    """Power-of-two fp32 scales of 128 elements [row blocks, ceil(C/128)] -> E8M0 bytes of 32 [row blocks, ceil(C/32)].
+    """Return power-of-two fp32 scales of 128 elements [row blocks, ceil(C/128)] as E8M0 bytes of 32 elements [row blocks,
+    ceil(C/32)].
 
     The byte is the exponent field: 2^-127, a denormal, has the field 0, which E8M0 reads as 2^-127.
     """

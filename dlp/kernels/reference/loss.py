@@ -1,7 +1,7 @@
-"""Cross entropy of logits whose columns may be some of a vocabulary: what a row adds to it, and its gradient.
+"""Cross entropy of rows of logits, forward and backward; the columns may be a shard of the vocabulary.
 
-fp32 logits exist for a chunk of rows at a time. Exponentials and sums are torch's own, so bits differ between devices; the
-kernels lie within a bound of float64, as this does.
+fp32 logits exist for one chunk of rows at a time. Exponentials and sums are torch operations, whose bits differ between
+devices; the reference and the kernels have an error bound against float64.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CHUNK = 1024  # rows whose logits are in fp32 at a time
+CHUNK = 1024  # number of rows with fp32 logits at a time
 
 
 def log_sum_exp(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [M, C], target int64 [M] -> log(sum(exp(logits))) of each row and its logit at the target, fp32 [M] both; 0
-    for a target that is no column."""
+    """Return log(sum(exp(logits))) of each row and the logit at the target, fp32 [M], of logits [M, C] and target int64 [M];
+    the logit is 0 for a target that is no column."""
     column, here = _columns(target, logits.shape[1])
     log_sum, picked = torch.empty((2, len(logits)), device=logits.device).unbind()
     for rows in range(0, len(logits), CHUNK):
@@ -26,8 +26,8 @@ def log_sum_exp(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def softmax_gradient(logits: Tensor, target: Tensor, log_sum: Tensor, weight: Tensor) -> Tensor:
-    """(exp(logits - log_sum) - one at the target) * weight: logits [M, C], target int64 [M], log_sum and weight fp32 [M] ->
-    [M, C] in the dtype of logits; rows of weight 0 are 0, whatever the logits are."""
+    """Return (exp(logits - log_sum) - one_hot(target)) * weight [M, C], in the dtype of logits [M, C]; target int64 [M],
+    log_sum and weight fp32 [M]. Rows with weight 0 are 0, also for non-finite logits."""
     column, here = _columns(target, logits.shape[1])
     gradient = torch.empty_like(logits)
     for rows in range(0, len(logits), CHUNK):
@@ -39,6 +39,6 @@ def softmax_gradient(logits: Tensor, target: Tensor, log_sum: Tensor, weight: Te
 
 
 def _columns(target: Tensor, cols: int) -> tuple[Tensor, Tensor]:
-    """Targets as columns that can be read, and whether they are."""
+    """Return targets as valid columns, and whether each target is a column."""
     here = (target >= 0) & (target < cols)
     return torch.where(here, target, 0), here

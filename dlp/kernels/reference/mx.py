@@ -1,9 +1,8 @@
-"""MXFP8: FP8 elements in blocks of 32 that share a power of two, stored as one E8M0 byte b meaning 2^(b-127).
+"""MXFP8: FP8 elements in blocks of 32 with a common power of two, stored as one E8M0 byte b with the value 2^(b-127).
 
-The scale rule is a choice. "ceil" is the smallest power of two that lets no element saturate; "floor" is the rule of
-the OCP MX specification v1.0, which saturates amaxes in the upper part of a binade and diverges in training.
-E8M0 has neither sign nor zero, so torch's conversion (to nearest) cannot make these bytes: they are cut from the bits
-of the binary32.
+There are two rules for scales. "ceil" is the smallest power of two without saturation; "floor" is the rule of the OCP MX
+specification v1.0, which saturates amaxes in the upper part of a binade and diverges in training. torch's conversion to E8M0
+rounds to nearest, so that this module computes the bytes from the bits of the binary32.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ def _exponent(v: Tensor) -> Tensor:
 
 
 def encode_e8m0(v: Tensor, *, round_up: bool) -> Tensor:
-    """fp32 v >= 0 -> E8M0 bytes (uint8), the next power of two not below v, or not above it; saturating, NaN -> 0xFF.
+    """Return E8M0 bytes (uint8) of fp32 v >= 0: v rounded up or down to a power of two; saturating, NaN -> 0xFF.
 
-    0 and everything up to 2^-127 give 0x00, Inf gives 0xFE.
+    Values from 0 to 2^-127 give 0x00, and Inf gives 0xFE.
     """
     exponent, mantissa = _exponent(v), v.view(torch.int32) & MANTISSA
     exact = torch.where(exponent == 0, 0x400000, 0)  # a denormal reaches 2^-127 with half of its mantissa
@@ -37,22 +36,22 @@ def encode_e8m0(v: Tensor, *, round_up: bool) -> Tensor:
 
 
 def decode_e8m0(byte: Tensor) -> Tensor:
-    """E8M0 bytes -> fp32 2^(b-127); 0x00 is the denormal 2^-127, 0xFF is NaN."""
+    """Return fp32 2^(b-127) of E8M0 bytes; 0x00 is the denormal 2^-127, 0xFF is NaN."""
     bits = byte.int() << 23
     bits = torch.where(byte == 0, 0x00400000, bits)
     return bits.masked_fill(byte == NAN, 0x7FC00000).view(torch.float32)
 
 
 def reciprocal_e8m0(byte: Tensor) -> Tensor:
-    """E8M0 bytes -> fp32 2^(127-b), the multiplier into the block; 0xFE gives the denormal 2^-127, 0xFF NaN."""
+    """Return fp32 2^(127-b) of E8M0 bytes, the multiplier of a cast; 0xFE gives the denormal 2^-127, 0xFF gives NaN."""
     return decode_e8m0((LARGEST - byte.int()).clamp(min=0).to(torch.uint8)).masked_fill(byte == NAN, torch.nan)
 
 
 def mx_scale(amax: Tensor, dtype: torch.dtype, rule: str) -> Tensor:
-    """Block amaxes fp32 -> E8M0 bytes for elements of FP8 `dtype`, by rule "ceil" or "floor".
+    """Return E8M0 bytes of fp32 amaxes of blocks, for elements of FP8 `dtype`, by the rule "ceil" or "floor".
 
     "ceil": 2^ceil(log2(amax/max)), as the exact round-up of fl(amax * fl(1/max)); Inf gives 0xFE.
-    "floor": 2^(floor(log2 amax) - emax); Inf and NaN give 0xFF, the whole block is NaN then.
+    "floor": 2^(floor(log2 amax) - emax); Inf and NaN give 0xFF: all values of the block are NaN.
     """
     if rule == "ceil":
         return encode_e8m0(amax * (1 / FP8_MAX[dtype]), round_up=True)
@@ -61,7 +60,7 @@ def mx_scale(amax: Tensor, dtype: torch.dtype, rule: str) -> Tensor:
 
 
 def cast_mxfp8(x: Tensor, block: Block, dtype: torch.dtype, *, rule: str = "ceil") -> tuple[Tensor, Tensor]:
-    """x [rows, C] -> codes [rows, C] of `dtype` and E8M0 bytes [row blocks, C blocks].
+    """Return codes [rows, C] of `dtype` and E8M0 bytes [row blocks, C blocks] of x [rows, C].
 
     The amax of a block ignores NaN under "ceil" and keeps it under "floor".
     """
@@ -73,7 +72,7 @@ def cast_mxfp8(x: Tensor, block: Block, dtype: torch.dtype, *, rule: str = "ceil
 
 
 def decode_mxfp8(codes: Tensor, scale: Tensor, block: Block) -> Tensor:
-    """codes [rows, C], E8M0 bytes [row blocks, C blocks] -> fp32 [rows, C].
+    """Return fp32 values [rows, C] of codes [rows, C] with E8M0 bytes [row blocks, C blocks].
 
     The values are exact in bf16 for bytes of 10..246 (E4M3) or 17..239 (E5M2) and for the zero block's 0.
     """

@@ -1,28 +1,28 @@
-"""NVFP4: E2M1 elements, an E4M3 scale a block of 16 (or a 16x16 tile), and one fp32 amax a tensor.
+"""NVFP4: E2M1 elements, one E4M3 scale per block of 16 (or 16x16 tile), and one fp32 amax per tensor.
 
-    S_enc = 2688 / amax (2688 = 448 * 6)    scales the tensor so that its largest block gets the E4M3 scale 448
+    S_enc = 2688 / amax (2688 = 448 * 6)    scale of the tensor: the block with the largest amax has the E4M3 scale 448
     s8    = e4m3(amax_block * fl(S_enc * fl(1/6)))
     q     = e2m1(x / (s8 / S_enc))
 
-The order of these products is part of the format: folding the 1/6 elsewhere changes the scale of one block in 1,500.
-What is stored is the amax; a decoded value is e2m1 * (s8 * amax / 2688), and a GEMM multiplies e2m1 * s8, which is
-exact in bf16, and applies the amaxes of both operands at the end. (arXiv 2509.25149.)
+The order of these products is part of the format: another order changes the scale of one block in 1,500. The amax is stored. A
+decoded value is e2m1 * (s8 * amax / 2688). A GEMM multiplies e2m1 * s8, which is exact in bf16, and applies the amaxes of both
+operands at the end. (arXiv 2509.25149.)
 
-Four over six (arXiv 2512.02010, github.com/mit-han-lab/fouroversix) gives each block a choice of two scales: the block's
-amax becomes 6, or it becomes 4 and the gap of E2M1 between 4 and 6 stays empty.
+Four over six (arXiv 2512.02010, github.com/mit-han-lab/fouroversix) gives each block one of two scales: the amax of the
+block becomes 6, or becomes 4, so that the gap of E2M1 between 4 and 6 is not used.
 
-    amax'  = min(fl(1.75 * amax), FLT_MAX)     stored, and used in place of the amax: S_enc becomes 1536 / amax (256 * 6)
+    amax'  = min(fl(1.75 * amax), FLT_MAX)     stored, and used in place of amax: S_enc becomes 1536 / amax (256 * 6)
     s6     = e4m3(amax_block * fl(S_enc * fl(1/6)))                 at most 256 (up to rounding), so that s4 fits E4M3
     s4     = e4m3(fl(1.5 * (amax_block * fl(S_enc * fl(1/6)))))
     q6, q4 = the codes of the block under each scale
     error  = sum of fl(d * d), d = fl(e2m1 * s8 - fl(x * S_enc))    in fp32, in the order of `block_sums`
 
-The scale s4 is taken if its error is less than that of s6; a tie takes s6. The error is in units of 1 / S_enc, in which
-e2m1 * s8 is exact and no square overflows or underflows in fp32 where it matters. Decoding and GEMMs are unchanged, since the
-stored amax contains the factor. Defined for rounding to nearest: the smaller of two random errors would bias a gradient.
+A block takes the scale s4 if the error of s4 is smaller than the error of s6; ties take s6. In units of 1 / S_enc, e2m1 * s8 is
+exact, and no relevant square overflows or underflows in fp32. Decoding and GEMMs do not change, because the stored amax
+contains the factor. Four over six needs rounding to nearest: the smaller of two random errors would bias a gradient.
 
-The Hadamard transform rotates groups of 16 along the contraction, so that an outlier is shared by its group; done to
-both operands of a GEMM it cancels.
+The Hadamard transform rotates groups of 16 along the contraction, which spreads an outlier over the group; the transforms of
+both operands of a GEMM cancel.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from dlp.kernels.reference.scales import FLT_MAX, Block, amax_of_blocks, from_bl
 
 GROUP = 16
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
-FOUR_OVER_SIX_AMAX = 448.0 / 256.0  # leaves E4M3 scales room for a factor of 1.5
-RHT_SIGNS = 0xD7E8  # bit i set: element i changes sign before the transform
+FOUR_OVER_SIX_AMAX = 448.0 / 256.0  # E4M3 scales of 256 leave room for a factor of 1.5
+RHT_SIGNS = 0xD7E8  # bit i is set: the sign of element i changes before the transform
 
 
 def nvfp4_tensor_scale(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Tensor amax fp32 -> (S_enc, S_dec = fl(1 / S_enc)), fp32; S_enc is 1 where amax is 0 or Inf."""
+    """Return S_enc and S_dec = fl(1 / S_enc), fp32, of the amax of a tensor; S_enc is 1 for an amax of 0, Inf or NaN."""
     usable = torch.isfinite(amax) & (amax > 0)
     quotient = torch.full_like(amax, E4M3_MAX * E2M1_MAX) / torch.where(usable, amax, torch.ones_like(amax))
     encode = torch.where(usable, quotient.clamp(max=FLT_MAX), torch.ones_like(amax))
@@ -52,24 +52,24 @@ def nvfp4_tensor_scale(amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nvfp4_block_scale(block_amax: Tensor, tensor_encode: Tensor) -> Tensor:
-    """Block amaxes and S_enc, fp32 -> the block scales before they are rounded to E4M3."""
+    """Return the scales of blocks before the rounding to E4M3, of amaxes of blocks and S_enc, fp32."""
     return (block_amax * (tensor_encode * (1 / E2M1_MAX))).clamp(max=FLT_MAX)
 
 
 def nvfp4_encode_scale(scale: Tensor, tensor_decode: Tensor) -> Tensor:
-    """E4M3 block scales and S_dec -> the fp32 multipliers into E2M1; FLT_MAX where a scale is 0."""
+    """Return the fp32 multipliers of a cast to E2M1, of E4M3 scales of blocks and S_dec; FLT_MAX for a scale of 0."""
     return (decode_fp8(scale) * tensor_decode).reciprocal().clamp(max=FLT_MAX)
 
 
 def nvfp4_stored_amax(amax: Tensor, *, four_over_six: bool) -> Tensor:
-    """The amax that an operand stores: `amax`, or 1.75 times `amax` with four over six. Inf and NaN are kept."""
+    """Return the amax that an operand stores: `amax`, or 1.75 times `amax` with four over six; Inf and NaN do not change."""
     if not four_over_six:
         return amax
     return torch.where(torch.isfinite(amax), (amax * FOUR_OVER_SIX_AMAX).clamp(max=FLT_MAX), amax)
 
 
 def block_sums(errors: Tensor) -> Tensor:
-    """Sum blocks in fp32, in a fixed order that a transposed tile shares.
+    """Return the sums of blocks in fp32, in a fixed order that is the same for a transposed tile.
 
     errors [row blocks, block rows, C blocks, 16] -> [row blocks, C blocks]. Blocks of one row: elements 0 to 15 in order.
     Tiles of 16x16: each 8x8 quarter in the order of its upper triangle, row by row, of e[i, i] and fl(e[i, j] + e[j, i]); then
@@ -89,7 +89,7 @@ def _sum_in_order(terms: Iterable[Tensor]) -> Tensor:
 
 
 def _cast_by(wide: Tensor, scale: Tensor, tensor_scale: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Blocks and their E4M3 scales -> their codes to nearest, one a byte, and the errors of the blocks."""
+    """Return the nearest codes of blocks by E4M3 scales, one code per byte, and the errors of the blocks."""
     encode, decode = tensor_scale
     codes = encode_e2m1(wide * spread(nvfp4_encode_scale(scale, decode)))
     values = decode_e2m1(pack_e2m1(codes).flatten(0, -2)).view(wide.shape)
@@ -100,7 +100,7 @@ def _cast_by(wide: Tensor, scale: Tensor, tensor_scale: tuple[Tensor, Tensor]) -
 def _cast_four_over_six(
     wide: Tensor, block_scale: Tensor, tensor_scale: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Blocks and their scales before E4M3 -> codes, one a byte, and the chosen E4M3 scales."""
+    """Return codes of blocks, one code per byte, and the chosen E4M3 scales, from scales before the rounding to E4M3."""
     six = encode_fp8(block_scale, torch.float8_e4m3fn)
     four = encode_fp8((block_scale * 1.5).clamp(max=FLT_MAX), torch.float8_e4m3fn)
     (codes, error), (codes_four, error_four) = (_cast_by(wide, scale, tensor_scale) for scale in (six, four))
@@ -112,10 +112,12 @@ def _cast_four_over_six(
 def cast_nvfp4(
     x: Tensor, amax: Tensor, block: Block, *, random: Tensor | None = None, four_over_six: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """x [rows, C] and the agreed tensor amax (fp32 []) -> packed codes [rows, C/2] and E4M3 scales [row blocks, C/16].
+    """Return packed codes [rows, C/2] and E4M3 scales [row blocks, C/16] of x [rows, C] and the agreed amax, fp32 [].
 
-    `random`: bytes [rows, C] for stochastic rounding, None rounds to nearest. `four_over_six`: two candidate scales a block;
-    only to nearest. The codes are decoded by `nvfp4_stored_amax(amax)`.
+    random          bytes [rows, C] for stochastic rounding; None: round to nearest
+    four_over_six   choose between two scales for each block; only with rounding to nearest
+
+    `nvfp4_stored_amax(amax)` is the amax for decoding.
     """
     amax = nvfp4_stored_amax(amax, four_over_six=four_over_six)
     wide = to_blocks(widen(x), block)
@@ -132,7 +134,7 @@ def cast_nvfp4(
 
 
 def decode_nvfp4(packed: Tensor, scale: Tensor, block: Block, amax: Tensor | None = None) -> Tensor:
-    """Packed codes [rows, C/2], E4M3 scales [row blocks, C/16] -> fp32 [rows, C].
+    """Return fp32 values [rows, C] of packed codes [rows, C/2] with E4M3 scales [row blocks, C/16].
 
     With the tensor amax: the values, fl(e2m1 * fl(fl(scale * amax) * fl(1/2688))). Without: e2m1 * scale, what a GEMM
     multiplies, exact in bf16.
@@ -157,7 +159,7 @@ def _signs(device: torch.device, signs: int) -> Tensor:
 
 
 def rht16(x: Tensor, signs: int = RHT_SIGNS) -> Tensor:
-    """x [rows, C], C a multiple of 16 -> bf16 [rows, C]: in each group of 16 along C, y = x D H16 / 4, rounded once.
+    """Return the Hadamard transform y = x D H16 / 4, bf16 [rows, C], in each group of 16 along C of x [rows, C], rounded once.
 
     D flips the signs of `signs`, H16 is the Sylvester matrix; an fp32 butterfly with strides 1, 2, 4, 8, in that
     order. x is rounded to bf16 first if it is wider. A transposed view is the fast case: its groups lie along memory

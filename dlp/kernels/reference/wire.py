@@ -1,11 +1,11 @@
-"""FP8 on the wire of a sum: E4M3 with an fp32 scale every 128 features, and the sum of what arrived.
+"""FP8 codes for contributions of a reduction: E4M3 with one fp32 scale per 128 features, and the sum of the contributions.
 
-A contribution is quantized once, with scales of its own, and summed decoded in fp32: no hop rounds a running sum. Of an
-element x in a block of largest magnitude A the decoded value is off by at most |x| * 2**-4 + A / 448 * 2**-10: half a
-step of E4M3 above its subnormals, or half a step of those.
+Each contribution is quantized once and decoded to fp32 in the sum: no partial sum is rounded. The error of an element x in a
+block with the largest magnitude A is at most |x| * 2**-4 + A / 448 * 2**-10: half a step of E4M3 for normal numbers, or half a
+step of subnormal numbers.
 
-The scale word also carries what FP8 does not: a block with a NaN has the scale NaN, one with an Inf the scale Inf, and
-nothing in it decodes to a finite value. A block of zeros has the scale 1. Scales are never denormal.
+The scale also carries non-finite values: a block with a NaN has the scale NaN, a block with an Inf has the scale Inf, and no
+value of such a block decodes to a finite value. A block of zeros has the scale 1. Scales are never denormal.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dlp.kernels.reference.scales import with_own
 
 BLOCK = 128
 E4M3 = torch.float8_e4m3fn
-Own = tuple[int, Tensor, Tensor]  # a rank, its codes and scales
-LEAST_AMAX = FP8_MAX[E4M3] * 2.0**-126  # of a smaller one the scale would be denormal
+Own = tuple[int, Tensor, Tensor]  # rank, codes and scales
+LEAST_AMAX = FP8_MAX[E4M3] * 2.0**-126  # a smaller amax would give a denormal scale
 
 
 def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., F] -> codes [..., F] in E4M3, fp32 scale_inv [..., ceil(F/128)]; the last block may be partial."""
+    """Return E4M3 codes [..., F] and fp32 scale_inv [..., ceil(F/128)] of x [..., F]; the last block may be partial."""
     features = x.shape[-1]
     blocks = F.pad(x.float(), (0, -features % BLOCK)).unflatten(-1, (-1, BLOCK))
     amax = blocks.abs().amax(-1)  # NaN and Inf go through
@@ -36,14 +36,14 @@ def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack_fp8(codes: Tensor, scale_inv: Tensor) -> Tensor:
-    """The inverse of `pack_fp8`, up to its rounding: fp32 [..., F]."""
+    """Return the fp32 values [..., F] of codes: the inverse of `pack_fp8`, up to rounding."""
     features = codes.shape[-1]
     return decode_fp8(codes.contiguous()) * scale_inv.repeat_interleave(BLOCK, -1)[..., :features]
 
 
 def sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, own: Own | None = None) -> Tensor:
-    """codes [R, ..., F] and their scales -> [..., F]: fp32 sum over ranks 0, 1, ..., rounded once to `dtype`. `own`: the number
-    of a rank whose codes and scales are read elsewhere, and these."""
+    """Return the fp32 sum [..., F] over ranks 0, 1, ... of codes [R, ..., F] with scales, rounded once to `dtype`. `own`: index
+    of a rank whose codes and scales are stored elsewhere, and these tensors."""
     pairs = (None, None) if own is None else ((own[0], own[1]), (own[0], own[2]))
     first, *others = zip(with_own(codes, pairs[0]), with_own(scale_inv, pairs[1]), strict=True)
     total = unpack_fp8(*first)
