@@ -41,6 +41,11 @@ def has_kernel(x: Tensor) -> bool:
     return DEVICE_AT[x.get_device()] in NATIVE and x.dim() == 2 and x.dtype in cuda.INPUTS
 
 
+def is_readable(x: Tensor, *_: object) -> bool:
+    """Return whether kernels can read x without a copy; for the kernel table, which passes further arguments."""
+    return cuda.readable(x)
+
+
 def adjacent(x: Tensor) -> tuple[Tensor, bool]:
     """Return a matrix that kernels can read, and whether the matrix is the transpose of x."""
     if cuda.readable(x):

@@ -6,23 +6,16 @@ torch.compile and fake tensors, where inductor fuses plain torch.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from dlp.kernels import cuda_loss, reference
-from dlp.kernels.cuda import readable
 from dlp.kernels.registry import operation
 
 
 def _traced(logits: Tensor) -> bool:
     return torch.compiler.is_compiling() or isinstance(logits, FakeTensor)
-
-
-def is_readable(logits: Tensor, *_: Any) -> bool:
-    return readable(logits)
 
 
 def log_sum_exp(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

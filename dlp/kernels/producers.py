@@ -4,8 +4,6 @@ matrices whose columns are not adjacent.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,10 +14,6 @@ from dlp.kernels.registry import operation
 def has_kernel(*matrices: Tensor) -> bool:
     """Return whether kernels can read these matrices without a copy."""
     return all(dispatch.has_kernel(x) and cuda.readable(x) for x in matrices)
-
-
-def is_readable(x: Tensor, *_: Any) -> bool:
-    return cuda.readable(x)
 
 
 def takes_rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None) -> bool:

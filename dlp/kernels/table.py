@@ -21,51 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlp.kernels import (
-    activations,
-    casts,
-    casts_blocks,
-    casts_fp4,
-    codes,
-    gate_grads,
-    loss,
-    producers,
-    wire,
-)
+from dlp.kernels import activations, casts, casts_blocks, casts_fp4, codes, dispatch, gate_grads, loss, producers, wire
 from dlp.kernels import gemm_entries as gemm
-from dlp.kernels.registry import (
-    DEFAULT_OPTIONS,
-    DEVICE_AT,
-    DEVICES,
-    GEMM,
-    NATIVE,
-    REFERENCE,
-    GemmEntry,
-    GemmKernels,
-    GemmLaunch,
-    GemmLaunchOptions,
-    KernelEntry,
-    OperandLayout,
-    cast_kernel,
-    choose,
-    device_kind,
-    device_of,
-    entries,
-    gemm_kernels,
-    kind_of,
-    operation,
-    preparing,
-    register,
-    registered,
-    remembered,
-    runs_kernels,
-)
-
-__all__ = [
-    "DEFAULT_OPTIONS", "DEVICES", "DEVICE_AT", "GEMM", "GEMMS", "KERNELS", "NATIVE", "REFERENCE", "GemmEntry", "GemmKernels",
-    "GemmLaunch", "GemmLaunchOptions", "KernelEntry", "OperandLayout", "cast_kernel", "choose", "device_kind", "device_of",
-    "entries", "gemm_kernels", "kind_of", "operation", "preparing", "register", "registered", "remembered", "runs_kernels",
-]  # fmt: skip
+from dlp.kernels.registry import *  # noqa: F403  (names for users of the table)
+from dlp.kernels.registry import DEVICES, NATIVE, GemmEntry, KernelEntry, OperandLayout, register
 
 
 class Kernel(NamedTuple):
@@ -153,19 +112,19 @@ KERNELS = (
     Kernel("sum_in_order",               codes.sum_in_order_kernel,                       codes.takes_sum_in_order),
     Kernel("pack_fp8",                   wire.pack_fp8_kernel,                            wire.takes_pack_fp8),
     Kernel("sum_fp8",                    wire.sum_fp8_kernel,                             wire.takes_sum_fp8),
-    Kernel("rms_norm",                   producers.rms_norm_kernel,                       producers.is_readable,                FLOATS),
+    Kernel("rms_norm",                   producers.rms_norm_kernel,                       dispatch.is_readable,                 FLOATS),
     Kernel("rms_norm_backward",          producers.rms_norm_backward_kernel,              producers.takes_rms_norm_backward,    FLOATS),
     Kernel("swiglu",                     producers.swiglu_kernel,                         producers.has_kernel,                 FLOATS),
     Kernel("swiglu_backward",            producers.swiglu_backward_kernel,                producers.has_kernel,                 FLOATS),
-    Kernel("column_sums",                producers.column_sums_kernel,                    producers.is_readable,                FLOATS),
+    Kernel("column_sums",                producers.column_sums_kernel,                    dispatch.is_readable,                 FLOATS),
     Kernel("activation",                 activations.activation_kernel,                   activations.are_readable,             FLOATS),
     Kernel("activation_backward",        activations.activation_backward_kernel,          activations.are_readable,             FLOATS),
     Kernel("gated",                      activations.gated_kernel,                        activations.are_readable,             FLOATS),
     Kernel("gated_backward",             activations.gated_backward_kernel,               activations.are_readable,             FLOATS),
     Kernel("layer_norm",                 activations.layer_norm_kernel,                   activations.takes_norm,               FLOATS),
     Kernel("layer_norm_backward",        activations.layer_norm_backward_kernel,          activations.takes_norm_backward,      FLOATS),
-    Kernel("log_sum_exp",                loss.log_sum_exp_kernel,                         loss.is_readable,                     FLOATS),
-    Kernel("softmax_gradient",           loss.softmax_gradient_kernel,                    loss.is_readable,                     FLOATS),
+    Kernel("log_sum_exp",                loss.log_sum_exp_kernel,                         dispatch.is_readable,                 FLOATS),
+    Kernel("softmax_gradient",           loss.softmax_gradient_kernel,                    dispatch.is_readable,                 FLOATS),
 )
 
 HP, FP8_TENSOR, FP8_ROWWISE = (("hp", "hp"),), (("fp8_tensor", "fp8_tensor"),), (("fp8_rowwise", "fp8_rowwise"),)

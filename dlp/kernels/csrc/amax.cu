@@ -7,8 +7,8 @@
 // atomic per job. The outputs are set to 0 by a small kernel in front, beside which this one begins to read (programmatic
 // dependent launch).
 //
-// Chunks are taken from the last to the first: the cast that follows reads from the first on, and finds there what the L2 cache
-// still holds (3 % of amax and cast + transpose at 32 MB, 0.8 % at 128 MB).
+// Blocks process chunks from the last to the first: the following cast starts with the first chunks, which are then in the L2
+// cache (3 % of amax and cast + transpose at 32 MB, 0.8 % at 128 MB).
 //
 // Rejected alternative: partial maxima in scratch memory and a last block that joins them, which needs zeroed counters that
 // outlive the call.
@@ -18,7 +18,7 @@ namespace dlp {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kOctets = kAmaxChunk / (8 * kThreads);  // of a chunk, a thread
+constexpr int kOctets = kAmaxChunk / (8 * kThreads);  // octets of a chunk per thread
 constexpr int kInFlight = 4;                          // octets
 static_assert(kOctets % kInFlight == 0, "a chunk is a whole number of batches of loads");
 
@@ -41,7 +41,7 @@ __device__ void take_chunk(Maxima<T>& maxima, const Matrix& x, int64_t chunk) {
     }
 }
 
-// Joins the maxima of the block into the output of a job.
+// Combines the maxima of the block with the output of a job.
 template <class T>
 __device__ void write_maximum(const AmaxJob& job, const Maxima<T>& maxima, uint32_t* scratch) {
     const uint32_t bits = block_max(maxima.largest(), scratch);

@@ -1,11 +1,11 @@
-// FP8 with one fp32 scale per 128 elements of the contraction, in both orientations, of a tile that lies in registers: the 128
+// FP8 with one fp32 scale per 128 elements of the contraction, in both orientations, of a tile in registers: the 128
 // rows and the 128 columns of a tile are 256 blocks, one per thread.
 //
 //   1. amaxes of rows (by shuffles) and of columns (by warps) to shared memory
-//   2. thread t makes the scale of row t, or of column t - 128, and stores its inverse
-//   3. each thread reads back the eight scales of its patch's rows and the eight of its columns, and encodes
+//   2. thread t computes the scale of row t, or of column t - 128, and stores the inverse
+//   3. each thread reads the eight scales of the rows and the eight scales of the columns of the patch, and encodes
 //
-// So there is one division per block. With scales made where they are needed, 16 threads would make each of them.
+// This order needs one division per block; without shared memory, 16 threads would compute each scale.
 // Shared memory: BlockLines, 5,632 bytes.
 #pragma once
 
@@ -21,7 +21,7 @@ struct BlockLines {
     alignas(16) float scale[2 * kTile];  // rows, then columns
 };
 
-// Puts the maxima of this thread's patch, joined with its neighbours', into shared memory.
+// Stores the maxima of this thread's patch, combined with the maxima of neighbouring patches, in shared memory.
 template <class T>
 __device__ void post_maxima(const Octet<T> (&patch)[kPatch], BlockLines& shared) {
     using Rows = RowMaxima<T, kAcross>;

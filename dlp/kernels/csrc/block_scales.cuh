@@ -1,4 +1,4 @@
-// Where the fp32 scales of 128-element blocks are stored: compact, as they travel, or as cuBLASLt's GEMM reads them
+// Layouts of the fp32 scales of 128-element blocks: compact, for transfers, or as GEMMs of cuBLASLt read scales
 // (reference.layout.block_1d_layout and block_2d_layout).
 #pragma once
 
@@ -12,7 +12,7 @@ namespace dlp {
 //   VEC128_32F      1x128 blocks          [blocks, pad4(lines)]
 //   BLK128x128_32F  128x128 blocks        [lines, pad4(blocks)]
 //
-// pad4: filled up to a multiple of 4, with zeros.
+// pad4: zero-padded to a multiple of 4.
 struct BlockScales {
     float* to;
     int64_t lines, blocks;

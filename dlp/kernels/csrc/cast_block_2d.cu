@@ -1,5 +1,5 @@
 // FP8 with one fp32 scale per 128x128 tile, for weights (DeepSeek-V3, arXiv 2412.19437), both orientations in one read. They
-// hold the same codes, and the scales of the second are the transpose of the first's. Bitwise equal to
+// have the same codes, and the scales of the second orientation are the transpose. Bitwise equal to
 // reference.fp8.cast_fp8_block with a block of (128, 128). Any rows and cols: missing elements count as 0.
 //
 // Grid: one tile per block of 256 threads (tile.cuh); one scale per block, whose amax is joined through eight words of shared

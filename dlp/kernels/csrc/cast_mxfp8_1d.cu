@@ -7,10 +7,10 @@
 //
 // Bitwise equal to reference.mx.cast_mxfp8 with a block of (1, 32).
 //
-// Grid: one 128x128 tile per block of 256 threads (tile.cuh). A block of 32 along a row lies in four neighbouring lanes, whose
-// amaxes are joined by shuffles. One along a column lies in two lanes of each of two warps, joined through shared memory. A
-// tile has 1024 scales: a thread makes two of rows and two of columns, and reads back the eight of its rows and the eight of
-// its columns. (Made by each thread that needs them, 16 per thread, an fp32 cast took 121 us instead of 111; dev/log.md.)
+// Grid: one 128x128 tile per block of 256 threads (tile.cuh). A block of 32 along a row belongs to four neighbouring lanes,
+// whose amaxes are combined by shuffles. A block along a column belongs to two lanes of each of two warps, whose amaxes are
+// combined through shared memory. A tile has 1024 scales: a thread computes two scales of rows and two scales of columns, and
+// reads the eight scales of the rows and the eight scales of the columns of the patch.
 //
 // Shared memory, bytes of bf16 (fp32): tile 32,768 (65,552), transposed codes 16,384, maxima and multipliers 8,192, scale
 // bytes 1,024. Bound by memory: 4 (6) bytes per element and 1/16 for scales; 0.90 of the speed of a copy with blocks first,
@@ -23,7 +23,7 @@
 namespace dlp {
 namespace {
 
-constexpr int kPatches = 32 / kPatch;  // of a block of 32
+constexpr int kPatches = 32 / kPatch;  // patches of a block of 32
 constexpr int kBlocksAcross = kTile / 32;
 using ScaleOut = ScaleBytes<kBlocksAcross>;
 
@@ -103,12 +103,12 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm<T, kProducer>)
     if (!job.codes_t) return;
     put_columns<F8>(patch, Scales(shared.column_scale[patch_row() / kPatches] + kPatch * patch_column()), columns);
     __syncthreads();
-    columns.write(job.codes_t, tile);  // last, since it takes longest
+    columns.write(job.codes_t, tile);  // last, because this store takes longest
 }
 
 }  // namespace
 
-// `floor`: scales by the rule of OCP MX instead of the one that saturates nothing (e8m0.cuh). `blocks_first`: see
+// `floor`: scales by the rule of OCP MX instead of the rule without saturation (e8m0.cuh). `blocks_first`: see
 // scale_bytes.cuh.
 void cast_mxfp8_1d(const Work<BlockJob>& work, Input input, Code code, bool floor, bool blocks_first, const Source& source,
                    Stream stream) {

@@ -39,7 +39,7 @@ using CastStrips = Strips<T, Nvfp4Job, kTilesPerBlock>;
 template <class T, Rounding kRounding>
 constexpr int kBlocksPerSm = sizeof(T) == 4 ? 2 : kRounding == Rounding::kNearest ? 4 : 3;
 
-// The factors of one orientation, in shared memory.
+// Factors of one orientation, in shared memory.
 struct Scaling {
     static constexpr int kScales = 128;
     TensorScale tensor;
@@ -76,8 +76,8 @@ struct Random {
 
     explicit Random(const PhiloxState& state) : state(state), keys(state.seed, state.tensor) {}
 
-    // Those of block `block` of line `line` of this matrix: the counter is its index in the unsharded matrix, so that shards
-    // draw what the whole matrix would.
+    // Random bytes of block `block` of line `line` of this matrix. The counter is the index of the block in the unsharded
+    // matrix, so that shards draw the same bytes as the unsharded matrix.
     __device__ uint4 bytes(int64_t line, int64_t block) const {
         const int64_t index = (state.row + line) * state.across + state.first + block;
         return philox(make_uint4(uint32_t(index), uint32_t(index >> 32), state.direction, uint32_t(*state.counter)), keys);
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksPerSm<T, kRounding>)
     Scales scales(bytes += Columns::kBytes);
     Scaling* scaling = reinterpret_cast<Scaling*>(bytes += Scales::kBytes);  // of rows, of columns
     float(*sums)[kTile] = reinterpret_cast<float(*)[kTile]>(bytes += 2 * sizeof(Scaling));
-    const Nvfp4Job* scaled = nullptr;  // the job whose factors `scaling` holds
+    const Nvfp4Job* scaled = nullptr;  // job of the factors in `scaling`
 
     Tile<T, Nvfp4Job> tile;
     while (strips.next(tile)) {

@@ -1,5 +1,5 @@
 // NVFP4 (fp4.cuh) with one E4M3 scale per 16x16 tile, for weights, both orientations in one read: they hold the same codes,
-// and the scales of the second are the transpose of the first's. Bitwise equal to reference.nvfp4.cast_nvfp4 with a block of
+// and the scales of the second orientation are the transpose. Bitwise equal to reference.nvfp4.cast_nvfp4 with a block of
 // (16, 16). rows and cols are multiples of 16. With four over six a tile is encoded under two scales, and the errors of its
 // four patches are joined by two shuffles as well.
 //
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksPerSm) cast_nvfp4_2d_kern
     Tiles<T, Nvfp4Job> tiles(work, shared_memory());
     NibbleWriter columns(shared_memory() + Tiles<T, Nvfp4Job>::kBytes);
 
-    const Nvfp4Job* scaled = nullptr;  // the job whose amax `tensor` was made from
+    const Nvfp4Job* scaled = nullptr;  // job of the amax in `tensor`
     TensorScale tensor(0.0f);
 
     Tile<T, Nvfp4Job> tile;

@@ -15,7 +15,7 @@ namespace dlp {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kOctets = 4;  // of a thread
+constexpr int kOctets = 4;  // octets per thread
 constexpr int64_t kChunk = kThreads * kOctets;
 
 template <class T, class F8>

@@ -1,4 +1,4 @@
-// The cross entropy of logits x [rows, cols], whose cols may be a rank's part of the vocabulary. Two kernels, one read each:
+// Cross entropy of logits x [rows, cols]; the columns may be a shard of the vocabulary. Two kernels with one read each:
 //
 //   log_sum_exp        log_sum[row] = log(sum(exp(x))),   picked[row] = x[row, target], or 0 if the target is no column here
 //   softmax_gradient   dx = (exp(x - log_sum) - one_hot(target)) * weight[row]     (Goodfellow et al., Deep Learning, 6.2.2.3)

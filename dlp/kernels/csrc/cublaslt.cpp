@@ -87,7 +87,7 @@ Handle handle_of(int device) {
     return handle;
 }
 
-// The layout of a matrix [lines, along] whose lines are `stride` apart; `col_major`: whose columns are.
+// Layout of a matrix [lines, along] with `stride` between lines, or with `col_major` between columns.
 Opaque make_layout(int type, int64_t lines, int64_t along, int64_t stride, bool col_major) {
     Opaque layout = nullptr;
     LT(MatrixLayoutCreate, &layout, type, col_major ? lines : along, col_major ? along : lines, stride);

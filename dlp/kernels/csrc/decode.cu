@@ -11,12 +11,12 @@
 namespace dlp {
 namespace {
 
-constexpr int kThreads = 256, kAcross = 8;  // threads of a block, of a row
+constexpr int kThreads = 256, kAcross = 8;  // threads per block and per row
 constexpr int kRows = kThreads / kAcross;
 constexpr int kCodes = 8, kPieces = 4, kStep = kAcross * kCodes;
 constexpr int kCols = kPieces * kStep;
 
-// How the codes and scales of an encoding are read: codes by twos, the first in the low bits. `Raw` is a scale as it is
+// Reads codes and scales of an encoding: codes in pairs, the first code in the low bits. `Raw` is a scale as it is
 // stored. It becomes a number only after all loads of a thread are issued: done beside its load, decoding MXFP8 took 139 us
 // instead of 106 (dev/log.md).
 template <class F8>

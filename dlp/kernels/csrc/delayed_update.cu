@@ -6,7 +6,7 @@
 //   window = history[1], ..., history[L - 1], last;   history = 0, window[1], ..., window[L - 1]
 //   amax = max(window), or last;   scale = min(fl(target / amax), FLT_MAX) if amax is finite and > 0, else as it was
 //
-// history [L, slots], rows of slots adjacent. A block of 32 warps takes 32 slots, a lane each; its warps share the L rows,
+// history [L, slots], rows of slots adjacent. A block of 32 warps processes 32 slots, one per lane; the warps share the L rows,
 // and each moves its rows up by one. A warp's new rows are its old ones, but for the last, which it reads from the next
 // warp's before a barrier.
 #include <cfloat>

@@ -7,7 +7,7 @@
 //   to_gradients   dgate = dh * up * s * (1 + gate * (1 - s)),   dup = dh * gate * s     reference.producers.swiglu_backward
 //
 // RMSNorm is IEEE arithmetic in a fixed order and equals its reference bit for bit. SwiGLU does not: `expf` and the approximate
-// reciprocal are the device's own, so its results equal themselves on one device, and the reference within a bound.
+// reciprocal depend on the device, so that results are reproducible on one device, and equal to the reference within a bound.
 #pragma once
 
 #include "octet.cuh"

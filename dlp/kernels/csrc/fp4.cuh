@@ -37,7 +37,7 @@ struct TensorScale {
         block = __fmul_rn(encode, 1.0f / 6.0f);
         decode = __frcp_rn(encode);
     }
-    // The E4M3 scale of a block. The format's min(.., FLT_MAX) before it is left out: Inf saturates to 448 as well.
+    // E4M3 scale of a block. The code omits min(.., FLT_MAX) of the format, because Inf also saturates to 448.
     __device__ uint8_t scale(float block_amax) const {
         return __nv_cvt_float_to_fp8(__fmul_rn(block_amax, block), __NV_SATFINITE, __NV_E4M3);
     }
@@ -76,7 +76,7 @@ __device__ uint32_t select_bits(uint32_t a, uint32_t b) {
     return c;
 }
 
-// The signs of eight values in bits 3, 7, ..., 31, where their codes have them; the other bits are arbitrary.
+// Signs of eight values in bits 3, 7, ..., 31, the positions of signs in codes; the other bits are arbitrary.
 __device__ inline uint32_t code_signs(const Octet<__nv_bfloat16>& x) {
     const uint32_t low = __byte_perm(x.word[0], x.word[1], 0x7351), high = __byte_perm(x.word[2], x.word[3], 0x7351);
     return select_bits<0x0F0F0F0Fu>(__byte_perm(low, high, 0x5410) >> 4, __byte_perm(low, high, 0x7632));
@@ -116,7 +116,7 @@ __device__ inline uint32_t halves(float low, float high) {
     return pair;
 }
 
-// Halves with their magnitudes capped at that of 6; signs are kept.
+// Halves with magnitudes capped at 6; signs do not change.
 __device__ inline uint32_t at_most_six(uint32_t pair) {
     uint32_t least;
     asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(least) : "r"(pair), "r"(kLargestIndex));

@@ -2,8 +2,8 @@
 //
 //   dgate = dh * up * s * (1 + gate * (1 - s)),   dup = dh * gate * s,   s = 1 / (1 + exp(-gate));   rounded to bf16, then cast
 //
-// 10 bytes per element (6 read, 4 written), where a kernel that stores both and two casts move 18. The codes are those of
-// swiglu_backward and cast_transpose.cu or cast_block_1d.cu, one after the other.
+// 10 bytes per element (6 read, 4 written), where a kernel that stores both gradients and two casts need 18 bytes. The codes
+// are those of swiglu_backward and cast_transpose.cu or cast_block_1d.cu, one after the other.
 //
 // Grid: one 128x128 tile per block of 256 threads, which makes the tile of dgate in registers and keeps that of dup in shared
 // memory, in the place of up. Shared memory: transposed codes 16,384 bytes, dup 32,768, then block_lines.cuh's 5,632 or 64.
@@ -27,7 +27,7 @@ __device__ Tile<T, Job> tile_of(const Job& job, uint32_t number) {
     return {&job, number / wide, number % wide, true, true};
 }
 
-// `gate` becomes the patch of dgate; that of dup is left in the slots into which up was copied.
+// `gate` becomes the patch of dgate; the patch of dup replaces the copy of up in shared memory.
 template <class Tile>
 __device__ void read_gradients(const SwigluGradJob& from, const Tile& tile, Octet<T> (&gate)[kPatch], const DupStage& dup_stage) {
     dup_stage.start(static_cast<const T*>(from.up) + tile.row() * from.up_stride + tile.col(), from.up_stride);
@@ -44,7 +44,7 @@ __device__ void read_gradients(const SwigluGradJob& from, const Tile& tile, Octe
         Octet<T> up = dup_stage.get(i);
         to_gradients(gate[i], up, dh[i]);
         dup_stage.put(i, up);
-        __syncwarp();  // keeps the compiler from interleaving rows, whose values would not fit into registers together
+        __syncwarp();  // prevents the compiler from interleaving rows, which would exceed the registers
     }
 }
 

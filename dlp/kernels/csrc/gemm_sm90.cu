@@ -1,5 +1,4 @@
-// D = A @ B.T of FP8 codes with fp32 scales: A's of 1x128 blocks, B's of 128x128 tiles, both contracted along their last
-// dimension.
+// D = A @ B.T of FP8 codes with fp32 scales: one scale per 1x128 block of A and per 128x128 tile of B, contraction last.
 //
 // A persistent, warp-specialized kernel. A tile of D is 128 x 192. Two blocks of a cluster compute a pair of tiles, one below
 // the other, with the same lines of B: each loads half of these and multicasts it to both. One cluster a pair of SMs stays,
@@ -15,7 +14,7 @@
 //
 //          0   5 x 40960   codes: A 128 lines of 128 bytes, B 192 lines, in the 128-byte swizzle
 //     204800   5 x   544   scales: of 128 rows of A (512), of two tiles of B times four stages (32)
-//     207520   5 x     8   full[stage]    a phase ends when all bytes of the stage are here: 1 arrival, of who expects them
+//     207520   5 x     8   full[stage]    a phase ends when all bytes of the stage have arrived: 1 arrival, of the producer
 //     207560   5 x     8   empty[stage]   a phase ends when no thread reads the stage: 16 arrivals, of the 8 consumer warps of both
 //                                         blocks, since the lines of B that a block loads go to both
 //
@@ -26,7 +25,7 @@
 //     fp32 units                          │ promote left k  │ promote right k    │ promote left k + 1
 //                                                           └► empty[k]
 //
-// Under a steady load power is the limit of this kernel; what else was tried is in dev/log.md.
+// Under a steady load power limits this kernel; dev/log.md lists other designs that were measured.
 #include "hopper.cuh"
 
 namespace dlp {
@@ -34,12 +33,12 @@ namespace {
 
 constexpr int kTileM = 128, kTileN = 192, kTileK = 128, kStages = 5, kCluster = 2;
 constexpr int kHalf = kTileN / 2;        // columns of a product
-constexpr int kSums = kHalf / 2;         // of a thread in it
+constexpr int kSums = kHalf / 2;         // sums per thread and product
 constexpr int kGroup = 8;                // pairs of tiles that share lines of B in L2
 constexpr int kThreads = 384, kConsumers = 8;  // warps that empty a stage
 constexpr uint32_t kBytesA = kTileM * kTileK, kBytesB = kTileN * kTileK, kStage = kBytesA + kBytesB;
 constexpr uint32_t kScalesA = kTileM * sizeof(float), kScalesB = 2 * sizeof(float4), kScales = kScalesA + kScalesB;
-constexpr uint32_t kAlignment = 1024;    // of the swizzle
+constexpr uint32_t kAlignment = 1024;    // alignment of the swizzle
 constexpr uint32_t kShared = kAlignment + kStages * (kStage + kScales + 2 * sizeof(uint64_t));
 static_assert(kStage == 40960 && kScales == 544, "as drawn above");
 static_assert(kShared <= 232448, "a block's share");
@@ -49,7 +48,7 @@ struct Problem {
     int blocks, pairs_down, pairs_across;  // of 128 along the contraction; of tiles
 };
 
-// Which tile is next. Groups of kGroup pairs of rows are walked over column by column, so that the blocks that run at once
+// Order of tiles. Groups of kGroup pairs of rows are processed column by column, so that concurrent blocks
 // share lines of A and B in L2.
 struct Tiles {
     const Problem& p;
@@ -79,7 +78,8 @@ struct Shared {
     __device__ Barrier empty(int stage) const { return {full(kStages).at + 8 * stage}; }
 };
 
-// Bytes of scales that a stage gets: none of lines behind the last. Of B it gets those of four stages, for one or two tiles.
+// Bytes of scales of a stage, without lines after the last line. A stage loads the scales of B for four stages and one or two
+// tiles.
 __device__ inline uint32_t bytes_of_a(const Problem& p, int row) {
     return sizeof(float) * max(0, min(kTileM, int(p.job.a_scale_lines) - row));
 }
@@ -103,7 +103,7 @@ __device__ inline void produce_codes(const Problem& p, Shared shared, const CUte
     }
 }
 
-// Scales of A lie in the order in which stages read them, block after block.
+// Scales of A are stored in the order of stages, block after block.
 __device__ inline void produce_scales(const Problem& p, Shared shared, int rank) {
     const bool leader = elected();
     Ring<kStages> ring;
@@ -126,7 +126,7 @@ __device__ inline void produce_scales(const Problem& p, Shared shared, int rank)
     }
 }
 
-// The scales that a thread needs of a stage: of its two rows, and of three times 64 columns.
+// Scales that a thread needs in a stage: scales of two rows, and of three times 64 columns.
 struct StageScales {
     float a[2], b[kTileN / 64];
 
@@ -138,7 +138,7 @@ struct StageScales {
     }
 };
 
-// Of the sums of a thread four are of eight columns: two of its first row, two of the row 8 below.
+// A thread has four sums per eight columns: two sums of the first row, and two sums of the row 8 below.
 __device__ inline void promote(float (&sums)[kSums], const float (&products)[kSums], const StageScales& scales, int half) {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
@@ -151,7 +151,7 @@ __device__ inline float2 two_of(const float* p) { return *reinterpret_cast<const
 __device__ inline float2 two_of(const __nv_bfloat16* p) { return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(p)); }
 __device__ inline float2 add(float2 a, float2 b) { return {a.x + b.x, a.y + b.y}; }
 
-// One row of a product; `first` is where its columns begin. Four adjacent lanes have eight adjacent columns, two each.
+// One row of a product; `first` is the first column. Four adjacent lanes have eight adjacent columns, two columns each.
 __device__ inline void store_row(const BlockGemmJob& job, const float2 (&row)[kHalf / 8], int64_t line, int first, float*) {
     const int col = first + threadIdx.x % 4 * 2;
     float* to = static_cast<float*>(job.d) + line * job.d_stride + col;
@@ -163,14 +163,14 @@ __device__ inline void store_row(const BlockGemmJob& job, const float2 (&row)[kH
         }
 }
 
-// What the lanes of a pair have of a and b becomes both a in the first of them, both b in the second.
+// Exchange between two lanes: afterwards the first lane has both values a, and the second lane has both values b.
 __device__ inline void exchange(uint32_t& a, uint32_t& b, bool second, int distance) {
     const uint32_t other = __shfl_xor_sync(~0u, second ? a : b, distance);
     if (second) a = other;
     else b = other;
 }
 
-// The lanes exchange what they have of four times eight columns: each stores eight columns at once.
+// Lanes exchange values of four times eight columns, so that each lane stores eight columns at once.
 __device__ inline void store_row(const BlockGemmJob& job, const float2 (&row)[kHalf / 8], int64_t line, int first, __nv_bfloat16*) {
     const bool odd = threadIdx.x % 2, high = threadIdx.x / 2 % 2;
     const int col = first + threadIdx.x % 4 * 8;
@@ -242,7 +242,7 @@ __device__ void consume(const Problem& p, Shared shared, int group, int rank) {
                 wait_products<0>();
             }
             __syncwarp();
-            if (lane < kCluster) shared.empty(stage).arrive_at(lane);  // its lines of B come from both blocks
+            if (lane < kCluster) shared.empty(stage).arrive_at(lane);  // lines of B come from both blocks
             promote(sums[1], products[1], scales, 1);
         };
         int i = 0;
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         take_registers<240>();
         consume<A, Out>(p, shared, warp / 4, rank);
     }
-    cluster_sync();  // the other block may still send to this one's shared memory, and arrive at its barriers
+    cluster_sync();  // the other block may still write to the shared memory of this block, and arrive at the barriers
 #endif
 }
 

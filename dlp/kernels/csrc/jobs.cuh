@@ -5,7 +5,7 @@
 
 namespace dlp {
 
-// The job with the largest `first` <= item. All lanes of a warp search together: they compare 32 jobs at once, so a table of
+// Job with the largest `first` <= item. All lanes of a warp search together and compare 32 jobs at once, so that a table of
 // a thousand takes two dependent loads where a binary search takes ten. Called by converged warps.
 template <class Job>
 __device__ const Job* find_job(const Work<Job>& work, int64_t item) {

@@ -1,6 +1,5 @@
 // LayerNorm of the rows of x [rows, cols]: y = (x - mean) * rstd * weight + bias, rstd = 1 / sqrt(mean((x - mean)^2) + eps),
-// and its gradient (Ba et al., arXiv 1607.06450). Bitwise equal to reference.activations.layer_norm and layer_norm_backward bit
-// for bit.
+// and its gradient (Ba et al., arXiv 1607.06450). Bitwise equal to reference.activations.layer_norm and layer_norm_backward.
 //
 // Grid and order of sums as in rms_norm.cu: forward takes a row a block of 128 threads, backward every 512th row
 // (kNormParts), with fp32 sums of dweight and dbias, 8 bytes per column, in dynamic shared memory: so cols is at most 28,672

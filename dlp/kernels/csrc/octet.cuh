@@ -1,4 +1,4 @@
-// An octet: eight adjacent elements of a row in the registers of one thread. It is the unit in which every kernel reads: 16
+// Octet: eight adjacent elements of a row in the registers of one thread, the unit of loads of all kernels: 16
 // bytes of bf16 (one vector load) or 32 of fp32 (two).
 //
 //   Octet<T>       the elements; bf16 stays packed, two a 32-bit word, the even element in the low half

@@ -1,5 +1,5 @@
-// Producers: what makes the elements of a tile between memory and the cast, so that they are never stored. A cast kernel is
-// compiled for each producer that it offers (`with_source`, launch.cuh).
+// Producers compute the elements of a tile between the loads and the cast, so that the elements are never stored. A cast kernel
+// is compiled for each producer that it offers (`with_source`, launch.cuh).
 //
 //   Producer      elements that are cast                        bytes read per element of bf16
 //   kMatrix       x                                             2
@@ -31,7 +31,7 @@
 
 namespace dlp {
 
-// The patch of this thread, straight from a matrix whose rows lie `stride` apart; zeros outside of it.
+// Patch of this thread, directly from a matrix with `stride` between rows; zeros outside of the matrix.
 template <class T, class Tile>
 __device__ void read_patch(const T* matrix, int64_t stride, bool aligned, const Tile& tile, Octet<T> (&patch)[kPatch]) {
     const int64_t row = tile.row() + kPatch * patch_row(), col = tile.col() + kPatch * patch_column();
@@ -88,7 +88,7 @@ struct TileProducer<T, Producer::kRmsNorm> : StoredMatrix<T> {
     const Source& source_;
 };
 
-// kSwiglu: silu(x) * up, whose tile is copied beside that of x.
+// kSwiglu: silu(x) * up; the tile of up is copied like the tile of x.
 template <class T>
 struct TileProducer<T, Producer::kSwiglu> : StoredMatrix<T> {
     static constexpr size_t kBytes = TileCopies<T>::kBytes;
@@ -159,7 +159,7 @@ __device__ void sum_columns(const Octet<T> (&patch)[kPatch], const Tile& tile, f
     write_sums(to, sums, tile);
 }
 
-// kColumnSums: the elements as they are stored, whose columns are summed.
+// kColumnSums: the stored elements, with sums of the columns.
 template <class T>
 struct TileProducer<T, Producer::kColumnSums> : StoredMatrix<T> {
     static constexpr size_t kBytes = kTileWarps * kTile * sizeof(float);
@@ -176,7 +176,7 @@ struct TileProducer<T, Producer::kColumnSums> : StoredMatrix<T> {
     float (*sums_)[kTile];
 };
 
-// kActivation: act(x). kGate (`kHasUp`): act(x) * up or act'(x) * up, whose columns may be summed for a bias gradient.
+// kActivation: act(x). kGate (`kHasUp`): act(x) * up or act'(x) * up, optionally with column sums for a bias gradient.
 // Elements outside of the matrix stay 0 as act(0) is, or by the 0 of `up`; but sigmoid(0) is 0.5, so there they are set to 0.
 template <class T, bool kHasUp>
 class ActivationProducer : public StoredMatrix<T> {

@@ -1,5 +1,5 @@
-// FP8 with an fp32 scale a row, and in the transposed copy a scale a column. Two kernels, between which ranks may agree on
-// amaxes:
+// FP8 with one fp32 scale per row, and one scale per column in the transposed copy. Two kernels, between which ranks may agree
+// on amaxes:
 //
 //   amax_lines     x [rows, cols] -> amax[row] = max |x[row, :]|, amax_t[col] = max |x[:, col]|
 //   cast_rowwise   codes [rows, cols], scale_inv [rows], codes_t [cols, rows], scale_inv_t [cols]; scale_from_amax of each
@@ -16,7 +16,7 @@ namespace {
 template <class T, Producer kProducer>
 constexpr size_t kAmaxShared = Tiles<T, LinesJob, kProducer>::kBytes + sizeof(ColumnMaxima);
 
-// Maxima of a tile: of rows by shuffles, of columns through shared memory, then at most one atomic a line.
+// Maxima of a tile: rows by shuffles, columns through shared memory, then at most one atomic operation per line.
 template <class T, Producer kProducer>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm<T, kProducer>)
     amax_lines_kernel(const __grid_constant__ Work<LinesJob> work, const __grid_constant__ Source source) {

@@ -1,4 +1,4 @@
-// Scales of one byte (E8M0, E4M3) on their way from the threads of a tile to memory. They meet in shared memory: a row of the
+// Stores of scales of one byte (E8M0, E4M3) from the threads of a tile to memory, through shared memory: a row of the
 // tile has kPerLine scales (4 for MXFP8, 8 for NVFP4), a column as many; 1 or 2 KB.
 //
 //   write                compact: [rows, cols / block] and [cols, rows / block]; the kPerLine scales of a line are one word

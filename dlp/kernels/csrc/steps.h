@@ -18,7 +18,7 @@
 
 namespace dlp {
 
-// The words of a job, as Python hands them over.
+// Words of a job, as Python passes the words.
 template <class Job>
 struct Words : std::array<int64_t, sizeof(Job) / sizeof(int64_t)> {
     static constexpr uint32_t addresses = Job::addresses;

@@ -46,7 +46,7 @@ inline __device__ Octet<float> column_of(const float2* pair, int i) {
     return out;
 }
 
-// The strips of this warp in the kTilesPerBlock tiles of its block, one after the other; kBytes of shared memory.
+// Strips of this warp in the kTilesPerBlock tiles of the block, in order; kBytes of shared memory.
 template <class T, class Job, int kTilesPerBlock>
 class Strips {
    public:
@@ -60,7 +60,7 @@ class Strips {
         start();
     }
 
-    // The next tile, whose strip has arrived; false after the last.
+    // Waits for the strip of the next tile; returns false after the last tile.
     __device__ bool next(Tile<T, Job>& tile) {
         if (item_ >= end_) return false;
         tile = ahead_;

@@ -10,7 +10,7 @@ namespace dlp {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kOctets = 2;  // a thread
+constexpr int kOctets = 2;  // octets per thread
 constexpr int64_t kChunk = kThreads * kOctets;
 
 // A second matrix of the shape of x, as octets at the same places.

@@ -1,6 +1,6 @@
-// A 128x128 tile in the registers of 256 threads, and its codes on their way to memory in both orientations, from one read.
+// A 128x128 tile in the registers of 256 threads, loaded once, and stores of the codes in both orientations.
 //
-// A thread owns a patch of 8x8 elements, as eight octets, one per row. 16 patches lie beside each other, so a warp covers 16
+// A thread owns a patch of 8x8 elements, as eight octets, one per row. 16 patches are side by side, so that a warp covers 16
 // rows:
 //
 //                   128 columns, 16 patches
@@ -21,7 +21,7 @@
 // persistent blocks gave 0.82, since its SMs differ in speed (bench/results/quantize.md). Kernels bound by instructions take
 // a few tiles per block, and those that write next to nothing (amaxes) are persistent; both fetch their next tile ahead.
 //
-// Input: any rows, cols and stride. A tile that is not whole, or whose rows are not aligned to 16 bytes, takes the slow path:
+// Input: any rows, cols and stride. A partial tile, or a tile with unaligned rows, takes the slow path:
 // loads of single elements where needed, zeros outside of the matrix.
 #pragma once
 
@@ -35,8 +35,8 @@ namespace dlp {
 template <class T, class Job>
 struct Tile {
     const Job* job;
-    uint32_t tile_row, tile_col;  // its place among the tiles of the matrix
-    bool whole, prefetched;       // has 128 rows and columns; its copy was started by TileLoader::start
+    uint32_t tile_row, tile_col;  // position among the tiles of the matrix
+    bool whole, prefetched;       // has 128 rows and columns; TileLoader::start started the copy
 
     __device__ int64_t rows() const { return job->x.rows; }
     __device__ int64_t cols() const { return job->x.cols; }
@@ -60,7 +60,7 @@ __device__ Tile<T, Job> tile_at(const Work<Job>& work, uint32_t item) {
     return tile;
 }
 
-// Brings a tile from memory to the patches of a block's threads, through shared memory and a producer. All threads call
+// Loads a tile into the patches of the threads of a block, through shared memory and a producer. All threads call
 // `start`, `finish`, then `start` for the next tile. kBytes of shared memory.
 template <class T, class Job, Producer kProducer = Producer::kMatrix>
 class TileLoader {

@@ -11,14 +11,14 @@
 //     meet       signal all ranks that this rank has pushed (sent = `use` at the peers), wait for all signals, then set sent to 0
 //     release    signal all ranks that this rank has read (unread = 0 at the peers)
 //
-// What these write and wait for is the same every time, so that a launch that was recorded, or captured in a CUDA graph, is so,
-// too. Streams write and wait by themselves, without a kernel: a GEMM that fills the GPU leaves no room even for a kernel of
-// one warp, which would begin when the GEMM ends, and hold up peers until then. A word is written behind the copies in front of
-// it (a flag that a copy engine copied behind its data came too early in one of ten replays of a CUDA graph). Nobody holds up
-// what it waits for: ranks tell before they wait, and all use their slots in the same order.
+// All writes and waits are the same in every use, so that recorded launches and CUDA graphs can repeat them. Stream memory
+// operations write and wait without a kernel: if a GEMM fills the GPU, even a kernel of one warp would start only after the
+// GEMM and delay the peers. A write of a word is ordered after the preceding copies (a flag that a copy engine copied after the
+// data arrived too early in one of ten replays of a CUDA graph). There is no deadlock: ranks signal before they wait, and all
+// ranks use their slots in the same order.
 //
-// An agreement is a kernel. Where it waits longer than `patience` it writes who waits for whom into memory of the host, and
-// ends the program.
+// An agreement is a kernel. After waiting longer than `patience` the kernel writes the waiting rank and the peer to host
+// memory, and ends the program.
 #include <cstdint>
 
 #include <cuda.h>

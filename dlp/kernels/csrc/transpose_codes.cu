@@ -1,5 +1,5 @@
-// Transposes of codes of a byte, [rows, cols] -> [cols, rows], and of half a byte, [rows, cols / 2] -> [cols, rows / 2]: what
-// is done with a gathered operand whose payload may be transposed. reference.fp4.transpose_e2m1; of bytes,
+// Transposes of codes of a byte, [rows, cols] -> [cols, rows], and of half a byte, [rows, cols / 2] -> [cols, rows / 2], for
+// gathered operands with a transposable payload. Bitwise equal to reference.fp4.transpose_e2m1, and for bytes to
 // x.t().contiguous().
 //
 // Grid: one 128x128 tile per block of 256 threads, patches in registers, transposed there and written through shared memory

@@ -1,4 +1,4 @@
-// Codes whose scale belongs to a row in one orientation and to a column in the other: encoded twice from one read.
+// Codes with one scale per row in one orientation and one scale per column in the other: encoded twice from one read.
 #pragma once
 
 #include "tile.cuh"

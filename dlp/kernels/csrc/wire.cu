@@ -1,5 +1,5 @@
-// FP8 as what a reduce-scatter sends (ReduceCodec "fp8"): pack_fp8_wire quantizes a rank's contribution [rows, cols] to E4M3
-// with one fp32 scale per 128 columns, sum_fp8_wire adds what arrived from R ranks. Bitwise equal to reference.wire.pack_fp8
+// FP8 codec of a reduce-scatter (ReduceCodec "fp8"): pack_fp8_wire quantizes the contribution [rows, cols] of a rank to E4M3
+// with one fp32 scale per 128 columns, sum_fp8_wire adds the contributions of R ranks. Bitwise equal to reference.wire.pack_fp8
 // and sum_fp8.
 //
 // Packing: 16 threads hold a block, an octet each, and join their maxima by shuffles. Magnitudes are compared by their bits,

@@ -13,8 +13,6 @@ from torch import Tensor
 from dlp.kernels.reference.fp8 import FP8_MAX, decode_fp8, encode_fp8
 from dlp.kernels.reference.scales import Block, amax_of_blocks, from_blocks, spread, to_blocks, widen
 
-MX_BLOCK = 32
-SCALE_RULES = ("ceil", "floor")
 LARGEST, NAN = 0xFE, 0xFF
 MANTISSA = 0x7FFFFF
 LARGEST_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}

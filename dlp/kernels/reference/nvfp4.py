@@ -136,8 +136,8 @@ def cast_nvfp4(
 def decode_nvfp4(packed: Tensor, scale: Tensor, block: Block, amax: Tensor | None = None) -> Tensor:
     """Return fp32 values [rows, C] of packed codes [rows, C/2] with E4M3 scales [row blocks, C/16].
 
-    With the tensor amax: the values, fl(e2m1 * fl(fl(scale * amax) * fl(1/2688))). Without: e2m1 * scale, what a GEMM
-    multiplies, exact in bf16.
+    With `amax` the result is fl(e2m1 * fl(fl(scale * amax) * fl(1/2688))). Without `amax` the result is e2m1 * scale, the
+    factor that a GEMM multiplies, which is exact in bf16.
     """
     factor = decode_fp8(scale)
     if amax is not None:
@@ -147,13 +147,13 @@ def decode_nvfp4(packed: Tensor, scale: Tensor, block: Block, amax: Tensor | Non
 
 
 def nvfp4_alpha(a_amax: Tensor, b_amax: Tensor) -> Tensor:
-    """What the accumulator of a GEMM is multiplied by: fl(fl(amaxA * amaxB) * fl(1 / (36 * 448 * 448)))."""
+    """Return the factor of the accumulator of a GEMM: fl(fl(amaxA * amaxB) * fl(1 / (36 * 448 * 448)))."""
     return a_amax * b_amax * (1 / (E2M1_MAX * E2M1_MAX * E4M3_MAX * E4M3_MAX))
 
 
 @lru_cache(maxsize=8)
 def _signs(device: torch.device, signs: int) -> Tensor:
-    """+1 or -1 for the elements of a group, fp32 [16, 1]."""
+    """Return +1 or -1 for the elements of a group, fp32 [16, 1]."""
     flipped = (torch.full((GROUP,), signs, device=device) >> torch.arange(GROUP, device=device)) & 1
     return (1.0 - 2.0 * flipped)[:, None]
 
@@ -161,9 +161,9 @@ def _signs(device: torch.device, signs: int) -> Tensor:
 def rht16(x: Tensor, signs: int = RHT_SIGNS) -> Tensor:
     """Return the Hadamard transform y = x D H16 / 4, bf16 [rows, C], in each group of 16 along C of x [rows, C], rounded once.
 
-    D flips the signs of `signs`, H16 is the Sylvester matrix; an fp32 butterfly with strides 1, 2, 4, 8, in that
-    order. x is rounded to bf16 first if it is wider. A transposed view is the fast case: its groups lie along memory
-    rows, and each butterfly adds whole rows.
+    D flips the signs of `signs`, and H16 is the Sylvester matrix, computed as an fp32 butterfly with strides 1, 2, 4, 8 in this
+    order. A wider x is rounded to bf16 first. The transform is fastest for a transposed view, whose groups are stored along
+    rows of memory, so that each butterfly adds complete rows.
     """
     rows, cols = x.shape
     lanes = x.detach().bfloat16().t().contiguous().view(cols // GROUP, GROUP, rows) * _signs(x.device, signs)
