@@ -1,5 +1,5 @@
 """Raw operations on plain tensors: shapes and dtypes only; no module, recipe or process group.
 
-`ops` is what the rest of the package calls; `reference` is the same set of operations in plain torch, written for
-reading: the oracle of every kernel, and the path that runs where there is no kernel.
+Other packages call `ops`. `reference` contains the same operations in plain torch, which define the bits of the kernels and run
+where there is no kernel. `table` lists all kernels.
 """

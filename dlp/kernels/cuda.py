@@ -172,8 +172,8 @@ def _amax_words(job: AmaxJob) -> Words:
     return (*_flat(job.x), 0, _scalar(job.out, "out"))
 
 
-def _amax_pieces(words: Words, chunk: int) -> int:
-    rows, cols = words[1:3]
+def _amax_pieces(x: Tensor, chunk: int) -> int:
+    _, rows, cols, _ = _flat(x)
     padded = rows * -(-cols // 8) * 8  # rows end in a partial octet
     return -(-padded // chunk)
 
@@ -181,9 +181,8 @@ def _amax_pieces(words: Words, chunk: int) -> int:
 def amax(x: Tensor, out: Tensor) -> None:
     """Write max |x| of x [rows, cols] to out, fp32 []; NaN is ignored, and an empty matrix gives 0."""
     module = loader.load()
-    words = _amax_words(AmaxJob(x, out))
-    pieces = _amax_pieces(words, module.AMAX_CHUNK)
-    launch("amax", x, words, 0, 1, pieces, x.dtype == torch.float32, out.data_ptr())
+    pieces = _amax_pieces(x, module.AMAX_CHUNK)
+    launch("amax", x, _amax_words(AmaxJob(x, out)), 0, 1, pieces, x.dtype == torch.float32, out.data_ptr())
 
 
 def amax_batch(xs: Sequence[Tensor], out: Tensor) -> Batch:
@@ -193,7 +192,7 @@ def amax_batch(xs: Sequence[Tensor], out: Tensor) -> Batch:
     jobs = [AmaxJob(x, out[i]) for i, x in enumerate(xs)]
     wide = _same([x.dtype for x in xs], "the input dtype") == torch.float32
     words = [_amax_words(job) for job in jobs]
-    pieces = [_amax_pieces(row, module.AMAX_CHUNK) for row in words]
+    pieces = [_amax_pieces(x, module.AMAX_CHUNK) for x in xs]
     return _batch(module.amax, len(words[0]), words, pieces, jobs, wide, pointer)
 
 
