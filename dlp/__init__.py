@@ -53,10 +53,11 @@ from dlp.tp_plan import groups_for
 
 __all__ = [
     "ColumnParallelLinear", "CustomRecipe", "LayerGroup", "Linear", "Plan", "Recipe", "RowParallelLinear",
-    "VocabParallelEmbedding", "Workload", "attach", "autocast", "backward_dw", "build_mesh", "calibrate",
-    "check_scales", "convert", "cross_entropy", "end_step", "export", "freeze", "fully_shard", "gather_tokens", "graphed_step",
-    "graphing", "groups_for", "load_compressed", "load_lora", "load_pretrained", "load_quantized_state_dict", "load_state_dict", "lora",
-    "lora_groups", "make_plan", "merge_lora", "meta_model", "not_finite", "ops", "optim", "prove", "quantize_",
-    "quantized_model_init", "quantized_state_dict", "read_stats", "recipe", "record_stats", "save_compressed", "save_lora", "scatter_tokens",
-    "set_recipe", "state_dict", "testing", "watch_scales", "wire_report", "with_master_weights",
+    "VocabParallelEmbedding", "Workload", "attach", "autocast", "backward_dw", "build_mesh", "calibrate", "check_scales",
+    "convert", "cross_entropy", "end_step", "export", "freeze", "fully_shard", "gather_tokens", "graphed_step",
+    "graphing", "groups_for", "load_compressed", "load_lora", "load_pretrained", "load_quantized_state_dict",
+    "load_state_dict", "lora", "lora_groups", "make_plan", "merge_lora", "meta_model", "not_finite", "ops", "optim",
+    "prove", "quantize_", "quantized_model_init", "quantized_state_dict", "read_stats", "recipe", "record_stats",
+    "save_compressed", "save_lora", "scatter_tokens", "set_recipe", "state_dict", "testing", "watch_scales",
+    "wire_report", "with_master_weights",
 ]  # fmt: skip

@@ -33,10 +33,10 @@ from launch.models.modules import Llama
 from launch.models.rope_scaling import ORIGINAL
 from launch.models.settings import Model
 from launch.settings.schema import toml_lines
+from launch.training.export_tensors import Source
+from launch.training.trained_codes import coded_linears
 from launch.weights import safetensors_folder, weights_only
 from launch.weights.hf_config import CONFIG, config_json, read_config
-from launch.weights.export_tensors import Source
-from launch.weights.trained_codes import coded_linears
 
 TOKENIZER = "tokenizer.json"
 FILE_BYTES = 4 << 30

@@ -75,17 +75,6 @@ def test_another_dtype_is_that_of_the_values_and_not_of_the_codes(recipe):
     assert model(torch.randn(8, 64).bfloat16()).dtype == torch.bfloat16
 
 
-def test_save_pretrained_of_codes_is_refused():
-    class Pretrained(nn.Linear):
-        def save_pretrained(self, folder: str) -> None:
-            raise AssertionError
-
-    with pytest.raises(
-        ValueError, match=r"save_pretrained: the model was quantized by dlp.quantize_, .*quantized_state_dict"
-    ):
-        dlp.quantize_(Pretrained(64, 64), "fp8_current").save_pretrained("folder")
-
-
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("recipe", HELD)
 def test_multiplies_what_it_stands_for(recipe, dynamic):

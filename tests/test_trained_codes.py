@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import dlp
+from dlp.flows.compressed_models import Folder
 from launch import convert_hf
 from launch.config.run_config import Config, load
 from launch.models.modules import Llama
@@ -19,9 +20,9 @@ from tests import training
 
 pytest.importorskip("safetensors")
 
-FORMATS = {
+RECIPES = {
     "fp8_current": "tensor", "fp8_rowwise": "channel", "fp8_block": "block", "mxfp8": "group", "nvfp4": "tensor_group",
-    "int8": "channel", "qat": "group",
+    "int8": "channel",
 }  # fmt: skip
 FAMILIES = {"llama": [], "qwen3": [], "mistral": ["--model.sliding_window=64"]}
 TOKENS = torch.randint(0, 384, (8, 64), generator=torch.Generator().manual_seed(0))
@@ -36,28 +37,109 @@ def logits(config: Config) -> Tensor:
     return found.clone()
 
 
-def trained(ranks: Any, folder: Path, data: Path, *settings: str, world: int = 1) -> tuple[Tensor, Path]:
-    """Logits after two steps, and the checkpoint."""
-    folder.mkdir()
-    config = training.config(folder, data, "--mesh.tp=1", "--train.steps=2", "--checkpoint.every=2", *settings)
-    return ranks(world).run(logits, config)[0], folder / "run" / "checkpoints" / "step-2"
+def mixed(folder: Path, data: Path, family: str) -> Config:
+    """A run of one block for each recipe."""
+    settings = [f"--model.family={family}", f"--model.layers={len(RECIPES)}", *FAMILIES[family]]
+    training.config(folder, data)
+    path = folder / "small.toml"
+    groups = [
+        f'[[groups]]\nname = "{name}"\nmatch = ["layers.{i}.**"]\nrecipe = "{name}"' for i, name in enumerate(RECIPES)
+    ]
+    path.write_text("\n".join([path.read_text().partition("[[groups]]")[0], *groups]))
+    return load(path, ["--mesh.tp=1", "--train.steps=2", "--checkpoint.every=2", *settings])
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exported_codes_have_the_forward_of_the_training(ranks: Any, tmp_path: Path, family: str) -> None:
+    before = ranks(1).run(logits, mixed(tmp_path, training.shards(tmp_path), family))[0]
+    checkpoint, out, recipes = tmp_path / "run/checkpoints/step-2", tmp_path / "out", list(RECIPES)
+    said = convert_hf.export(checkpoint, out, None, None, limit=100_000, codes=True)
+    print(said)
+    assert said.startswith(f"{7 * len(RECIPES)} linears as codes of ") and "; without --codes " in said
+    tables = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert [group["weights"]["strategy"] for group in tables["config_groups"].values()] == list(RECIPES.values())
+    assert tables["ignore"] == ["lm_head"] and tables["format"] == "mixed-precision"
+    model = Llama(weights_only.Reader(checkpoint).model(), torch.bfloat16)
+    model.lm_head.bfloat16()  # as the bf16 recipe of the training rounds the weight
+    dlp.load_compressed(model, out, lambda name: recipes[int(name.split(".")[2])])
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), before)
+
+
+def operands(config: Config) -> dict[str, Tensor]:
+    """Inside a worker: the decoded rowwise weights that the next forward of a trained model multiplies, on this rank."""
+    made, done = training.trainer(config)
+    made.train(done)
+    found = {}
+    for name, module in made.built.model.named_modules():
+        for weight in module.core.weights if hasattr(module, "core") else ():
+            if weight.member.module is module and weight.parts:
+                if (fmt := weight.bound.spec.recipe.w.rowwise.format).keeps_source:
+                    continue  # lm_head
+                rows, columns = weight.value.shape  # the operand may be padded
+                found[name] = fmt.wrap(weight.parts).dequantize(torch.bfloat16)[:rows, :columns].clone()
+    return found
+
+
+def shard(whole: Tensor, local: Tensor, rank: int) -> Tensor:
+    """The part of a weight that a tp rank has."""
+    cut = next((dim for dim in (0, 1) if whole.shape[dim] != local.shape[dim]), None)
+    return whole if cut is None else whole.chunk(2, cut)[rank]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "recipe, tp, swap",
+    [
+        ("{name='fp8_current',amax_scope='all'}", 2, []),
+        ("fp8_delayed", 2, []),
+        ("qat", 2, []),
+        ("nvfp4", 2, ["--groups.default.swap=[{at_step=2,recipe='mxfp8'}]"]),
+    ],
+    ids=["fp8_current", "fp8_delayed", "qat", "swap"],
+)
+def test_exported_codes_are_the_operands_of_every_rank(
+    ranks: Any, tmp_path: Path, recipe: str, tp: int, swap: list[str]
+) -> None:
+    """Column- and row-parallel shards, shards, delayed scales."""
+    settings = [
+        f"--mesh.tp={tp}",
+        f"--groups.default.recipe={recipe}",
+        "--train.steps=2",
+        "--checkpoint.every=2",
+        *swap,
+    ]
+    config = training.config(tmp_path, training.shards(tmp_path), *settings)
+    on_ranks = ranks(2).run(operands, config)
+    convert_hf.export(tmp_path / "run/checkpoints/step-2", tmp_path / "out", "bf16", 128, codes=True)
+    read = Folder(tmp_path / "out")
+    values = {name: read.layer(name)[0].dequantize(torch.bfloat16) for name in read.layers()}
+    for rank, found in enumerate(on_ranks):
+        assert len(found) == 7
+        for name, local in found.items():
+            assert torch.equal(local, shard(values[name], local, rank)), name
+
+
+@pytest.mark.ranks(2)
+def test_codes_that_no_file_can_hold_are_refused_by_name(ranks: Any, tmp_path: Path) -> None:
     data = training.shards(tmp_path)
-    for name, strategy in FORMATS.items():
-        settings = [f"--model.family={family}", *FAMILIES[family], f"--groups.default.recipe={name}"]
-        before, checkpoint = trained(ranks, tmp_path / name, data, *settings)
-        out = tmp_path / f"{name}-out"
-        said = convert_hf.export(checkpoint, out, None, None, limit=100_000, codes=True)
-        print(family, said)
-        tables = json.loads((out / "config.json").read_text())["quantization_config"]
-        assert tables["config_groups"]["group_0"]["weights"]["strategy"] == strategy and tables["ignore"] == ["lm_head"]
-        model = Llama(weights_only.Reader(checkpoint).model(), torch.bfloat16)
-        assert len(dlp.load_compressed(model, out, name)) == 7
-        model.lm_head.bfloat16()  # as the bf16 recipe of the training rounds the weight
-        with torch.no_grad():
-            assert torch.equal(model(TOKENS), before), name
-        assert said.startswith("7 linears as codes of ")
+
+    def refused(name: str, *settings: str) -> str:
+        (folder := tmp_path / name).mkdir()
+        config = training.config(folder, data, "--train.steps=2", "--checkpoint.every=2", *settings)
+        ranks(2).run(training.run, config)
+        checkpoint = folder / "run/checkpoints/step-2"
+        with pytest.raises(ValueError) as error:
+            convert_hf.export(checkpoint, tmp_path / "out", None, None, codes=True)
+        assert not (tmp_path / "out").exists()
+        return str(error.value)
+
+    scales = refused("a", "--mesh.tp=2")
+    assert (
+        "model.layers.0.self_attn.q_proj: each of 2 tp ranks had its own scale of w in fp8_current, which the" in scales
+    )
+    assert "amax_scope = 'all' }" in scales
+    blocks = refused("b", "--mesh.tp=2", "--groups.default.recipe=fp8_block")
+    assert "tp = 2 cut blocks of fp8_block[e4m3, 128x128], so that scales depended on the rank" in blocks
+    assert "no recipe of this checkpoint quantizes weights" in refused("c", "--groups.default.recipe=bf16")

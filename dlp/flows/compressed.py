@@ -19,6 +19,7 @@ of the safetensors file, as `float.hex`, so that `decode` returns the exact code
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -201,14 +202,13 @@ def scheme(fmt: Format, activation: Quantizer | None, *, static: bool = False) -
     if isinstance(fmt, Mxfp8):
         weights, layout = _args(8, "float", "group", group_size=32, scale_dtype="torch.uint8"), "mxfp8-quantized"
     elif isinstance(fmt, Int):
-        strategy = {"strategy": "group", "group_size": fmt.group} if fmt.group else {"strategy": "channel"}
+        strategy: dict[str, Any] = _group(fmt.group) if fmt.group else {"strategy": "channel"}
         weights = _args(fmt.bits, "int", symmetric=fmt.symmetric, **strategy)
         layout = "int-quantized" if _plain_int8(fmt, activation is not None) else "pack-quantized"
     else:
-        how = {Fp8Tensor: {"strategy": "tensor"}, Fp8Rowwise: {"strategy": "channel"}}.get(type(fmt))
-        if how is None:
-            tile = fmt.block[0] > 1
-            how = {"strategy": "block", "block_structure": [128, 128]} if tile else _group(128)
+        how: dict[str, Any] = {"strategy": "tensor" if isinstance(fmt, Fp8Tensor) else "channel"}
+        if isinstance(fmt, Fp8Block):
+            how = {"strategy": "block", "block_structure": [128, 128]} if fmt.tile else _group(128)
         weights, layout = _args(8, "float", **how), "naive-quantized" if x is None else "float-quantized"
     return {"weights": weights, "input_activations": x, "format": layout}
 
@@ -232,7 +232,7 @@ def _x_args(activation: Quantizer, static: bool) -> dict[str, Any] | None:
     if isinstance(activation, MxScaling):
         return _args(8, "float", dynamic=True, scale_dtype="torch.uint8", **_group(32))
     if isinstance(activation, BlockScaling):
-        return _args(8, "float", dynamic=True, **_group(128))
+        return None if activation.tile else _args(8, "float", dynamic=True, **_group(128))
     if isinstance(activation, RowwiseScaling):
         return _args(8, "float", "token", dynamic=True)
     return _args(8, "float", dynamic=True) if isinstance(activation.format, Fp8Tensor) else None
@@ -269,19 +269,18 @@ def scheme_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The group of `quantization_config` that holds for a linear: by its name, a pattern (`re:`), or the class.
 
     ValueError for a linear that no group matches."""
-    import re
-
-    found = None
+    found: Mapping[str, Any] | None = None
     for group in config["config_groups"].values():
         for target in group["targets"]:
             if target == name or (target.startswith("re:") and re.match(target[3:], name)):
-                return group  # type: ignore[no-any-return]
+                chosen: Mapping[str, Any] = group
+                return chosen
             found = group if target == "Linear" else found
     if found is None:
         raise ValueError(
             f"{name} has codes, and no group of quantization_config names this layer; fetch config.json again"
         )
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def activation_of(x: Mapping[str, Any] | None) -> Quantizer | None:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def save_compressed(model: nn.Module, folder: str | Path, config: Mapping[str, A
     Examples:
         >>> model = dlp.quantize_(nn.Sequential(nn.Linear(64, 64)), "int8")
         >>> dlp.save_compressed(model, "codes")
-        '1 layers as codes (4352 bytes), 1 other tensors (256 bytes), in codes'
+        '1 layers as codes (4368 bytes), 1 other tensors (256 bytes), in codes'
     """
     held = {each.name.removesuffix(".weight"): each for each in held_weights(model)}
     if not held:
@@ -108,7 +108,7 @@ def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return dict(config.to_dict()) if hasattr(config, "to_dict") else {}
 
 
@@ -235,9 +235,6 @@ class Folder:
         """Names of all tensors that belong to no layer with codes."""
         own = {f"{layer}.{key}" for layer in self.layers() for key in compressed.NAMES}
         return [name for name in self.files if name not in own]
-
-
-RecipeOf = Callable[[str], Any]
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlp.flows.compressed_models import header
 from launch.models.families import EMBEDDING, HEAD
-from launch.weights.trained_codes import CodedLinear
+from launch.training.trained_codes import CodedLinear
 from launch.weights.weights_only import Reader
 
 

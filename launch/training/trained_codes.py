@@ -63,7 +63,9 @@ class CodedLinear:
     def encode(self, weight: Tensor) -> compressed.Encoded:
         """Weight [N, K] of the checkpoint -> tensors of the layout."""
         w = self.quantizer.format.padded(weight.to(self.dtype))
-        slot = {} if self.scale is None else {"slot": ScaleSlot(self.scale, torch.zeros_like(self.scale))}
+        slot: dict[str, Any] = (
+            {} if self.scale is None else {"slot": ScaleSlot(self.scale, torch.zeros_like(self.scale))}
+        )
         return self._encoded(self.quantizer.cast(w, self.quantizer.observe(w), **slot))
 
     def _encoded(self, q: Any) -> compressed.Encoded:
@@ -73,8 +75,8 @@ class CodedLinear:
 def coded_linears(reader: Reader, model: Model) -> dict[str, CodedLinear]:
     """The linears of a checkpoint whose recipe quantizes weights, by name.
 
-    ValueError for a checkpoint whose recipes are unknown, for a model without such linears, for weights whose scales depended on
-    the tp rank, and for formats that compressed-tensors does not have.
+    ValueError for a checkpoint whose recipes are unknown, for a model without such linears, for weights whose scales depended
+    on the tp rank, and for formats that compressed-tensors does not have.
     """
     path, manifest = reader.path, reader.opened.manifest
     config = from_text(manifest["config"], f"the config of {path}")
