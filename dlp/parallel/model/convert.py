@@ -181,8 +181,7 @@ def convert(
     if invariant:
         for module in model.modules():
             vars(module)["dlp_invariant"] = True
-        model.gradient_tree = GradientTree(model)
-        runtime.check_gradients = model.gradient_tree.check_announced
+        runtime.check_gradients = GradientTree(model).check_announced
     runtime.replicas = Replicas(model, [slot.path for slot in runtime.sums.slots], groups_of_axes)
     model.register_forward_hook(explain(names), always_call=True)
     runtime.plan = plan

@@ -218,7 +218,7 @@ class GradientTree:
             int, list[tuple[int, Tensor | None]]
         ] = {}  # by place among `_stored`: (microbatches, their sum)
         self._given: dict[int, Tensor] = {}
-        self._versions: dict[int, int] = {}
+        self._checksums: dict[int, int] = {}
         self._stored: list[nn.Parameter] = []
         self._records: list[Managed] = []
         model.register_forward_pre_hook(self._before_forward)
@@ -272,7 +272,7 @@ class GradientTree:
             )
         for i, parameter in enumerate(self._stored):
             given, grad_now = self._given.get(i), local_grad(parameter)
-            if grad_now is not given or (given is not None and given._version != self._versions[i]):
+            if grad_now is not given or (given is not None and _checksum(given) != self._checksums[i]):
                 raise RuntimeError(
                     "invariant = true: gradients were set or changed between two backwards: call "
                     "zero_grad(set_to_none=True) for all parameters, or for none"
@@ -298,7 +298,7 @@ class GradientTree:
             parameter.grad = None
             if total is not None:
                 set_grad(parameter, total)
-                self._given[i], self._versions[i] = total, total._version
+                self._given[i], self._checksums[i] = total, _checksum(total)
 
 
 def _check_units(model: nn.Module) -> None:
@@ -309,6 +309,11 @@ def _check_units(model: nn.Module) -> None:
                 f"invariant = true: {name or 'the model'} was sharded by torch's fully_shard, which adds gradients in an order "
                 f"of its own; use dlp.fully_shard"
             )
+
+
+def _checksum(grad: Tensor) -> int:
+    """A sum of the bits of a gradient; version counters do not see what happens to DTensors."""
+    return int(grad.contiguous().view(-1).view(torch.uint8 if grad.element_size() % 4 else torch.int32).sum())
 
 
 def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
