@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import dlp
-from dlp.comm.mesh import ParallelDims
+from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP, ParallelDims
 from dlp.quant.recipe import as_recipe, source
 from launch.config import files
 from launch.config.files import DEFAULT
@@ -53,7 +53,8 @@ def recipe_files(config: Config) -> frozenset[Path]:
 
 def parallel_dims(config: Config, world_size: int) -> ParallelDims:
     """Return the mesh sizes for `world_size` ranks; raise ConfigError if the mesh does not fit this number."""
-    return ParallelDims(**mesh_sizes(config, world_size))
+    sizes = mesh_sizes(config, world_size)
+    return ParallelDims(sizes[DP_REPLICATE], sizes[DP_SHARD], sizes[TP])
 
 
 def load(name_or_path: str | Path = DEFAULT, arguments: Sequence[str] = ()) -> Config:

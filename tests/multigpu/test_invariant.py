@@ -211,7 +211,9 @@ def refused() -> dict[str, str]:
     calls = {
         "amax_group = 'world'": lambda: converted(tp, amax_group="world"),
         "1: recipe qat": lambda: converted(tp, recipe="qat"),
-        "of fprop in another format than fp32": lambda: converted(tp, recipe={"name": "bf16", "wire": {"fprop": "fp8"}}),
+        "of fprop in another format than fp32": lambda: converted(
+            tp, recipe={"name": "bf16", "wire": {"fprop": "fp8"}}
+        ),
         "inside a block of fp8_block": lambda: converted(tp, recipe="fp8_block"),
         "delay_wgrad = true": lambda: converted(tp, delay_wgrad=True),
         "overlap = 'chunked'": lambda: converted(tp, overlap="chunked"),

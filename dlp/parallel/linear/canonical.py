@@ -20,8 +20,8 @@ from dlp.comm.collectives import AS_IT_IS, Own, Parts, ReduceCodec
 from dlp.kernels import canonical
 from dlp.kernels.ops import LazyMatrix, rounded
 from dlp.parallel.linear.plan import Reduction
-from dlp.parallel.linear.quantize import Rowwise, trimmed
 from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.overlap import Gather
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import QuantizedTensor
 
@@ -42,7 +42,7 @@ def all_reduce(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def token_gemm(
-    spec: LinearSpec, reduce: Reduction | None, operands: Sequence[Rowwise | None], gemms: Sequence[Gemm], dtype: torch.dtype
+    spec: LinearSpec, reduce: Reduction | None, operands: Sequence[QuantizedTensor | Gather | None], gemms: Sequence[Gemm], dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
     """`dlp.parallel.linear.functional.token_gemm`."""
     ranks, pairs = 1 if reduce is None else spec.tp, []
@@ -69,7 +69,7 @@ def contract_gemm(
     """dw [N, K] = dy.T @ x, complete on every rank. dy, x: columnwise operands [N, M] and [K, M], which may be padded."""
     partial = spec.style.partial_weight_grad
     segments = canonical.segments_on_rank(dy.shape[1], spec.tp if partial else 1)
-    dw = trimmed(canonical.products([(_values(dy), _values(x))], segments), shape[1], shape[0])
+    dw = canonical.products([(_values(dy), _values(x))], segments)[: shape[0], : shape[1]].contiguous()
     return rounded(all_reduce(dw, spec.group if partial else None), dtype)
 
 
