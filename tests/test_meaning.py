@@ -59,6 +59,24 @@ def test_a_file_of_codes_holds_tensors_with_memory(recipe: str):
         load_codes(recipe, "format", lambda each: torch.tensor([1.5]))
 
 
+def to_nan(part: torch.Tensor) -> torch.Tensor:
+    dtype = torch.float8_e8m0fnu if part.dtype == torch.uint8 else part.dtype
+    return torch.full(part.shape, torch.nan).to(dtype).view(part.dtype)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4", "int8"])
+def test_a_file_of_codes_has_no_nan(recipe: str):
+    state = dlp.quantized_state_dict(quantized(recipe))
+    names = {name.removeprefix("0.weight."): part for name, part in state.items() if name != "0.bias"}
+    floats = [name for name, part in names.items() if part.is_floating_point() or name == "scale_e8m0"]
+    for part in floats:
+        with pytest.raises(
+            ValueError, match=rf"0.weight.{part} has NaN or Inf, which would be in every y: save the codes"
+        ):
+            load_codes(recipe, part, to_nan)
+    assert [each for each in floats if each != "codes"], "a scale"
+
+
 def test_a_state_of_parameters_is_no_state_of_dlp():
     model = layer("fp8_delayed")
     with pytest.raises(

@@ -146,10 +146,20 @@ def _product(sizes: dict[str, int]) -> str:
 
 
 def tp_group_of(tp: DeviceMesh | ProcessGroup) -> ProcessGroup:
-    """Return the tp group of a mesh with a tp axis, the group of a 1-D mesh, or the given group."""
-    if not isinstance(tp, DeviceMesh):
-        return tp
-    return tp.get_group(TP) if tp.ndim > 1 else tp.get_group()
+    """Return the tp group of a mesh with a tp axis, the group of a 1-D mesh, or the given group. ValueError for another mesh."""
+    return tp_mesh_of(tp).get_group() if isinstance(tp, DeviceMesh) else tp
+
+
+def tp_mesh_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the tp axis of a mesh, or a 1-D mesh itself. ValueError for a mesh of several axes, none of them named tp."""
+    if mesh.ndim == 1:
+        return mesh
+    if TP not in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"tp must be a mesh of one axis, or have an axis named {TP!r}; got the axes "
+            f"{', '.join(mesh.mesh_dim_names or ()) or 'none by name'}: make the mesh by dlp.build_mesh, or pass mesh[AXIS]"
+        )
+    return mesh[TP]
 
 
 def placement_on(axis: str, parameter: Tensor) -> Placement | None:

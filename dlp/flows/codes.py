@@ -232,11 +232,33 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
                 f"{name} was saved as {found[name].dtype} {tuple(found[name].shape)}, of which this rank takes what the model "
                 f"has as {tensor.dtype} {tuple(tensor.shape)}: quantize the model as it was saved"
             )
+    _check_values(weights, found, state)
     for name, (tensor, _, _) in into.items():
         tensor.copy_(found[name])
     for name, _, layer in static_scales(model):
         if layer is not None:
             set_scale(layer.core, found[name])
+
+
+def _check_values(weights: Mapping[str, Held], found: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for parts and static scales that are NaN or Inf. `quantized_state_dict` writes none: weights with NaN or
+    Inf are not quantized. Scales are small, so that each rank looks at the scales of all ranks; codes are this rank's."""
+    for name, held in weights.items():
+        for part in (f"{name}.{each.name}" for each in held.q.format.parts):
+            looked_at = found[part] if part.endswith(".codes") else state[part]
+            if not _finite(looked_at.view(torch.float8_e8m0fnu) if part.endswith("e8m0") else looked_at):
+                raise ValueError(
+                    f"{part} has NaN or Inf, which would be in every y: save the codes again, or load another file"
+                )
+    for name in (each for each in found if each.rpartition(".")[2] == SCALE):
+        if not (_finite(state[name]) and bool((state[name] > 0).all())):
+            raise ValueError(
+                f"{name} must be finite and positive, got {state[name].flatten()[:4].tolist()}: calibrate again"
+            )
+
+
+def _finite(part: Tensor) -> bool:
+    return bool(part.float().isfinite().all()) if part.is_floating_point() else True
 
 
 def _cut(whole: Tensor, spread: Tensor | None, placements: list[Placement]) -> Tensor:

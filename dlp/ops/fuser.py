@@ -137,7 +137,9 @@ class OperationFuser:
             bound.session.begin_forward(bound, record)
             cast_before, read = op.operands(bound, inputs[0].dtype, record)
             bounds.append(bound)
-            scales.append(bound.session.scales)
+            session = bound.session
+            plain = session.scales is None and session.repeats is None
+            scales.append(session.now if plain else session.forward_state())
             weight_parts.append(cast_before)
             parts.append(read)
             key += bound, bool(bound.weights.main_grads), cast_before and cast_before.number

@@ -279,12 +279,12 @@ class BasicLinear(BasicOperation, modules.Linear):
         dys, ws = [self._dy(grads[i], bound) for i in used], [weights[i] for i in used]
         needs_dw = tuple([ctx.needs_dw[i] for i in used])
         wanted = GradsWanted(used, ctx.needs_dx, needs_dw, (False,) * len(used), ctx.x_dtype, ctx.x_shape)
-        bound.session.scales = ctx.scales
+        bound.session.resume(bound.spec, ctx.scales)
         size = len(ctx.pass_tensors) // count
         parts = [part for i in used for part in ctx.pass_tensors[i * size : (i + 1) * size]]
         into = [ctx.into[i] for i in used] if ctx.into else []
         results = linear_backward(bound, dys, saved, ws, parts, wanted, finish, into)
-        bound.session.scales = None
+        bound.session.end_layer_backward()
         ctx.written = tuple([i for i, to in zip(used, into, strict=False) if to is not None])
         if self._waits(ctx):
             first = len(results) - num_left(bound, wanted)

@@ -295,7 +295,10 @@ def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor])
     keyed_by_grads = run.replayed is not None and not (run.moved or plan.with_end_backward)
     for i, linear, reads_w in call.backward_linears:
         session, weight_parts = linear.bound.session, run.weight_parts[i]
-        session.scales = run.scales[i]
+        if run.scales[i] is session.now:
+            session.scales = None
+        else:
+            session.resume(linear.bound.spec, run.scales[i])
         session.in_layer_backward(linear.bound)
         read: Sequence[Tensor] = ()
         if reads_w and weight_parts is not None:
@@ -328,6 +331,8 @@ def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor])
             call.backward[key] = entry
     for _, linear, _ in call.backward_linears:
         linear.bound.session.scales = None
+        if linear.bound.session.drawn_again is not None:
+            linear.bound.session.end_layer_backward()
     return flat
 
 

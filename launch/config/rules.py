@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeVar
 
-from launch.config.sections import SECTIONS, Checkpoint, Data, Mesh, Run, Train
+from launch.config.sections import AXES, SECTIONS, Checkpoint, Data, Mesh, Run, Train
 from launch.models.settings import Model
 from launch.settings.schema import ConfigError, Section, brief, read
 
@@ -178,8 +178,7 @@ class Batch:
 
 def mesh_sizes(config: Settings, world_size: int) -> dict[str, int]:
     """Return dp_replicate, dp_shard and tp for `world_size` ranks; raise ConfigError if the mesh does not fit this number."""
-    mesh = config.mesh
-    sizes = {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "tp": mesh.tp}
+    sizes: dict[str, int] = {axis: getattr(config.mesh, axis) for axis in AXES}
     open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
     rest = {axis: size for axis, size in sizes.items() if size != -1}
     ranks, product = prod(rest.values()), " x ".join(f"{axis} {size}" for axis, size in rest.items())
@@ -201,8 +200,8 @@ def validate_world(config: Settings, world_size: int) -> Batch:
     micro_batch, global_batch = config.train.micro_batch, config.train.global_batch
     if config.train.invariant and micro_batch == -1:  # the same on every mesh
         micro_batch = global_batch // min(PIECES, global_batch & -global_batch)
-    sizes = mesh_sizes(config, world_size)
-    dp_size = sizes["dp_replicate"] * sizes["dp_shard"]
+    mesh_sizes(config, world_size)
+    dp_size = world_size // config.mesh.tp
     least = abs(micro_batch)  # -1 stands for at least one sequence
     if global_batch % (least * dp_size):
         raise ConfigError(

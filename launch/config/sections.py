@@ -11,6 +11,8 @@ from typing import Any
 from launch.models.settings import Model
 from launch.settings.schema import Rule, Section, choice, flag, integer, number, numbers, setting, text, texts
 
+AXES = "dp_replicate", "dp_shard", "tp"  # of `dlp.comm.mesh`, which imports torch
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(Section):
@@ -34,7 +36,7 @@ class Mesh(Section):
         None,
     )
     amax_group: str = setting(
-        choice("auto", "tp", "tp+dp", "world"),
+        choice("auto", AXES[-1], "tp+dp", "world"),
         "ranks that share scales; auto: only the ranks that correctness requires",
         "auto",
     )

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import dlp
 from dlp.comm.mesh import AXES, ParallelDims, build_mesh
+from launch.config import sections
 from tests import pool as worker
 
 ROOT = Path(__file__).parent.parent.parent
@@ -78,7 +81,11 @@ def test_names_of_axes_are_spelled_in_one_file():
         if isinstance(node, ast.Constant) and node.value in AXES
     }
     keywords = "dlp/te_arguments.py"  # "tp" is an argument of a layer there
-    assert {place.partition(":")[0] for place in spelled} - {keywords} == {"dlp/comm/mesh.py"}, sorted(spelled)
+    settings = "launch/config/sections.py"  # does not import torch
+    assert sections.AXES == AXES
+    assert {place.partition(":")[0] for place in spelled} - {keywords, settings} == {"dlp/comm/mesh.py"}, sorted(
+        spelled
+    )
 
 
 @pytest.mark.parametrize(("names", "said"), [(("tp",), "got tp: "), (None, "got no named axes: ")], ids=str)
@@ -157,3 +164,35 @@ def cpu_and_device_tensors() -> list[float]:
 @pytest.mark.ranks(2)
 def test_groups_carry_host_and_device_tensors(ranks):
     assert ranks(2).run(cpu_and_device_tensors) == [[2.0, 2.0]] * 2
+
+
+def layers_of_a_mesh() -> tuple[list[tuple[int, ...]], list[str]]:
+    """Shards of layers that are given a mesh of three axes, and what a mesh without an axis of tp is refused with."""
+    mesh = worker.mesh(tp=2)
+    made = [
+        dlp.ColumnParallelLinear(8, 6, tp=mesh, device=mesh.device_type),
+        dlp.RowParallelLinear(8, 6, tp=mesh, device=mesh.device_type),
+        dlp.Linear(8, 6, tp=mesh, device=mesh.device_type),
+    ]
+    shards = [tuple(layer.weight.to_local().shape) for layer in made]
+    said = []
+    x = torch.ones(4, 8, device=mesh.device_type)
+    for use in (
+        lambda: dlp.Linear(8, 6, tp=mesh["dp_replicate", "dp_shard"]),
+        lambda: dlp.gather_tokens(x, mesh["dp_replicate", "dp_shard"]),
+        lambda: dlp.VocabParallelEmbedding(nn.Parameter(x), mesh["dp_replicate", "dp_shard"], False),
+    ):
+        with pytest.raises(ValueError) as refused:
+            use()
+        said.append(str(refused.value))
+    return shards, said
+
+
+@pytest.mark.ranks(2)
+def test_a_layer_takes_the_axis_of_tp_from_a_mesh(ranks):
+    for shards, said in ranks(2).run(layers_of_a_mesh):
+        assert shards == [(3, 8), (6, 4), (6, 8)]
+        assert set(said) == {
+            "tp must be a mesh of one axis, or have an axis named 'tp'; got the axes dp_replicate, dp_shard: make the mesh by "
+            "dlp.build_mesh, or pass mesh[AXIS]"
+        }

@@ -222,7 +222,8 @@ def test_a_run_resumed_between_swaps_continues_bit_for_bit(ranks):
 def pending(
     first: Any, then: Any, recompute: bool, attached: bool, of_ops: bool, reentrant: bool = False
 ) -> list[Tensor]:
-    """y, dx and dw of a forward under the recipe `first`, whose backward runs after a change to `then`; None: there is none."""
+    """y, dx and dw of a forward under the recipe `first`, whose backward runs after a change to `then`, or, where `then` is a
+    function of model and x, after a call of the function; None: directly."""
     torch.manual_seed(0)
     make = (lambda: ops.Linear(32, 32, recipe=first)) if of_ops else (lambda: Linear(32, 32, recipe=first))
     model = nn.Sequential(make(), nn.GELU(), make())
@@ -235,7 +236,9 @@ def pending(
     x.grad = None
     model.zero_grad()
     y = checkpoint(model, x, use_reentrant=reentrant) if recompute else model(x)
-    if then is not None:
+    if callable(then):
+        then(model, x.detach())
+    elif then is not None:
         dlp.set_recipe(model, "**", then)
     y.square().sum().backward()
     assert x.grad is not None
@@ -254,6 +257,31 @@ def test_a_backward_goes_on_with_the_recipe_of_its_forward(first, then, recomput
     changed = pending(first, then, recompute, attached, of_ops)
     for actual, expected in zip(changed, pending(first, None, recompute, attached, of_ops), strict=True):
         assert_bit_equal(actual, expected)
+
+
+def other_forwards(model: nn.Module, x: Tensor) -> None:
+    for _ in range(2):
+        model(x + 1)
+
+
+def load_itself(model: nn.Module, x: Tensor) -> None:
+    dlp.load_state_dict(model, dlp.state_dict(model))
+
+
+@pytest.mark.parametrize("of_ops", [False, True], ids=["layers", "ops"])
+@pytest.mark.parametrize("attached", [False, True], ids=["alone", "attached"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_a_backward_draws_and_scales_by_the_state_of_its_forward(recompute, attached, of_ops):
+    """Stochastic rounding drew by the counter of the last forward, and a load changed the scales of a pending backward."""
+    for recipe in ("nvfp4", SHORT):
+        expected = pending(recipe, None, recompute, attached, of_ops)
+        for actual, one in zip(pending(recipe, other_forwards, recompute, attached, of_ops), expected, strict=True):
+            assert_bit_equal(actual, one)
+        with pytest.raises(
+            RuntimeError, match=r"dlp.load_state_dict was called between a forward and its backward, which"
+        ):
+            pending(recipe, load_itself, recompute, attached, of_ops)
+    pending("fp8_current", load_itself, recompute, attached, of_ops)
 
 
 @pytest.mark.parametrize("of_ops", [False, True], ids=["layers", "ops"])

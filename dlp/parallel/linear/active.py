@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.utils import checkpoint
 
 from dlp.kernels.launches import capturing
-from dlp.parallel.linear.state import BoundSpec, LayerState, StepState, UpdateAfterBackward, in_backward
+from dlp.parallel.linear.state import BoundSpec, ForwardState, LayerState, StepState, UpdateAfterBackward, in_backward
 from dlp.quant.state import ForwardScales
 
 _FRAME, _FRAME_AGAIN = "frame", "target_frame_ref"  # what the hooks of a first run and of a recomputation refer to
@@ -95,10 +95,11 @@ def _checkpoint(pack: Any) -> Checkpoint | None:
 
 
 class Ran(NamedTuple):
-    """What a forward of a layer ran under: its bound spec, and delayed scales."""
+    """What a forward of a layer ran under: its bound spec, delayed scales, and the state for its backward."""
 
     bound: BoundSpec
     scales: ForwardScales | None
+    state: ForwardState
 
 
 class LayerRuns:
@@ -146,6 +147,7 @@ def active_spec(core: LayerState) -> BoundSpec:
     ran = _again(core, checkpoints) if in_backward() else _first(core, region)
     core.ran_under.keep(ran, checkpoints)
     session.scales = ran.scales
+    session.repeats = ran.state if in_backward() else None
     return ran.bound
 
 
@@ -158,9 +160,10 @@ def _first(core: LayerState, region: Region | None) -> Ran:
             f"changes, no replay would read: call dlp.attach before, or set its recipe by a layer group"
         )
     if session.attached or not bound.spec.slots:
-        return Ran(bound, None)
+        return Ran(bound, None, session.now)
     bound.spec.check_unattached()
-    return Ran(bound, session.scaling.hold(None if region is None else UpdateAfterBackward(region.group)))
+    scales = session.scaling.hold(None if region is None else UpdateAfterBackward(region.group))
+    return Ran(bound, scales, session.now._replace(scales=scales))
 
 
 def _again(core: LayerState, checkpoints: list[Checkpoint]) -> Ran:

@@ -175,7 +175,9 @@ def forward(ctx: Any, run: Run, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
         ys, kept = linear_forward(bound, x, weights, biases, parts, call.save, record)
     if ctx is None:
         return tuple(ys)
-    ctx.scales = bound.session.scales
+    session = bound.session
+    plain = session.scales is None and session.repeats is None
+    ctx.state = session.now if plain else session.forward_state()
     ctx.save_for_backward(*weights, *to_save(x, kept, call.save))
     return tuple(owned(ys, (x,)))
 
@@ -233,7 +235,11 @@ def _gradients(
 ) -> list[Tensor]:
     """The wanted gradients, in the order dx, dw_i, db_i, without each dw_i that is written `into` a target."""
     (call, cast_weights), bound, used = run, run[0].bound, wanted.used
-    bound.session.scales = ctx.scales
+    session = bound.session
+    if ctx.state is session.now:
+        session.scales = None
+    else:
+        session.resume(bound.spec, ctx.state)
     if torch._C._len_torch_dispatch_stack() > 0:  # something watches that did not watch the forward
         cached, ids = [] if cast_weights is None else cast_weights.both_of(used), (bound.spec_id, bound.trace_id)
         grads: list[Tensor] = torch.ops.dlp.linear_bwd(
@@ -260,7 +266,9 @@ def _gradients(
             grads = call.captured.backward(key, compute, reads)
         else:
             grads = linear_backward(bound, dys, saved, weights, parts, wanted, into=into)
-        bound.session.scales = None
+        session.scales = None
+        if session.drawn_again is not None:
+            session.end_layer_backward()
         if bound.spec.options.delay_wgrad:
             grads = leave_wgrads(bound, wanted, weights, grads)
     return grads

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dlp.comm.mesh import TP
+from dlp.comm.mesh import TP, tp_mesh_of
 from dlp.parallel import auto
 from dlp.parallel.linear.active import LayerRuns, active_region, active_spec
 from dlp.parallel.linear.autograd import LINEAR, call_of, forward
@@ -520,7 +520,9 @@ class RowParallelLinear(Linear):
 
 
 def _as_mesh(tp: DeviceMesh | ProcessGroup | None, device: torch.device | str | None) -> DeviceMesh | None:
-    if tp is None or isinstance(tp, DeviceMesh):
-        return tp
+    if tp is None:
+        return None
+    if isinstance(tp, DeviceMesh):
+        return tp_mesh_of(tp)
     device_type = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
     return DeviceMesh.from_group(tp, device_type, mesh_dim_names=(TP,))

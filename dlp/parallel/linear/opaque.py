@@ -80,7 +80,7 @@ def linear_bwd(
     run = partial(linear_backward, bound, dys, saved, weights, parts, wanted)
     reads = [*dys, *saved, *((parts or weights) if reads_weights else ())]
     grads = _captured_of(bound, dys[0]).backward(key, run, reads)
-    bound.session.scales = None
+    bound.session.end_layer_backward()
     return leave_wgrads(bound, wanted, weights, grads) if bound.spec.options.delay_wgrad else grads
 
 
@@ -206,8 +206,8 @@ class OpaqueLinearFn(torch.autograd.Function):
         saved = to_save(x, kept, save)
         ctx.trace_id, ctx.count, ctx.delay, ctx.num_saved = trace_id, count, delay, len(saved)
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        # scales of an autocast region do not apply inside a compiled graph
-        ctx.scales = None if torch.compiler.is_dynamo_compiling() else bound_of(spec_id).session.scales
+        # a compiled graph keeps no state of its forward, and scales of an autocast region do not apply inside
+        ctx.state = None if torch.compiler.is_dynamo_compiling() else bound_of(spec_id).session.forward_state()
         ctx.save_for_backward(spec_id, *saved, *weights, *cached)
         ctx.set_materialize_grads(False)
         return tuple(ys)
@@ -230,8 +230,9 @@ def _backward_by_op(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Any, ...]:
     needs = others[num_settings:]
     flags = [int(needs_dx)] + [(1 + 2 * needs[i] + 4 * needs[count + i]) if i in used else 0 for i in range(count)]
     size = len(cached) // count
-    if ctx.scales is not None:
-        bound_of(spec_id).session.scales = ctx.scales
+    if ctx.state is not None:
+        bound = bound_of(spec_id)
+        bound.session.resume(bound.spec, ctx.state)
     grads = iter(torch.ops.dlp.linear_bwd(
         [dys[i] for i in used], saved, [weights[i] for i in used],
         [part for i in used for part in cached[i * size : (i + 1) * size]], spec_id, ctx.trace_id, ctx.x_dtype, flags,

@@ -80,6 +80,19 @@ class UpdateAfterBackward(NamedTuple):
     group: ProcessGroup | None
 
 
+class ForwardState(NamedTuple):
+    """State of the model that the backward of a forward reads, or repeats, as that forward found the state.
+
+    scales   delayed scales; None: those in the table
+    draw     copy of the counter of stochastic rounding; None: nothing was drawn
+    loads    number of calls of `dlp.load_state_dict` before the forward
+    """
+
+    scales: ForwardScales | None = None
+    draw: Tensor | None = None
+    loads: int = 0
+
+
 @dataclass(frozen=True)
 class Swap:
     """Layers, by name, that get another recipe after `step` optimizer steps. asked: the recipe's name or table, by which a
@@ -124,6 +137,9 @@ class StepState:
         self._scaling: ScalingState | None = None
         self.loaded: dict[str, dict[str, Tensor]] = {}  # slots of autocast regions that have not run since the load
         self.scales: ForwardScales | None = None  # that casts read now; None: those in the table
+        self.now = ForwardState()  # of the running microbatch
+        self.repeats: ForwardState | None = None  # of the forward that a checkpoint runs again now
+        self.drawn_again: Tensor | None = None  # value of the counter until `resume`, to which `end_layer_backward` returns
         self.flags = Flags()
         self.stats: StatsTable | None = None
         self.draws = False  # a layer rounds stochastically, so microbatches are counted
@@ -159,6 +175,35 @@ class StepState:
             self.ran.add(bound.spec.members)
             if self.lone and self.draws:
                 self.advance()
+
+    def forward_state(self) -> ForwardState:
+        """The state for the backward of the forward that runs now."""
+        if self.repeats is not None:
+            repeated, self.repeats = self.repeats, None
+            return repeated
+        return self.now if self.scales is None else self.now._replace(scales=self.scales)
+
+    def resume(self, spec: LinearSpec, state: ForwardState) -> None:
+        """A backward of a layer begins: restore the state of its forward. RuntimeError where a state was loaded since."""
+        self.scales, now = state.scales, self.now
+        if state is now:
+            return
+        if state.loads != now.loads:
+            raise RuntimeError(
+                f"{spec.name}: dlp.load_state_dict was called between a forward and its backward, which would read the loaded "
+                f"scales and random counters: run the backward before the load, or the forward again"
+            )
+        if state.draw is not None and state.draw is not now.draw:
+            if self.drawn_again is None:
+                self.drawn_again = self.counter.clone()
+            self.counter.copy_(state.draw)
+
+    def end_layer_backward(self) -> None:
+        """A backward of a layer ends: go on with the state of the running microbatch."""
+        self.scales = None
+        if self.drawn_again is not None:
+            self.counter.copy_(self.drawn_again)
+            self.drawn_again = None
 
     def in_layer_backward(self, bound: BoundSpec) -> None:
         """A backward of a layer begins, of a forward that ran with `scales`. If that was in an autocast region, the scales of
@@ -221,10 +266,18 @@ class StepState:
             if ranks > 1:
                 self._close_round(ranks)
             self.counter.add_(1 + rank)
+            self.now = self.now._replace(draw=self.counter.clone())
 
     def _close_round(self, ranks: int) -> None:
         """Count the microbatches that other ranks ran beside the last one of this rank."""
         self.counter.add_(-self.counter % ranks)
+
+    def load_counter(self, value: Tensor) -> None:
+        """Load the counter of microbatches. Backwards of forwards before the load are refused where they would read what was
+        loaded."""
+        self.counter.copy_(value)
+        if self.draws or self.has_slots():
+            self.now = ForwardState(draw=self.counter.clone(), loads=self.now.loads + 1)
 
     # ---- what only a model around the layers has
 

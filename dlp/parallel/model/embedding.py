@@ -162,7 +162,7 @@ def cut_vocabulary(module: nn.Embedding, tp: DeviceMesh, sequence_parallel: bool
             subclass = type(f"VocabParallel{cls.__name__}", (cls, ours), {"__module__": cls.__module__})
             ours = _CLASSES.setdefault(cls, subclass)
         module.__class__ = ours
-    vars(module).update(name=name, group=tp.get_group(), sequence_parallel=sequence_parallel)
+    vars(module).update(name=name, group=tp_group_of(tp), sequence_parallel=sequence_parallel)
 
 
 def _slice(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -127,7 +127,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
     swaps = _saved_swaps(state["swaps"], recipe_files)
     for named in sessions:
         named.session.steps = int(state["steps"])
-        named.session.counter.copy_(state["microbatch"])
+        named.session.load_counter(state["microbatch"])
     remarks = repeat(model, sessions[0].session, swaps)
     slots: SlotState = {}
     for key, tensor in state.items():
