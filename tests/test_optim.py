@@ -93,10 +93,26 @@ def test_what_cannot_be_made_is_refused():
     model = nn.Linear(4, 4)
     with pytest.raises(TypeError, match="AdamW has no grad_scale: clip its gradients with dlp.optim.clip_grad_norm_"):
         dlp.optim.clip_(torch.optim.AdamW(model.parameters()), 1.0)
+    for options, said in (
+        ({"lr": -1.0}, "lr must be a finite number >= 0; got -1.0"),
+        ({"lr": float("nan")}, "lr must be a finite number >= 0; got nan"),
+        ({"eps": -1e-8}, "eps must be a finite number >= 0; got -1e-08"),
+        ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\); got \(0.9, 1.0\)"),
+    ):
+        for kind in (dlp.optim.AdamW8bit, dlp.optim.AdamW4bit, dlp.optim.AdamWFp8):
+            with pytest.raises(ValueError, match=f"{kind.__name__}: {said}"):
+                kind(model.parameters(), **options)
+        with pytest.raises(ValueError, match=f"Muon: {said}"):
+            dlp.optim.Muon([{"params": model.parameters()}], **options)
+    with pytest.raises(ValueError, match="AdamW8bit: weight_decay must be a finite number >= 0; got -1.0"):
+        dlp.optim.AdamW8bit([{"params": model.parameters(), "weight_decay": -1.0}])
     with pytest.raises(ValueError, match="max_norm must be positive; got 0"):
         dlp.optim.clip_(dlp.optim.AdamWFp8(model.parameters()), 0)
     with pytest.raises(ValueError, match="clip_grad_norm_: max_norm must be positive; got nan"):
         dlp.optim.clip_grad_norm_(model, float("nan"))
+    assert (
+        dlp.optim.clip_grad_norm_(model, 1.0) == 0 and dlp.optim.clip_(dlp.optim.AdamWFp8(model.parameters()), 1.0) == 0
+    )
 
 
 def resumed_on_shards(folder: str, kind: str) -> list[str]:

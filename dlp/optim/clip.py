@@ -95,6 +95,8 @@ def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float) -
 
 def _total_norm(grads: list[Tensor], device: torch.device) -> Tensor:
     """Norm of all gradients, fp32 []. torch computes norms of DTensors on one mesh, or of plain tensors, at a time."""
+    if not grads:
+        return torch.zeros((), device=device)
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for grad in grads:
         by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dlp.optim.arguments import check_groups
 from dlp.optim.encodings import AVERAGES, ENCODINGS, Average, Encoding, Wrap, flat
 from dlp.parallel.weight.local import local_values
 
@@ -34,6 +35,7 @@ class LowBitAdamW(Optimizer):
         weight_decay: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        check_groups(type(self).__name__, self.param_groups)
         self.encoding = encoding
         device = self.param_groups[0]["params"][0].device
         for group in self.param_groups:

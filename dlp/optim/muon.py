@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from dlp.comm import observer
+from dlp.optim.arguments import check_groups
 from dlp.optim.encodings import AVERAGES
 from dlp.parallel.weight.local import local_values
 
@@ -109,6 +110,7 @@ class Muon(Optimizer):
         eps: float = 1e-8,
     ) -> None:  # fmt: skip
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "matrices": False})
+        check_groups(type(self).__name__, self.param_groups)
         for group in self.param_groups:
             for parameter in group["params"] if group["matrices"] else ():
                 if parameter.dim() != 2:
