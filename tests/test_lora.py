@@ -94,8 +94,22 @@ def test_files_are_those_of_peft_and_train_alike(tmp_path):
 
 
 def test_what_cannot_be_adapted_or_loaded_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="rank must be at least 1; got 0: choose"):
-        dlp.lora(made(), rank=0)
+    for options, said in (
+        ({"rank": 0}, "rank must be an integer of at least 1; got 0: choose"),
+        ({"rank": 4.0}, "rank must be an integer of at least 1; got 4.0: choose"),
+        ({"alpha": float("nan")}, "alpha must be a finite number above 0; got nan: choose"),
+        ({"alpha": 0}, "alpha must be a finite number above 0; got 0: choose"),
+        ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\); got 1.0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            dlp.lora(made(), **options)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
+    (tmp_path / "empty" / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="adapter_config.json has no r; name a folder of adapters of LoRA"):
+        dlp.load_lora(with_adapters(made()), tmp_path / "empty")
+    with pytest.raises(ValueError, match="has no adapter_config.json; name a folder that dlp.save_lora or PEFT wrote"):
+        dlp.load_lora(with_adapters(made()), tmp_path / "nowhere")
     with pytest.raises(ValueError, match="pattern 'x' matches no layer; nearest"):
         dlp.lora(made(), layers="x")
     model = with_adapters(made())
@@ -106,6 +120,15 @@ def test_what_cannot_be_adapted_or_loaded_is_refused(tmp_path):
     with pytest.raises(ValueError, match="the model has no adapter; call dlp.lora first"):
         dlp.save_lora(made(), tmp_path)
     dlp.save_lora(model, tmp_path)
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+    weights = safetensors_torch.load_file(tmp_path / "adapter_model.safetensors")
+    first = next(name for name in weights if "lora_A" in name)
+    for value in (weights[first][:, :4].contiguous(), weights[first].to(torch.int8), weights[first] * torch.nan):
+        (tmp_path / "wrong").mkdir(exist_ok=True)
+        (tmp_path / "wrong" / "adapter_config.json").write_bytes((tmp_path / "adapter_config.json").read_bytes())
+        safetensors_torch.save_file({**weights, first: value}, tmp_path / "wrong" / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=r"0.lora_A in .* must be finite floats of shape \(8, 128\); got "):
+            dlp.load_lora(model, tmp_path / "wrong")
     other = made()
     dlp.lora(other, rank=4, alpha=16)
     with pytest.raises(ValueError, match="has r = 8 and lora_alpha = 16, and 0 has rank 4 and alpha 16; pass these"):

@@ -103,8 +103,12 @@ def lora(
         >>> sum(p.numel() for p in model.parameters() if p.requires_grad)
         512
     """
-    if rank < 1:
-        raise ValueError(f"lora: rank must be at least 1; got {rank}: choose 4 to 64")
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"lora: rank must be an integer of at least 1; got {rank}: choose 4 to 64")
+    if alpha is not None and not 0 < alpha < math.inf:
+        raise ValueError(f"lora: alpha must be a finite number above 0; got {alpha}: choose the rank or twice the rank")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"lora: dropout must be a number in [0, 1); got {dropout}")
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear | LoRALinear):
             kind = "has an adapter already" if isinstance(module, LoRALinear) else "is a layer of dlp.convert"
@@ -292,7 +296,12 @@ def load_lora(model: nn.Module, folder: str | Path) -> None:
     """
     from safetensors.torch import load_file
 
+    for file in (CONFIG, WEIGHTS):
+        if not (Path(folder) / file).is_file():
+            raise ValueError(f"load_lora: {folder} has no {file}; name a folder that dlp.save_lora or PEFT wrote")
     config: Mapping[str, Any] = json.loads((Path(folder) / CONFIG).read_text())
+    if lacking := [key for key in ("r", "lora_alpha") if key not in config]:
+        raise ValueError(f"load_lora: {folder}/{CONFIG} has no {lacking[0]}; name a folder of adapters of LoRA")
     for key, plain in UNSUPPORTED.items():
         if config.get(key, plain) not in (plain, None) and config[key]:
             raise ValueError(
@@ -313,6 +322,14 @@ def load_lora(model: nn.Module, folder: str | Path) -> None:
                 f"load_lora: {folder} has r = {config['r']} and lora_alpha = {config['lora_alpha']}, and {name} has rank "
                 f"{module.rank} and alpha {module.alpha}; pass these values to dlp.lora"
             )
+        for side in ("lora_A", "lora_B"):
+            value, shape = tensors[f"{name}.{side}.weight"], getattr(module, side).weight.shape
+            if value.shape != shape or not value.is_floating_point() or not value.isfinite().all():
+                raise ValueError(
+                    f"load_lora: {name}.{side} in {folder} must be finite floats of shape {tuple(shape)}; got {value.dtype} of "
+                    f"shape {tuple(value.shape)}: load the adapters of this model"
+                )
+    for name, module in found.items():
         for side in ("lora_A", "lora_B"):
             parameter, value = getattr(module, side).weight, tensors[f"{name}.{side}.weight"]
             fill(parameter, value.to(parameter.device, parameter.dtype))
