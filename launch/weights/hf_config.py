@@ -103,6 +103,13 @@ def _settings(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
         theirs["num_key_value_heads"] = theirs["num_attention_heads"]
     if theirs["head_dim"] is None:
         theirs["head_dim"] = _head_dim(theirs["hidden_size"], theirs["num_attention_heads"])
+    heads, kv_heads = theirs["num_attention_heads"], theirs["num_key_value_heads"]
+    stated = isinstance(heads, int) and type(kv_heads) is int and "num_key_value_heads" in given
+    if stated and kv_heads > 0 and heads % kv_heads:
+        raise ValueError(
+            f"num_key_value_heads is {kv_heads}, which does not divide num_attention_heads = {heads}; set the "
+            f"wrong one right"
+        )
     return {ours: theirs.get(key) for ours, key in KEYS.items()}
 
 
@@ -147,6 +154,11 @@ def _positions(given: Mapping[str, Any], family: Family) -> tuple[float, dict[st
     if turned != 1.0:
         raise ValueError(f"partial_rotary_factor is {turned}, but here heads turn whole; choose another model")
     theta = _one(given, "rope_theta", default=THETA)
+    if nested := [key for table in tables for key, value in table.items() if isinstance(value, dict)]:
+        raise ValueError(
+            f"{' and '.join(TABLES)}: {', '.join(nested)} have positions of their own, but models here have one kind of "
+            f"positions in all layers; choose another model"
+        )
     kind = _one(given, "rope_type", "type", beside=False)
     keys = sorted({*tables[0], *tables[1]} - {"rope_theta", "partial_rotary_factor", "rope_type", "type"})
     numbers = {key: value for key in keys if (value := _one(given, key, beside=key == ORIGINAL)) is not None}
@@ -164,6 +176,14 @@ def _positions(given: Mapping[str, Any], family: Family) -> tuple[float, dict[st
         numbers[ORIGINAL] = _one(given, ORIGINAL, default=longest)
     if numbers.get("truncate") is True:  # the default of transformers, and the only way here
         del numbers["truncate"]
+    needed, allowed = SCALINGS[kind]
+    if unread := sorted(numbers.keys() - needed - allowed):
+        raise ValueError(
+            f"rope_type {kind!r} has {', '.join(f'{key} = {numbers[key]!r}' for key in unread)}, with which models here do not "
+            f"compute; choose another model"
+        )
+    if lacking := sorted(needed - numbers.keys()):
+        raise ValueError(f"rope_type {kind!r} has no {', '.join(lacking)} in its table; fetch {CONFIG} again")
     return theta, {"rope_type": kind, **numbers}
 
 
