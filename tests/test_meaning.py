@@ -77,12 +77,66 @@ def test_a_file_of_codes_has_no_nan(recipe: str):
     assert [each for each in floats if each != "codes"], "a scale"
 
 
+@torch.no_grad()
+def test_a_file_of_codes_has_no_static_scale_that_no_calibration_makes():
+    model = nn.Sequential(nn.Linear(64, 64))
+    with dlp.calibrate(model):
+        model(X)
+    dlp.quantize_(model, "fp8_current", mode="static")
+    state = dlp.quantized_state_dict(model)
+    for wrong in (torch.nan, 0.0, -1.0):
+        with pytest.raises(ValueError, match=r"0.x_scale must be finite and positive, got .*: calibrate again"):
+            dlp.load_quantized_state_dict(model, state | {"0.x_scale": torch.full_like(state["0.x_scale"], wrong)})
+
+
 def test_a_state_of_parameters_is_no_state_of_dlp():
     model = layer("fp8_delayed")
     with pytest.raises(
         ValueError, match=r"load_state_dict: the state lacks 'steps': pass what dlp.state_dict returned"
     ):
         dlp.load_state_dict(model, model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong", "rule"),
+    [
+        ("scale", lambda each: each * torch.nan, "finite floats above 0"),
+        ("scale", lambda each: -each, "finite floats above 0"),
+        ("scale", lambda each: each.to(torch.int32), "finite floats above 0"),
+        ("history", lambda each: each * torch.nan, "floats of at least 0"),
+        ("history", lambda each: each - 1, "floats of at least 0"),
+        ("target", lambda each: each * 0, "finite floats above 0"),
+    ],
+)
+def test_scales_that_no_run_makes_are_not_loaded(part: str, wrong: Callable[[Tensor], Tensor], rule: str):
+    model = layer("fp8_delayed")
+    dlp.attach(model, torch.optim.SGD(model.parameters(), 0.1))
+    model(X).sum().backward()
+    dlp.end_step(model)
+    state = dlp.state_dict(model)
+    key = next(name for name in state if name.endswith(f".{part}"))
+    with pytest.raises(
+        ValueError, match=f"load_state_dict: {key} must be {rule}: restore a checkpoint from before, or"
+    ):
+        dlp.load_state_dict(model, {**state, key: wrong(state[key])})
+    dlp.load_state_dict(model, {name: each + torch.inf if "history" in name else each for name, each in state.items()})
+
+
+def test_values_with_nan_become_no_codes_of_a_held_weight():
+    with dlp.quantized_model_init():
+        model = layer("fp8_current")
+    dlp.attach(model, dlp.with_master_weights(model, lambda parameters: torch.optim.SGD(parameters, 0.1)))
+    y, state = model(X), dlp.state_dict(model)
+    with pytest.raises(ValueError, match=r"0.weight: its weight has NaN or Inf, which codes would hide: restore"):
+        model.load_state_dict({"0.weight": torch.full((64, 64), torch.nan)}, strict=False)
+    for wrong, said in (
+        (state["masters.0"] * torch.nan, "masters.0 must be finite floats: restore"),
+        (state["masters.0"].to(torch.int8), "masters.0 must be finite floats: restore"),
+        (state["masters.0"][:32], r"masters.0 has shape \(32, 64\), and the weight \(64, 64\): load the state of this"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            dlp.load_state_dict(model, {**state, "masters.0": wrong})
+    assert torch.equal(model(X), y), "a refusal changes nothing"
 
 
 def test_logits_are_floats():

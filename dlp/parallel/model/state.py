@@ -40,12 +40,19 @@ from dlp.parallel.model.checks import Named, compare, not_sent
 from dlp.parallel.model.replicas import check_replicas
 from dlp.parallel.model.session import converted_root, session_of
 from dlp.parallel.weight.held import load_masters, masters_of
+from dlp.parallel.weight.local import local_values
 from dlp.parallel.weight.sharded import ShardedWeight
 from dlp.quant.recipe import OPERANDS, RESULTS, source
 from dlp.quant.state import SlotState, SlotTable
 from dlp.quant.tensor import SHARED
 
 PREFIX, MASTERS, TARGET = "slots.", "masters.", "target"
+RULES = {
+    "scale": "finite floats above 0",
+    TARGET: "finite floats above 0",
+    "history": "floats of at least 0",
+    "master": "finite floats",
+}  # by kind of tensor
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -125,6 +132,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
             f"model.state_dict())"
         )
     swaps = _saved_swaps(state["swaps"], recipe_files)
+    _check_numbers(state, masters_of(model))
     for named in sessions:
         named.session.steps = int(state["steps"])
         named.session.load_counter(state["microbatch"])
@@ -144,6 +152,34 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
             f"checkpoint has no master weights for them"
         )
     return remarks
+
+
+def _check_numbers(state: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
+    """ValueError, before anything is changed, for scales and histories that no run makes, and for masters that are no values or
+    have another shape. An Inf in a history is that of a step that was skipped."""
+    for key, tensor in state.items():
+        kind = "master" if key.startswith(MASTERS) else key.rpartition(".")[2] if key.startswith(PREFIX) else ""
+        if not kind:
+            continue
+        if not _is_valid(local_values(tensor), kind):
+            raise ValueError(
+                f"load_state_dict: {key} must be {RULES[kind]}: restore a checkpoint from before, or leave the entry out"
+            )
+    for name, master in masters.items():
+        saved = state.get(f"{MASTERS}{name}", master)
+        if saved.shape != master.shape:
+            raise ValueError(
+                f"load_state_dict: {MASTERS}{name} has shape {tuple(saved.shape)}, and the weight {tuple(master.shape)}: load "
+                f"the state of this model"
+            )
+
+
+def _is_valid(values: Tensor, kind: str) -> bool:
+    if not values.is_floating_point() or values.dtype.itemsize == 1:
+        return False
+    if kind == "history":
+        return bool((values >= 0).all())
+    return bool(values.isfinite().all()) and (kind == "master" or bool((values > 0).all()))
 
 
 def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
