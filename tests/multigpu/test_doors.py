@@ -67,6 +67,10 @@ def attach(model: nn.Module, recipe: Any) -> None:
     dlp.attach(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
+def shard(model: nn.Module, recipe: Any = None) -> None:
+    dlp.fully_shard(model, mesh=worker.mesh())
+
+
 def tie_embedding(model: nn.Module) -> None:
     model.head.weight = model.embedding.weight
 
@@ -113,6 +117,9 @@ TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
     (lambda m: dlp.quantize_(m, "fp8_current"), "fp8_current", ALL, ALREADY),
     (hand_made, "mxfp8", [freeze_only], ALREADY),
     (frozen, "mxfp8", [freeze_only], ALREADY),
+    (frozen, "mxfp8", [set_recipe], "quantize the values under mxfp8: .* or call dlp.freeze with this recipe on a"),
+    (lambda m: (convert(m, "bf16"), shard(m)), "bf16", [shard],
+     "dlp.fully_shard was called on this FSDPModel already; call this function once for each"),
     (hand_made, "mxfp8", [convert, set_recipe], "its weights are held as fp8_current only, from which mxfp8 cannot be made"),
     (hand_made, "", [attach], "holds up.weight, which is a quantized-only weight, .*: create the optimizer with "
         "dlp.with_master_weights"),

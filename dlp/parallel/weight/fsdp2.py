@@ -146,7 +146,11 @@ def _sum_by_tree(unit: fsdp.FSDPModule) -> None:
 
 
 def _check_order(module: nn.Module) -> None:
-    """Raise ValueError if `dlp.attach` was called before, which decided how weights are cast."""
+    """Raise ValueError if `dlp.attach` was called before, which decided how weights are cast, or `fully_shard` on this module."""
+    if "dlp_gathering" in vars(module):
+        raise ValueError(
+            f"dlp.fully_shard was called on this {type(module).__name__} already; call this function once for each module"
+        )
     layers = [weights.layer for weights in weights_in(module)]
     attached = next((layer.spec.name for layer in layers if layer.session.attached), None)
     if attached is not None:

@@ -149,7 +149,8 @@ class HeldWeight(LocalWeight):
         if recipe.w != self.recipe.w:
             raise ValueError(
                 f"{self.bound.spec.name}: its weights are held as {self.recipe} only, from which {recipe} cannot be made; "
-                f"make the layer outside of quantized_model_init to change its recipe"
+                f"quantize the values under {recipe}: make the layer outside of quantized_model_init, or call dlp.freeze with "
+                f"this recipe on a model that has values"
             )
 
     @property
