@@ -191,7 +191,7 @@ class StepState:
         if state.loads != now.loads:
             raise RuntimeError(
                 f"{spec.name}: dlp.load_state_dict was called between a forward and its backward, which would read the loaded "
-                f"scales and random counters: run the backward before the load, or the forward again"
+                f"scales and random counters; call it after the backward, or run the forward again"
             )
         if state.draw is not None and state.draw is not now.draw:
             if self.drawn_again is None:
