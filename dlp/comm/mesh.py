@@ -146,7 +146,7 @@ def _product(sizes: dict[str, int]) -> str:
 
 
 def tp_group_of(tp: DeviceMesh | ProcessGroup) -> ProcessGroup:
-    """Return the tp group of a mesh with a tp axis, the group of a 1-D mesh, or the given group. ValueError for another mesh."""
+    """Return the tp group of a mesh with a tp axis, the group of a 1-D mesh, or a given group. ValueError for other meshes."""
     return tp_mesh_of(tp).get_group() if isinstance(tp, DeviceMesh) else tp
 
 

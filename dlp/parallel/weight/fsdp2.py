@@ -146,7 +146,7 @@ def _sum_by_tree(unit: fsdp.FSDPModule) -> None:
 
 
 def _check_order(module: nn.Module) -> None:
-    """Raise ValueError if `dlp.attach` was called before, which decided how weights are cast, or `fully_shard` on this module."""
+    """Raise ValueError if `dlp.attach` decided before how weights are cast, or for a second `fully_shard` of the module."""
     if "dlp_gathering" in vars(module):
         raise ValueError(
             f"dlp.fully_shard was called on this {type(module).__name__} already; call this function once for each module"
