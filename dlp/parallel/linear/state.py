@@ -139,9 +139,7 @@ class StepState:
         self.scales: ForwardScales | None = None  # that casts read now; None: those in the table
         self.now = ForwardState()  # of the running microbatch
         self.repeats: ForwardState | None = None  # of the forward that a checkpoint runs again now
-        self.drawn_again: Tensor | None = (
-            None  # value of the counter until `resume`, to which `end_layer_backward` returns
-        )
+        self.drawn_again: Tensor | None = None  # the counter before `resume`, restored by `end_layer_backward`
         self.flags = Flags()
         self.stats: StatsTable | None = None
         self.draws = False  # a layer rounds stochastically, so microbatches are counted
