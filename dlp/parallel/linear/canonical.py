@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from dlp.comm import collectives
 from dlp.comm.collectives import AS_IT_IS, Own, Parts, ReduceCodec
 from dlp.kernels import canonical
-from dlp.kernels.ops import LazyMatrix, rounded
+from dlp.kernels.ops import Summed, rounded
 from dlp.parallel.linear.plan import Reduction
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.overlap import Gather
@@ -73,11 +73,11 @@ def contract_gemm(
     return rounded(all_reduce(dw, spec.group if partial else None), dtype)
 
 
-def bias_gradient(spec: LinearSpec, dy: Tensor | LazyMatrix, dtype: torch.dtype) -> Tensor:
-    """db [N] = sum of dy [M, N] over tokens, complete on every rank."""
-    values, partial = dy.matrix if isinstance(dy, LazyMatrix) else dy, spec.style.partial_bias_grad
-    db = canonical.row_sums(values, canonical.segments_on_rank(len(values), spec.tp if partial else 1))
-    return rounded(all_reduce(db, spec.group if partial else None), dtype)
+def token_sums(spec: LinearSpec, dy: Summed) -> Tensor:
+    """db [N] = sum of dy [M, N] over tokens, fp32, complete on every rank."""
+    partial = spec.style.partial_bias_grad
+    db = canonical.row_sums(dy.matrix, canonical.segments_on_rank(len(dy.matrix), spec.tp if partial else 1))
+    return all_reduce(db, spec.group if partial else None)
 
 
 def _values(operand: QuantizedTensor) -> Tensor:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -104,16 +105,14 @@ def linear_forward(
         options, dtype, ys = spec.recipe.fprop, spec.recipe.fprop.out_dtype or x.dtype, []
         for member, weight, w, bias in zip(spec.members, weights, ws, biases, strict=True):
             features, gemm_bias = weight.shape[0], None
-            if (
-                bias is not None and plan.fprop is None and not spec.invariant
-            ):  # else each rank would add the bias: it is added after the sum
+            if bias is not None and plan.bias_in_gemm:  # else each rank would add the bias: it is added after the sum
                 appended = w.shape[0] - features  # zeros of a padded operand
                 gemm_bias = F.pad(bias, (0, appended)) if appended else bias
             gemm = Gemm("fprop", w, dtype, gemm_bias, finish.into, options, alpha=finish.alpha, rounds=True)
             with plan.scope("fprop"):
                 result = token_gemm(spec, plan.fprop, [quantized.rowwise], [gemm], dtype)
                 y = trimmed(result if isinstance(result, Tensor) else result.wait(), features)
-            if bias is not None and (plan.fprop is not None or spec.invariant):
+            if bias is not None and not plan.bias_in_gemm:
                 y = y + bias.to(y.dtype)
             if spec.recipe.y is not None:
                 y = through_format(bound, "y", member, y, record)
@@ -165,14 +164,8 @@ def linear_backward(
             else:
                 with plan.scope("wgrad"):
                     grads = _wgrads(bound, dy_cols, x_col, weights, ws, wanted, finish.alpha, into)
-        if spec.invariant:
-            grads += [
-                canonical.bias_gradient(spec, dy, w.dtype)
-                for dy, w, db in zip(rows, weights, wanted.db, strict=True)
-                if db
-            ]
-        else:
-            grads += [rounded(dy.sums(), w.dtype) for dy, w, db in zip(rows, weights, wanted.db, strict=True) if db]
+        sums = partial(canonical.token_sums, spec) if spec.invariant else Summed.sums
+        grads += [rounded(sums(dy), w.dtype) for dy, w, db in zip(rows, weights, wanted.db, strict=True) if db]
         if dx is None:
             return grads  # without dx no wgrad is delayed (`waits`)
         arrived = trimmed(dx if isinstance(dx, Tensor) else dx.wait(), weights[0].shape[1])

@@ -240,6 +240,11 @@ class LinearPlan:
             yield
 
     @cached_property
+    def bias_in_gemm(self) -> bool:
+        """Whether the GEMM adds the bias. After a reduction, and in invariant layers, y is rounded first."""
+        return self.fprop is None and not (self.spec is not None and self.spec.invariant)
+
+    @cached_property
     def ranges(self) -> dict[str, str]:
         """The names of profilers' ranges, by step."""
         assert self.spec is not None

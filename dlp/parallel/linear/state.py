@@ -109,7 +109,6 @@ class StepState:
 
     seed         of stochastic rounding
     dp           (rank, size): which tokens of a global microbatch this rank has
-    pieces       (rank, size): microbatches are numbered over so many ranks, and this rank has every size-th of them
     amax_group   the ranks that share delayed scales; None: this rank alone
     lone         the state belongs to a single layer, with no model around the layer that counts microbatches
     groups       the groups of this rank, by axis of the mesh
@@ -127,7 +126,7 @@ class StepState:
         self, *, seed: int = 0, dp: tuple[int, int] = (0, 1), amax_group: ProcessGroup | None = None, lone: bool = False,
         groups: Mapping[str, ProcessGroup] | None = None,
     ) -> None:  # fmt: skip
-        self.seed, self.dp, self.pieces = seed, dp, (0, 1)
+        self.seed, self.dp = seed, dp
         self.amax_group, self.lone, self.groups = amax_group, lone, dict(groups or {})
         # layers
         self.cores: list[LayerState] = []
@@ -262,15 +261,8 @@ class StepState:
     def advance(self) -> None:
         """Count a microbatch; not in a backward, which recomputes a forward."""
         if not in_backward():
-            rank, ranks = self.pieces
-            if ranks > 1:
-                self._close_round(ranks)
-            self.counter.add_(1 + rank)
+            self.counter.add_(1)
             self.now = self.now._replace(draw=self.counter.clone())
-
-    def _close_round(self, ranks: int) -> None:
-        """Count the microbatches that other ranks ran beside the last one of this rank."""
-        self.counter.add_(-self.counter % ranks)
 
     def load_counter(self, value: Tensor) -> None:
         """Load the counter of microbatches. Backwards of forwards before the load are refused where they would read what was
@@ -366,8 +358,6 @@ class StepState:
             idle = [spec for spec in self.specs() if spec.members not in self.ran | self.graphed]
             self.scaling.forget({name for spec in idle for name, (tensor, _) in spec.slots.items() if tensor == "w"})
             self.update_scales()
-        if self.draws and self.pieces[1] > 1:
-            self._close_round(self.pieces[1])
         self.ran.clear()
 
     # ---- copies

@@ -47,7 +47,7 @@ from dlp.parallel.linear.spec import LinearSpec, Overlaps
 from dlp.parallel.model.embedding import cut_vocabulary
 from dlp.parallel.model.grads import PartialGradients
 from dlp.parallel.model.groups import LayerGroup
-from dlp.parallel.model.invariant import GradientTree, Segments, check_mesh, check_plan, holds_vectors
+from dlp.parallel.model.invariant import GradientTree, InvariantSession, Segments, check_mesh, check_plan, holds_vectors
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan, make_plan
 from dlp.parallel.model.replicas import Replicas
 from dlp.parallel.model.session import Session, give_session
@@ -157,11 +157,9 @@ def convert(
     tokens = batch[0] * batch[1] if batch is not None else None
     group = amax_process_group(dims, amax_group)
     groups_of_axes = {axis: dims.group(axis) for axis in AXES}
-    dp = dims.dp_rank, dims.dp_size
-    runtime = Session(
-        seed=seed, amax_group=group or dist.group.WORLD, dp=(0, 1) if invariant else dp, groups=groups_of_axes
+    runtime = (InvariantSession if invariant else Session)(
+        seed=seed, amax_group=group or dist.group.WORLD, dp=(dims.dp_rank, dims.dp_size), groups=groups_of_axes
     )
-    runtime.pieces = dp if invariant else (0, 1)
     target = _Target(model, tp, group, tokens, runtime, invariant)
     names = {id(module): name for name, module in model.named_modules()}
     sets = _layers_that_run_as_one(plan)

@@ -30,6 +30,7 @@ from dlp.parallel.linear.state import in_backward
 from dlp.parallel.model.grads import local_grad, set_grad
 from dlp.parallel.model.plan import Plan
 from dlp.parallel.model.rows import HELD, LayerPlan, scope_notes
+from dlp.parallel.model.session import Session
 from dlp.parallel.style import shard_sizes
 from dlp.parallel.weight.fsdp2 import Managed, managed
 from dlp.quant.recipe import GEMMS, Recipe
@@ -199,7 +200,32 @@ class Segments:
         self.checked = True
 
 
-# Gradients of several microbatches
+# Microbatches
+
+
+class InvariantSession(Session):
+    """A session in which a microbatch draws the random bits of its place in the global batch.
+
+    The counter is the number of the microbatch that this rank runs, from 1 on; data-parallel ranks run neighbours."""
+
+    def __init__(self, *, dp: tuple[int, int] = (0, 1), **state: Any) -> None:
+        super().__init__(**state)  # rows of a microbatch are numbered as on one rank
+        self.place = dp
+
+    def advance(self) -> None:
+        if not in_backward():
+            self._close_round()
+            self.counter.add_(self.place[0])
+        super().advance()
+
+    def end_step(self) -> None:
+        super().end_step()
+        if self.draws:
+            self._close_round()
+
+    def _close_round(self) -> None:
+        """Count the microbatches that other ranks ran beside the last one of this rank."""
+        self.counter.add_(-self.counter % self.place[1])
 
 
 class GradientTree:
