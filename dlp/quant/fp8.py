@@ -18,16 +18,12 @@ from dlp.kernels import ops
 from dlp.quant.fp8_codes import ELEMENTS, Fp8Codes, codes_and
 from dlp.quant.quantizer import (
     Amaxes,
+    NativeQuantizer,
     Operands,
-    Origin,
-    Origins,
-    Quantizer,
     QuantizerCaps,
     ScaleSlot,
     SlotOptions,
     Wanted,
-    parts_of,
-    parts_of_both,
     wanted_parts,
 )
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
@@ -66,50 +62,57 @@ class Fp8Tensor(Fp8Codes):
 FORMATS = {element: Fp8Tensor(element) for element in ELEMENTS}
 
 
-@dataclass(frozen=True)
-class CurrentScaling:
-    """Quantizer with one scale per tensor, from the agreed amax of the tensor: q = enc(fl(x * scale))."""
+class _TensorScaling(NativeQuantizer):
+    """Casts with one scale per tensor; a subclass defines the source of the scale."""
 
-    element: str = "e4m3"
-    power_of_two: bool = False
-    epsilon: float = 0.0
+    element: str
     reduces: ClassVar[tuple[int, ...]] = (0, 1)
-    caps: ClassVar[QuantizerCaps] = QuantizerCaps(op="cast_fp8_tensor", native=True)
 
     @cached_property
     def format(self) -> Format:
         return FORMATS[self.element]
 
-    def observe(self, x: Tensor) -> Tensor | None:
-        return ops.amax(x)
+    def _source(self, amax: Tensor | None, slot: ScaleSlot | None) -> ops.Fp8Scale:
+        raise NotImplementedError
 
-    def cast(
-        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
-        at: Origin | None = None, flag: Tensor | None = None,
-    ) -> QuantizedTensor:  # fmt: skip
-        made = ops.cast_fp8_tensor(x, ELEMENTS[self.element], self._scale(amax), out=parts_of(out), flag=flag)
-        return self.format.fill(out, *made)
+    def _cast(
+        self, x: Tensor, amax: Tensor | None, slot: ScaleSlot | None, out: ops.Parts | None, flag: Tensor | None
+    ) -> ops.Parts:
+        return ops.cast_fp8_tensor(x, ELEMENTS[self.element], self._source(amax, slot), out=out, flag=flag)
 
-    def observe_both(self, x: Tensor, columnwise: Quantizer) -> Amaxes:
-        amax = ops.amax(x)
-        return amax, amax
-
-    def both(
-        self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
-        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
-    ) -> Operands:  # fmt: skip
-        source, given = self._scale(amaxes[0]), parts_of_both(outs)
-        row, col = ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=given, flag=flag)
-        return self.format.wrap(row), self.format.wrap(col)
-
-    def observe_grads(self, grads: ops.GatedGrads) -> tuple[Amaxes, Amaxes]:
-        of_gate, of_up = ops.amax_gate_grads(grads)
-        return (of_gate, of_gate), (of_up, of_up)
+    def _cast_both(
+        self, x: Tensor, amaxes: Amaxes, slot: ScaleSlot | None, outs: ops.Outs, flag: Tensor | None
+    ) -> tuple[ops.Parts, ops.Parts]:
+        source = self._source(amaxes[0], slot)
+        return ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=outs, flag=flag)
 
     def both_grads(
         self, grads: ops.GatedGrads, amaxes: Sequence[Amaxes], slots: Sequence[ScaleSlot | None], flags: ops.Flags
     ) -> list[Operands]:
-        return _both_grads(self.format, grads, [self._scale(row) for row, _ in amaxes], flags)
+        sources = [self._source(amax, slot) for (amax, _), slot in zip(amaxes, slots, strict=True)]
+        made = ops.cast_gate_grads_fp8_tensor(grads, ELEMENTS[self.element], sources, flags)
+        return [(self.format.wrap(row), self.format.wrap(col)) for row, col in made]
+
+
+@dataclass(frozen=True)
+class CurrentScaling(_TensorScaling):
+    """Quantizer with one scale per tensor, from the agreed amax of the tensor: q = enc(fl(x * scale))."""
+
+    element: str = "e4m3"
+    power_of_two: bool = False
+    epsilon: float = 0.0
+    caps: ClassVar[QuantizerCaps] = QuantizerCaps(op="cast_fp8_tensor", native=True)
+
+    def _amax(self, x: Tensor) -> Tensor | None:
+        return ops.amax(x)
+
+    def _amaxes(self, x: Tensor) -> Amaxes:
+        amax = ops.amax(x)
+        return amax, amax
+
+    def observe_grads(self, grads: ops.GatedGrads) -> tuple[Amaxes, Amaxes]:
+        of_gate, of_up = ops.amax_gate_grads(grads)
+        return (of_gate, of_gate), (of_up, of_up)
 
     def batch(
         self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None], flags: ops.Flags
@@ -117,13 +120,13 @@ class CurrentScaling:
         source = ops.Fp8Scale(power_of_two=self.power_of_two, epsilon=self.epsilon)
         return ops.cast_fp8_tensor_batch(xs, wanted_parts(outs), [source] * len(xs), flags)
 
-    def _scale(self, amax: Tensor | None) -> ops.Fp8Scale:
+    def _source(self, amax: Tensor | None, slot: ScaleSlot | None) -> ops.Fp8Scale:
         assert amax is not None, "current scaling casts with an observed amax"
         return ops.Fp8Scale(amax=amax, power_of_two=self.power_of_two, epsilon=self.epsilon)
 
 
 @dataclass(frozen=True)
-class DelayedScaling:
+class DelayedScaling(_TensorScaling):
     """Quantizer with a delayed scale per tensor: q = enc(fl(x * slot.scale)); the cast raises slot.staging to max |x|.
 
     Ranks agree on nothing before the cast, because all ranks of the amax group have the same slots. `margin`,
@@ -134,14 +137,9 @@ class DelayedScaling:
     margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
-    reduces: ClassVar[tuple[int, ...]] = (0, 1)
 
     def __post_init__(self) -> None:
         _ = self.caps  # raises for wrong options at construction
-
-    @cached_property
-    def format(self) -> Format:
-        return FORMATS[self.element]
 
     @cached_property
     def caps(self) -> QuantizerCaps:
@@ -149,39 +147,18 @@ class DelayedScaling:
         slot = SlotOptions(fp8_max, self.margin, self.amax_history_len, self.amax_compute_algo)
         return replace(CurrentScaling.caps, slot=slot)
 
-    def observe(self, x: Tensor) -> Tensor | None:
-        return None
-
-    def cast(
-        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
-        at: Origin | None = None, flag: Tensor | None = None,
-    ) -> QuantizedTensor:  # fmt: skip
-        made = ops.cast_fp8_tensor(x, ELEMENTS[self.element], _slot_scale(slot), out=parts_of(out), flag=flag)
-        return self.format.fill(out, *made)
-
-    def observe_both(self, x: Tensor, columnwise: Quantizer) -> Amaxes:
-        return None, None
-
-    def both(
-        self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
-        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
-    ) -> Operands:  # fmt: skip
-        source, given = _slot_scale(slot), parts_of_both(outs)
-        row, col = ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=given, flag=flag)
-        return self.format.wrap(row), self.format.wrap(col)
-
     def observe_grads(self, grads: ops.GatedGrads) -> tuple[Amaxes, Amaxes]:
         return (None, None), (None, None)
-
-    def both_grads(
-        self, grads: ops.GatedGrads, amaxes: Sequence[Amaxes], slots: Sequence[ScaleSlot | None], flags: ops.Flags
-    ) -> list[Operands]:
-        return _both_grads(self.format, grads, [_slot_scale(slot) for slot in slots], flags)
 
     def batch(
         self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None], flags: ops.Flags
     ) -> ops.Launches:
-        return ops.cast_fp8_tensor_batch(xs, wanted_parts(outs), [_slot_scale(slot) for slot in slots], flags)
+        return ops.cast_fp8_tensor_batch(xs, wanted_parts(outs), [self._source(None, slot) for slot in slots], flags)
+
+    def _source(self, amax: Tensor | None, slot: ScaleSlot | None) -> ops.Fp8Scale:
+        """Return the scale of a slot; the cast raises the staging of the slot to max |x|."""
+        assert slot is not None, "delayed scaling casts with the scale of a slot"
+        return ops.Fp8Scale(scale=slot.scale, staging=slot.staging)
 
 
 def unchanged(window: Tensor) -> Tensor:
@@ -192,16 +169,3 @@ def unchanged(window: Tensor) -> Tensor:
 def static(element: str = "e4m3") -> DelayedScaling:
     """Return a quantizer with one static scale per tensor, which is set once in the slot."""
     return DelayedScaling(element, amax_history_len=1, amax_compute_algo=unchanged)
-
-
-def _slot_scale(slot: ScaleSlot | None) -> ops.Fp8Scale:
-    """Return the scale of a slot; the cast raises the staging of the slot to max |x|."""
-    assert slot is not None, "delayed scaling casts with the scale of a slot"
-    return ops.Fp8Scale(scale=slot.scale, staging=slot.staging)
-
-
-def _both_grads(
-    fmt: Format, grads: ops.GatedGrads, sources: Sequence[ops.Fp8Scale], flags: ops.Flags
-) -> list[Operands]:  # fmt: skip
-    made = ops.cast_gate_grads_fp8_tensor(grads, ELEMENTS[fmt.element], sources, flags)
-    return [(fmt.wrap(row), fmt.wrap(col)) for row, col in made]

@@ -16,19 +16,7 @@ from torch import Tensor
 
 from dlp.kernels import ops
 from dlp.quant.fp8_codes import ELEMENTS, Fp8Codes, codes_and
-from dlp.quant.quantizer import (
-    Amaxes,
-    Operands,
-    Origin,
-    Origins,
-    Quantizer,
-    QuantizerCaps,
-    ScaleSlot,
-    Wanted,
-    parts_of,
-    parts_of_both,
-    wanted_parts,
-)
+from dlp.quant.quantizer import Amaxes, NativeQuantizer, QuantizerCaps, ScaleSlot, Wanted, wanted_parts
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 
@@ -58,7 +46,7 @@ _format = cache(Fp8Rowwise)
 
 
 @dataclass(frozen=True)
-class RowwiseScaling:
+class RowwiseScaling(NativeQuantizer):
     """Quantizer with one scale per row, from the agreed amax of the row: q = enc(fl(x * scale)). A zero row has scale 1."""
 
     element: str = "e4m3"
@@ -71,29 +59,25 @@ class RowwiseScaling:
     def format(self) -> Format:
         return _format(self.element)
 
-    def observe(self, x: Tensor) -> Tensor | None:
+    def _amax(self, x: Tensor) -> Tensor | None:
         return ops.amax(x, dim=1)
 
-    def cast(
-        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
-        at: Origin | None = None, flag: Tensor | None = None,
-    ) -> QuantizedTensor:  # fmt: skip
-        assert amax is not None, "rowwise scaling casts with observed row amaxes"
-        made = ops.cast_fp8_rowwise(x, amax, ELEMENTS[self.element], **self._options(), out=parts_of(out), flag=flag)
-        return self.format.fill(out, *made)
-
-    def observe_both(self, x: Tensor, columnwise: Quantizer) -> Amaxes:
+    def _amaxes(self, x: Tensor) -> Amaxes:
         return ops.amax_lines(x)
 
-    def both(
-        self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
-        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
-    ) -> Operands:  # fmt: skip
+    def _cast(
+        self, x: Tensor, amax: Tensor | None, slot: ScaleSlot | None, out: ops.Parts | None, flag: Tensor | None
+    ) -> ops.Parts:
+        assert amax is not None, "rowwise scaling casts with observed row amaxes"
+        return ops.cast_fp8_rowwise(x, amax, ELEMENTS[self.element], **self._options(), out=out, flag=flag)
+
+    def _cast_both(
+        self, x: Tensor, amaxes: Amaxes, slot: ScaleSlot | None, outs: ops.Outs, flag: Tensor | None
+    ) -> tuple[ops.Parts, ops.Parts]:
         amax, amax_t = amaxes
         assert amax is not None and amax_t is not None, "rowwise scaling casts with observed amaxes of rows and columns"
-        dtype, given = ELEMENTS[self.element], parts_of_both(outs)
-        row, col = ops.cast_fp8_rowwise_both(x, (amax, amax_t), dtype, **self._options(), outs=given, flag=flag)
-        return self.format.wrap(row), self.format.wrap(col)
+        dtype = ELEMENTS[self.element]
+        return ops.cast_fp8_rowwise_both(x, (amax, amax_t), dtype, **self._options(), outs=outs, flag=flag)
 
     def batch(
         self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None], flags: ops.Flags

@@ -26,8 +26,6 @@ from dlp.quant.quantizer import (
     QuantizerCaps,
     ScaleSlot,
     Wanted,
-    parts_of,
-    parts_of_both,
     wanted_parts,
 )
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
@@ -165,8 +163,8 @@ class Nvfp4Scaling:
         self.format.check((x.shape[0], x.shape[1]))
         assert amax is not None, "nvfp4 casts with an observed tensor amax"
         made = ops.cast_nvfp4(
-            x, amax, self.format.block, rht=self.rht, signs=self.signs, draw=self._draw(at), out=parts_of(out), flag=flag,
-            four_over_six=self.four_over_six,
+            x, amax, self.format.block, rht=self.rht, signs=self.signs, draw=self._draw(at),
+            out=None if out is None else out.parts, flag=flag, four_over_six=self.four_over_six,
         )  # fmt: skip
         return self.format.fill(out, *made)
 
@@ -185,9 +183,10 @@ class Nvfp4Scaling:
         amax, amax_t = amaxes
         assert amax is not None and amax_t is not None, "nvfp4 casts with observed tensor amaxes"
         origins = at or (None, None)
+        given = None if outs is None else (outs[0].parts, outs[1].parts)
         row, col = ops.cast_nvfp4_both(
             x, (amax, amax_t), self.format.block, rht=columnwise.rht,
-            draws=(self._draw(origins[0]), self._draw(origins[1])), outs=parts_of_both(outs), flag=flag,
+            draws=(self._draw(origins[0]), self._draw(origins[1])), outs=given, flag=flag,
             four_over_six=self.four_over_six,
         )  # fmt: skip
         return self.format.wrap(row), columnwise.format.wrap(col)
