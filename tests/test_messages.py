@@ -56,9 +56,9 @@ PROVOKED: list[tuple[Callable[[pytest.MonkeyPatch], object], str]] = [
     (lambda _: plot.main(["a", "b", "--stats", "--out", "c.png"]), "--stats: expected one run, got 2"),
     (
         foreign_swaps,
-        "the saved recipe changes cannot be read (KeyError: 'layers')",
+        "the saved recipe changes cannot be read (KeyError: 'layers'); load another checkpoint",
     ),
-    (empty_slots, "saved scaling state has no slot 'a.w' (1 missing in all)"),
+    (empty_slots, "saved scaling state has no slot 'a.w' (1 slots are missing)"),
     (
         lambda _: dlp.state_dict(nn.Linear(4, 4)),
         "this model has no step boundary yet: call dlp.convert or dlp.attach on the model first",

@@ -42,7 +42,8 @@ def all_reduce(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def token_gemm(
-    spec: LinearSpec, reduce: Reduction | None, operands: Sequence[QuantizedTensor | Gather | None], gemms: Sequence[Gemm], dtype: torch.dtype
+    spec: LinearSpec, reduce: Reduction | None, operands: Sequence[QuantizedTensor | Gather | None], gemms: Sequence[Gemm],
+    dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """`dlp.parallel.linear.functional.token_gemm`."""
     ranks, pairs = 1 if reduce is None else spec.tp, []

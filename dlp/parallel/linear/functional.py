@@ -242,7 +242,7 @@ def token_gemm(
 
     reduce   the reduction of the sum over tp; None: no reduction
     dtype    of the result, and of the contribution of each rank to a reduction, unpacked
-    returns  the result, or the reduction in flight
+    returns  the result, as the strategy of the gather schedules the GEMM, or the reduction in flight
     """
     if spec.invariant:
         return canonical.token_gemm(spec, reduce, operands, gemms, dtype)
@@ -254,9 +254,7 @@ def token_gemm(
             assert isinstance(a, QuantizedTensor) and spec.group is not None, "a style gathers and reduces in one GEMM"
             return overlap.gemm_reduce(a, gemm, spec.group, reduce=reduce.how, dtype=dtype, codec=WIRES[reduce.codec])
         assert a is not None, "this orientation was not asked for"
-        total = (
-            gemm(a) if isinstance(a, QuantizedTensor) else a.gemm(gemm)
-        )  # as the strategy of the gather schedules it
+        total = gemm(a) if isinstance(a, QuantizedTensor) else a.gemm(gemm)
     assert total is not None
     return total if total.dtype == dtype else rounded(total, dtype)
 
@@ -267,8 +265,7 @@ def contract_gemm(
 ) -> Tensor:  # fmt: skip
     """dw [N, K] = dy.T @ x: wgrad, one GEMM over all tokens, which are contracted.
 
-    dy, x         columnwise operands [N, M] and [K, M], which may be padded
-    shape, dtype  of the weight
+    dy, x         columnwise operands [N, M] and [K, M], which may be padded; shape, dtype: of the weight
     into          the tensor that dw is written or added to; None: dw is returned
     clipped       bool [N, K], which may be padded: where the weight was clipped, dw is 0
     """
