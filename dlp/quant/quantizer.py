@@ -191,7 +191,7 @@ class Quantizer(Protocol):
 
 def wanted_parts(outs: Sequence[Wanted]) -> list[ops.Wanted]:
     """Return the parts of the storage of each matrix of a batch, in both orientations."""
-    return [(row and row.parts, col and col.parts) for row, col in outs]
+    return [(None if row is None else row.parts, None if col is None else col.parts) for row, col in outs]
 
 
 def offers(quantizer: Quantizer, method: str) -> bool:
