@@ -1,1 +1,2 @@
-"""Benchmarks, a program a file; `python -m bench` runs those of one GPU. Launch never imports them. Not a public API."""
+"""Benchmarks, one program per file; `python -m bench` runs the benchmarks of one GPU. Launch never imports them. Not a
+public API."""

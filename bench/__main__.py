@@ -1,18 +1,20 @@
-"""All that one GPU has to say, in one command: the host, quantizers, producers, GEMMs, linears and the step boundary.
+"""All benchmarks of one GPU in one command: host time, quantizers, producers, GEMMs, linears and the step boundary.
 
     python -m bench [PART ...] [--shapes 8192x4096x4096] [--out FOLDER] [--quick]
 
-Parts run one after the other; each prints its table and leaves FOLDER/PART.json and, where there is something to draw,
-FOLDER/PART.png. One that fails does not stop the others: the last line names it, and the exit code is the largest.
-`--shapes` are of gemm and linear, as `python -m bench.shapes CONFIG` prints them; `--quick` takes one size of each. What a
-part measures, its own command says:
+Parts run one after the other; each part prints a table and writes FOLDER/PART.json and, if it has a plot,
+FOLDER/PART.png. A part that fails does not stop the others: the last line names it, and the exit code is the largest of
+all parts.
+`--shapes` applies to gemm and linear, in the form that `python -m bench.shapes CONFIG` prints; `--quick` runs one size
+of each
+part. The commands of the parts:
 
-    host        bench.host        what one tiny linear costs the host; first, while the device is idle
-    quantize    bench.quantize    TB/s of casts and amaxes, beside a device copy
-    producers   bench.producers   RMSNorm, SwiGLU and sums of columns in casts, and apart
-    gemm        bench.gemm        TFLOP/s of each recipe's GEMMs, beside torch.mm and torch._scaled_mm
-    linear      bench.linear      forward + backward in each recipe, beside nn.Linear and what else is installed
-    boundary    bench.boundary    casts of all weights of a model at the step boundary, together and one by one
+    host        bench.host        host time of one small linear; first, while the device is idle
+    quantize    bench.quantize    TB/s of casts and amaxes, compared with a device copy
+    producers   bench.producers   RMSNorm, SwiGLU and column sums, fused into casts and separate
+    gemm        bench.gemm        TFLOP/s of each recipe's GEMMs, compared with torch.mm and torch._scaled_mm
+    linear      bench.linear      forward + backward in each recipe, compared with nn.Linear and installed libraries
+    boundary    bench.boundary    casts of all weights of a model at the step boundary, batched and one by one
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from dlp.kernels import loader
 
 
 class Part(NamedTuple):
-    """A program, whether it draws, its arguments for one size, and whether sizes are shapes of linears."""
+    """A program, whether it has a plot, its arguments for one size, and whether its sizes are shapes of linears."""
 
     main: Callable[[Sequence[str]], int]
     draws: bool
@@ -58,7 +60,7 @@ def arguments_of(name: str, folder: Path, quick: bool, shapes: Sequence[str]) ->
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """A part's exit code; 1 where it raised."""
+    """Run a part, and return its exit code; 1 if it raised."""
     print(f"\n== {name}", flush=True)
     try:
         return PARTS[name].main(arguments)
@@ -68,7 +70,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 
 def shape(text: str) -> str:
-    """The text, once it can be read as one."""
+    """Return the text after checking that it is a shape."""
     linear.shape_of(text)
     return text
 

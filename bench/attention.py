@@ -4,8 +4,9 @@
 
     q [B, heads, S, D], k and v [B, kv heads, S, D], views of [B, S, heads, D] as a block makes the three, bf16
 
-A shape is batch x sequence x heads x kv heads x head_dim. `torch` is the backend that torch chooses by itself, and its name is
-printed. Grouped heads are given to the kernel (`enable_gqa`); `--repeat` times copies of k and v for every head as well.
+A shape is batch x sequence x heads x kv heads x head_dim. `torch` is the backend that torch chooses; its name is
+printed. Grouped heads are passed to the kernel (`enable_gqa`); `--repeat` times copies of k and v for every head as
+well.
 Milliseconds are medians over iterations, TFLOP/s count the causal half; error is the relative distance of the output and of the
 gradient of q from those of flash.
 """
@@ -97,7 +98,7 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def measure(text: str, backends: Sequence[str], repeat: bool) -> Iterator[Line]:
-    """A line for each backend that can run the shape; another backend is named with the reason."""
+    """A line for each backend that can run the shape; the reason is printed for any other backend."""
     shape = shape_of(text)
     batch, sequence, heads, _, dim = shape
     torch.manual_seed(0)
@@ -106,7 +107,7 @@ def measure(text: str, backends: Sequence[str], repeat: bool) -> Iterator[Line]:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         expected = attend(q, k, v, False)
         (expected_dq,) = torch.autograd.grad(expected, [q], dy)
-    forward_flops = 2 * batch * heads * sequence**2 * dim  # 2 products of 2 S^2 D operations, half of the matrix
+    forward_flops = 2 * batch * heads * sequence**2 * dim  # 2 products with 2 S^2 D operations each, half of the matrix
     for name in backends:
         for repeated in (False, True) if repeat else (False,):
 

@@ -1,13 +1,13 @@
-"""What the step boundary takes to cast all weights of a model, on one GPU: together, and one by one.
+"""Time of the step boundary for casting all weights of a model on one GPU: batched, and one by one.
 
     python -m bench.boundary [--recipes fp8_current] [--blocks 4] [--json FILE]
 
-The weights are those of Llama blocks of 8B shape; four have 28 of them, 872 million parameters. They are held in bf16, or in
-fp32, from where they are rounded to bf16 first, since activations are bf16. `together` is what `end_step` does, `alone` the
-same casts made weight by weight. Milliseconds:
+The weights are those of Llama blocks of 8B shape; four have 28 of them, 872 million parameters. They are stored in
+bf16, or in fp32 and rounded to bf16 first, since activations are bf16. `together` is `end_step`; `alone` makes the
+same casts weight by weight. Milliseconds:
 
-    device     medians, with the device busy until all is queued
-    host       until all is queued
+    device     medians of device time, with the device busy until everything is queued
+    host       host time until everything is queued
     TB/s       weights read once and operands written once, over the device time together
 """
 
@@ -34,7 +34,8 @@ from dlp.parallel.model.boundary import end_step
 from dlp.parallel.model.session import session_of
 from dlp.parallel.weight.base import Values
 
-LAYERS = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))  # in, out of siblings
+# in_features, out_features of siblings
+LAYERS = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 COUNT, ROUNDS = 4, 5
 
@@ -85,7 +86,7 @@ def boundary_alone(model: nn.Module) -> Run:
 
 
 def nbytes(model: nn.Module) -> int:
-    """Of the weights and of their operands."""
+    """Bytes of the weights and of their operands."""
     parts = [part for core in cores(model) for weight in core.weights for part in weight.parts]
     return sum(tensor.nbytes for tensor in (*model.parameters(), *parts))
 

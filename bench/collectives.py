@@ -1,16 +1,17 @@
-"""What it costs to have an operand gathered, a result summed, and a pair of linears run, beside bf16 in the same run.
+"""Time of gathering an operand, of summing a result, and of a pair of linears, compared with bf16 in the same run.
 
     torchrun --nproc-per-node 4 -m bench.collectives [--sizes 8192x8192] [--only gather] [--json FILE] [--plot FILE]
 
     gather    bf16 tokens of each rank -> the operand of all tokens that fprop reads: quantize, agree, gather;
               against the gather of the same tokens in bf16 by torch's own collective
-    reduce    a bf16 contribution [tokens, features] -> this rank's rows of the sum, on each wire;
+    reduce    a bf16 contribution [tokens, features] -> this rank's rows of the sum, in each wire format;
               against torch's own reduce-scatter in bf16; by collectives, and, "mapped", through memory that ranks map
     linear    forward and backward of a column and a row, serial and chunked; against serial bf16
 
-Sizes are tokens of all ranks x features. Times are of the device: the host runs ahead behind a sleeping kernel; variants
-alternate, inputs rotate, and what is printed is the median over repetitions of the slowest rank. On CPUs (gloo) they are
-wall times, and show that everything runs. Bytes are what a rank receives.
+Sizes are tokens of all ranks x features. Times are of the device: the host runs ahead behind a sleeping kernel;
+variants alternate, inputs rotate, and the printed time is the median over repetitions of the slowest rank. On CPUs
+(gloo) they are
+wall times, which only show that everything runs. Bytes are the bytes that a rank receives.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from dlp.quant.tensor import QuantizedTensor
 from launch.ranks.process_exit import refuse
 
 Run = Callable[[], Any]
-# torch's own, renamed in 2.13
+# functions of torch, renamed in 2.13
 plain_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 plain_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-BUFFERS = 4  # inputs in turn; at the sizes of interest together more than the L2 cache
+BUFFERS = 4  # number of inputs that rotate; at the sizes of interest all together exceed the L2 cache
 REPETITIONS, WARM = 9, 2  # the first WARM repetitions are not counted
 SLEEP = 60_000_000  # cycles that the device sleeps while the host runs ahead, about 30 ms
 # Shares of the time of the bf16 gather that must be reached with 4 ranks and 8192x8192.
@@ -57,7 +58,8 @@ TARGETS = {"fp8_delayed": 0.72, "fp8_block": 0.72, "fp8_current": 0.80, "nvfp4":
 
 @dataclass(frozen=True)
 class Line:
-    """One printed line. `share`: of the baseline's time; `quantize_us`: of that, what comes before the gather."""
+    """One printed line. `share`: relative to the baseline's time; `quantize_us`: the part of the time before the
+    gather."""
 
     kind: str
     name: str
@@ -72,7 +74,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where it runs. `calls` between two looks at the clock."""
+    """Devices and ranks of the benchmark. `calls`: calls between two clock readings."""
 
     mesh: DeviceMesh
     device: torch.device
@@ -83,7 +85,7 @@ class Bench:
         return self.mesh.size()
 
     def once(self, run: Run, calls: int) -> float:
-        """Microseconds a call."""
+        """Microseconds per call."""
         dist.barrier()
         if self.device.type == "cpu":
             start = time.perf_counter()
@@ -102,14 +104,14 @@ class Bench:
         return begin.elapsed_time(end) * 1e3 / calls
 
     def times(self, runs: Sequence[Run], calls: int | None = None) -> list[float]:
-        """Of each run, the median over repetitions of the slowest rank."""
+        """For each run, the median over repetitions of the slowest rank."""
         rows = [[self.once(run, calls or self.calls) for run in runs] for _ in range(REPETITIONS + WARM)][WARM:]
         slowest = torch.tensor(rows, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return [statistics.median(column) for column in slowest.t().tolist()]
 
     def inputs(self, rows: int, columns: int) -> Callable[[], Tensor]:
-        """bf16 matrices in turn."""
+        """bf16 matrices that rotate."""
         torch.manual_seed(dist.get_rank())
         made = (torch.randn(rows, columns, device=self.device, dtype=torch.bfloat16) for _ in range(BUFFERS))
         turn = itertools.cycle(list(made))
@@ -123,7 +125,7 @@ def column(bench: Bench, recipe: str, features: int) -> BoundSpec:
 
 
 def gathered(bound: BoundSpec, x: Tensor) -> QuantizedTensor:
-    """What a linear does with x before its fprop."""
+    """Cast and gather x, as a linear does before fprop."""
     plan = bound.plan(len(x))
     operand = quantize_route(bound, plan, plan.x[False], [x], bound.spec.owners("x"))[0].rowwise
     assert operand is not None
@@ -183,7 +185,7 @@ def bench_reductions(bench: Bench, tokens: int, features: int) -> list[Line]:
 
 
 def summed(moves: transport.Transport, y: Tensor, wire: collectives.ReduceCodec) -> Tensor:
-    """Contributions [M, N] -> this rank's rows of their sum, as a row-parallel linear sends and adds them."""
+    """Sum contributions [M, N], and return this rank's rows of the sum, as a row-parallel linear does."""
     moves.start("bench")
     chunks = y.unflatten(0, (moves.world, -1))
     exchange, packed = moves.open(*wire.kinds(tuple(chunks.shape), y.dtype)), wire.pack(chunks)
@@ -194,7 +196,8 @@ def summed(moves: transport.Transport, y: Tensor, wire: collectives.ReduceCodec)
 
 
 def bench_linears(bench: Bench, tokens: int, features: int) -> list[Line]:
-    """A column K -> 2K and a row back, for recipes whose GEMMs the device has units for."""
+    """A column-parallel linear K -> 2K and a row-parallel linear back, for recipes whose GEMMs the device supports
+    natively."""
     size, lines = f"{tokens}x{features}", []
     x = bench.inputs(tokens // bench.world, features)
 
@@ -236,7 +239,7 @@ def show(line: Line) -> None:
 
 
 def plot(lines: Sequence[Line], title: str, file: Path) -> None:
-    """Share of the baseline's time, a bar for each variant, in panels by kind and size."""
+    """Plot shares of the baseline's time, a bar for each variant, in panels by kind and size."""
     from matplotlib.figure import Figure
 
     panels = list(dict.fromkeys((line.kind, line.size) for line in lines))

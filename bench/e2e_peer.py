@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node N -m bench.e2e [CONFIG] --subjects peer_bf16,peer_tensorwise,peer_rowwise
 
-It is what somebody would write from PyTorch's own documentation: bf16 parameters gathered and gradients reduced in fp32
-by `fully_shard`, each block compiled, a fused AdamW. The tensorwise recipe gathers weights in float8.
+The script follows PyTorch's documentation: `fully_shard` gathers bf16 parameters and reduces gradients in fp32, each
+block is
+compiled, and AdamW is fused. The tensorwise recipe gathers weights in float8.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from launch.models.modules import DTYPES, Llama
 
 
 def convert_to_float8(model: nn.Module, recipe: str) -> None:
-    """torchao's training conversion of the blocks' linears. ModuleNotFoundError where it is not installed."""
+    """Convert the blocks' linears by torchao's float8 training. Raises ModuleNotFoundError if torchao is not installed."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
@@ -33,8 +34,9 @@ def convert_to_float8(model: nn.Module, recipe: str) -> None:
 
 
 class Peer:
-    """A model and its step; `float8`: a recipe of torchao's, tensorwise or rowwise, or None for bf16; `capturable`: a CUDA
-    graph may hold the step."""
+    """A model and its step. `float8`: recipe of torchao, tensorwise or rowwise, or None for bf16; `capturable`: a CUDA
+    graph can capture
+    the step."""
 
     def __init__(
         self, config: Config, mesh: DeviceMesh, device: torch.device, *, float8: str | None = None, capturable: bool = False
@@ -59,7 +61,7 @@ class Peer:
         self.optimizer = AdamW(self.model.parameters(), lr=config.train.lr, fused=True, capturable=capturable)
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """One optimizer step on tokens and targets [B, S]; the loss of this rank, fp32 []."""
+        """Run one optimizer step on tokens and targets [B, S], and return the loss of this rank, fp32 []."""
         loss = F.cross_entropy(self.model(tokens).float(), targets.flatten())
         loss.backward()
         self.optimizer.step()

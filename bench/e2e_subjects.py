@@ -1,4 +1,4 @@
-"""What `bench.e2e` can measure, by name: a peer, or a recipe of dlp with suffixes. Checked before anything runs."""
+"""Subjects of `bench.e2e` by name: a peer, or a recipe of dlp with suffixes. Names are checked before anything runs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from dlp.quant.recipe import names as recipe_names
 from launch.settings.schema import ConfigError
 
 BASELINE = "peer_bf16"
-PEERS = {BASELINE: None, "peer_tensorwise": "tensorwise", "peer_rowwise": "rowwise"}  # the recipe of torchao's float8
+# peer -> recipe of torchao's float8
+PEERS = {BASELINE: None, "peer_tensorwise": "tensorwise", "peer_rowwise": "rowwise"}
 HP_GATHER, EAGER, GRAPH = ":hp_gather", ":eager", ":graph"
 OURS, THEIRS = (HP_GATHER, EAGER), (GRAPH,)  # suffixes of recipes, and of peers
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A name in parts: that of a peer or a recipe, and what stands behind it."""
+    """A name in parts: peer or recipe, and its suffixes."""
 
     base: str
     suffixes: tuple[str, ...]

@@ -1,14 +1,16 @@
-"""Every recipe once more, in plain torch and from the definitions of its formats: what gradients are judged against.
+"""Independent implementation of every recipe in plain torch, from the definitions of the formats: the reference for
+gradients.
 
-    with faked(model, RECIPES["mxfp8"]):      linears multiply values that were rounded and brought back, in fp32
+    with faked(model, RECIPES["mxfp8"]):      linears multiply quantized and dequantized values in fp32
         ...
 
-Nothing of dlp's casts, formats or GEMMs is used; only the random bits of stochastic rounding are dlp's. A function here takes
-a matrix with its contraction last and returns the values that the recipe's codes and scales stand for. Both operands of
-NVFP4's wgrad stay in the transformed basis, which is orthogonal and so drops out of the product. Weights are whole: tp = 1.
+Nothing of dlp's casts, formats or GEMMs is used; only the random bits of stochastic rounding are dlp's. A function here
+takes a matrix whose last dimension is the contraction, and returns the dequantized values. Both operands of NVFP4's
+wgrad stay in the Hadamard basis, which is orthogonal and cancels in the product. Weights are unsharded: tp = 1.
 
-Scales and sums are made in fp32 in the order that the formats define: with FP4, one last bit of the scale of a tensor is 2 %
-of the error.
+Scales and sums are computed in fp32 in the order that the formats define: with FP4, the last bit of a tensor's scale
+makes 2 % of
+the error.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ Amaxes = dict[tuple[str, str], Tensor]  # by layer and operand
 
 @dataclass(frozen=True)
 class Matrix:
-    """`values` [rows, contraction] of an operand x, w or dy of a layer, or of its transpose; `seed` and the count of
-    microbatches say what is drawn for it."""
+    """`values` [rows, contraction] of an operand x, w or dy of a layer, or of its transpose.
+
+    `seed` and the number of microbatches determine the random bits."""
 
     values: Tensor
     layer: str
@@ -56,7 +59,7 @@ class Matrix:
 
 
 class Rounded(NamedTuple):
-    """Values, and what they are to be multiplied by after a product, if that is left: as a whole, or each row by its step."""
+    """Rounded values, and the scale that remains to be applied after a product: one for the tensor, or one per row."""
 
     values: Tensor
     scale: Tensor | None = None
@@ -68,12 +71,12 @@ Rounds = Mapping[str, Round]  # by operand
 
 
 def divided(number: float, x: Tensor) -> Tensor:
-    """number / x, rounded once: torch multiplies by the reciprocal where the number is no tensor."""
+    """number / x, rounded once: torch multiplies by the reciprocal if the number is not a tensor."""
     return torch.full_like(x, number) / x
 
 
 def element(x: Tensor, kind: Element) -> Tensor:
-    """To the nearest FP8 value, the largest one beyond it."""
+    """Round to the nearest FP8 value, saturating at the largest value."""
     return x.clamp(-kind[1], kind[1]).to(kind[0]).float()
 
 
@@ -88,7 +91,7 @@ def by_row(m: Matrix) -> Rounded:
 
 
 def in_blocks(m: Matrix, block: tuple[int, int], kind: Element = E4M3) -> Rounded:
-    """A scale a block: the largest power of two by which it still fits."""
+    """Quantize with one scale per block: the largest power of two that fits the block."""
 
     def rounded(blocks: Tensor, amax: Tensor) -> Tensor:
         scale = torch.where(
@@ -100,14 +103,14 @@ def in_blocks(m: Matrix, block: tuple[int, int], kind: Element = E4M3) -> Rounde
 
 
 def integers(m: Matrix) -> Rounded:
-    """The nearest of -127 to 127 steps; the step of a row is left."""
+    """Quantize to -127 to 127 steps, rounded to nearest; the step of each row remains to be applied."""
     amax = m.values.abs().amax(1)
     steps = torch.where(amax > 0, amax / 127.0, 1.0)
     return Rounded((m.values * divided(1.0, steps)[:, None]).round(), steps=steps)
 
 
 def blockwise(x: Tensor, block: tuple[int, int], rounded: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Of the blocks of x, [rows, height, columns, width], and the largest value of each; missing elements are 0."""
+    """The blocks of x, [rows, height, columns, width], and the largest value of each block; missing elements are 0."""
     (rows, columns), (height, width) = x.shape, block
     whole = nn.functional.pad(x, (0, -columns % width, 0, -rows % height))
     blocks = whole.view(whole.shape[0] // height, height, whole.shape[1] // width, width)
@@ -115,7 +118,7 @@ def blockwise(x: Tensor, block: tuple[int, int], rounded: Callable[[Tensor, Tens
 
 
 def nvfp4(m: Matrix, block: tuple[int, int] = (1, 16), transform: bool = False, draw: bool = False) -> Rounded:
-    """FP4 values under an FP8 scale a block; the scale of the tensor is left."""
+    """Quantize to FP4 with an FP8 scale per block; the scale of the tensor remains to be applied."""
     x = transformed(m.values) if transform else m.values
     whole = x.abs().max()
     largest = divided(448.0 * 6.0, whole)
@@ -130,7 +133,7 @@ def nvfp4(m: Matrix, block: tuple[int, int] = (1, 16), transform: bool = False, 
 
 
 def fp4(x: Tensor, bits: Tensor | None) -> Tensor:
-    """To one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign: the nearest, or up with the chance that 8 random bits give."""
+    """Round to 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign: to nearest, or up with the probability given by 8 random bits."""
     size = x.abs().clamp(max=6.0)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     if bits is None:
@@ -141,8 +144,9 @@ def fp4(x: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def transformed(x: Tensor) -> Tensor:
-    """Every 16 neighbours, in bf16, by signs and a Hadamard matrix, to bf16. The sums are made in fp32 in four steps: of
-    neighbours, of pairs, of fours, of eights."""
+    """Apply the randomized Hadamard transform to every 16 neighbours, from bf16 to bf16.
+
+    Sums are computed in fp32 in four steps: of neighbours, of pairs, of groups of four, of groups of eight."""
     groups = x.bfloat16().float().view(-1, 16) * torch.tensor(SIGNS, dtype=torch.float32, device=x.device)
     for stride in (1, 2, 4, 8):
         low, high = groups.view(-1, 8 // stride, 2, stride).unbind(2)
@@ -151,7 +155,7 @@ def transformed(x: Tensor) -> Tensor:
 
 
 def hybrid(amaxes: Amaxes | None = None) -> Rounds:
-    """E4M3 forward and E5M2 backward, scaled by what is at hand, or by these amaxes: current and delayed scaling."""
+    """E4M3 in forward and E5M2 in backward, with current scales, or with scales from `amaxes` (delayed scaling)."""
 
     def rounds(kind: Element) -> Round:
         return lambda m: by_tensor(m, kind, None if amaxes is None else amaxes[m.layer, m.operand])
@@ -160,7 +164,7 @@ def hybrid(amaxes: Amaxes | None = None) -> Rounds:
 
 
 def recording(amaxes: Amaxes) -> Rounds:
-    """Rounds nothing; the largest value of each operand enters `amaxes`."""
+    """Round nothing, and record the largest value of each operand in `amaxes`."""
 
     def record(m: Matrix) -> Rounded:
         key, amax = (m.layer, m.operand), m.values.abs().max()
@@ -189,7 +193,7 @@ RECIPES: Mapping[str, Rounds] = {
 
 
 def product(a: Rounded, b: Rounded) -> Tensor:
-    """a b^T; what NVFP4 leaves is its tensors' largest values, of which codes and block scales reach 6 x 448."""
+    """a b^T. For NVFP4, the scales of the tensors remain: codes and block scales reach 6 x 448."""
     sums = a.values @ b.values.t()
     if a.steps is not None and b.steps is not None:
         return sums * a.steps[:, None] * b.steps
@@ -214,7 +218,7 @@ class _Linear(torch.autograd.Function):
 
 @contextmanager
 def faked(model: nn.Module, rounds: Rounds, layers: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
-    """Inside, these layers of a converted model run by `rounds`."""
+    """Context in which these layers of a converted model run with `rounds`."""
     runtime = session_of(model)
 
     def forward(module: Any, x: Tensor) -> Tensor:

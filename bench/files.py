@@ -1,4 +1,4 @@
-"""What benchmarks leave behind: `--json`, and `--plot` where there is something to draw."""
+"""Files of benchmarks: `--json`, and `--plot` for benchmarks with a plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add_files(parser: argparse.ArgumentParser, *, draws: bool = True) -> None:
 
 
 def write_files(options: argparse.Namespace, results: Any, plot: Callable[[Path], None] | None = None) -> None:
-    """Those that were asked for. `plot`: None for a benchmark that draws nothing."""
+    """Write the requested files. `plot`: None for a benchmark without a plot."""
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
     if plot is not None and options.plot:

@@ -1,13 +1,15 @@
-"""How fast each recipe's three GEMMs multiply, beside bf16 and beside torch's own scaled GEMM, in the same run.
+"""Speed of each recipe's three GEMMs, compared with bf16 and with torch's scaled GEMM in the same run.
 
     python -m bench.gemm [--shapes 8192x4096x14336] [--recipes fp8_current] [--json FILE]
 
-Shapes are tokens x in_features x out_features. A GEMM gets operands that are quantized already; what else its kernel
-needs belongs to it: scales laid out, operands decoded. Operands rotate over more than four times the L2 cache, launches
+Shapes are tokens x in_features x out_features. A GEMM gets quantized operands; its time includes the layout of scales
+and the
+decoding of operands. Operands rotate over more than four times the L2 cache, launches
 are captured as CUDA graphs, and each runs alone until clocks have settled under its own load. `x bf16` is the speed over
-that of torch.mm in bf16; `x torch` over that of torch._scaled_mm on the same codes and scales, where it takes them, with
-the same accumulation. `best` is the speed of the fastest of cuBLASLt's candidates over that of what runs, both in bursts: one
-of them, or our own kernel.
+that of torch.mm in bf16; `x torch` over that of torch._scaled_mm on the same codes and scales, if it supports them,
+with the same
+accumulation. `best` is the speed of the fastest of cuBLASLt's candidates relative to the selected kernel, both in
+bursts.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ REPLAYS = 9
 
 @dataclass(frozen=True)
 class Line:
-    """One GEMM. The speeds of others in TFLOP/s, None where they do not take the operands."""
+    """One GEMM. Speeds of other implementations in TFLOP/s; None if they do not support the operands."""
 
     recipe: str
     gemm: str
@@ -58,7 +60,7 @@ class Line:
 
 
 def operand(recipe: Recipe, which: str, side: int, lines: int, contraction: int) -> Any:
-    """A quantized operand of one GEMM; its values do not matter for time, but that they differ does."""
+    """A quantized operand of one GEMM. Its values do not affect the time, but they must not be constant."""
     quantizer = recipe.operands(which)[side]
     x = torch.randn(lines, contraction, device="cuda").bfloat16()
     slot = ScaleSlot(torch.ones((), device="cuda"), torch.zeros((), device="cuda"))
@@ -68,7 +70,7 @@ def operand(recipe: Recipe, which: str, side: int, lines: int, contraction: int)
 
 
 def microseconds(make: Callable[[], Launch]) -> float:
-    """Of a launch, the median over replays at the clocks that its own load leaves."""
+    """Microseconds of a launch, the median over replays at the clocks under this load."""
     graph = graph_of(rotation(make))
     until = time.perf_counter() + SETTLING
     while time.perf_counter() < until:
@@ -89,14 +91,14 @@ def ours(recipe: Recipe, which: str, sizes: tuple[int, int, int]) -> tuple[Launc
 
 
 def by_cublaslt(a: QuantizedTensor, b: QuantizedTensor) -> torch.Tensor:
-    """A GEMM of 1x128 by 128x128 blocks, which our own kernel would run."""
+    """Run a GEMM with 1x128 by 128x128 blocks by cuBLASLt instead of dlp's kernel."""
     scales = gemms.block_scales(a.parts[1], tile=False), gemms.block_scales(b.parts[1], tile=True)
     modes = gemms.BLOCK_1D, gemms.BLOCK_2D
     return gemms.product_fp8(a.payload, b.payload, torch.bfloat16, gemms.Scales(*scales, *modes))
 
 
 def torchs(recipe: Recipe, which: str, sizes: tuple[int, int, int]) -> Callable[[], Launch] | None:
-    """The same by torch._scaled_mm; None for operands that it does not take: not FP8, or scaled in blocks."""
+    """The same GEMM by torch._scaled_mm; None for unsupported operands: not FP8, or scaled in blocks."""
     kinds = {quantizer.format.gemm_kind for quantizer in recipe.operands(which)}
     if kinds not in ({"fp8_tensor"}, {"fp8_rowwise"}):
         return None
@@ -152,7 +154,7 @@ def of_shape(shape: Shape, recipes: Sequence[str]) -> list[Line]:
 
 
 def plot(lines: Sequence[Line], file: Path) -> None:
-    """TFLOP/s, a row of bars for each size, a bar for each recipe."""
+    """Plot TFLOP/s, a row of bars for each size, a bar for each recipe."""
     from matplotlib.figure import Figure
 
     problems = list(dict.fromkeys((line.gemm, line.rows, line.cols, line.contraction) for line in lines))

@@ -1,16 +1,20 @@
-"""What the host does for one tiny linear, forward and backward, beside `nn.Linear`, in the same run on one GPU.
+"""Host time of one small linear, forward and backward, compared with `nn.Linear` in the same run on one GPU.
 
     python -m bench.host [--recipes fp8_current] [--profile fp8_current] [--json FILE]
 
-The first table is of a layer alone, weights cast at the step boundary, and of other libraries' where they are installed.
-The second is of ColumnParallelLinear with a DTensor weight under FSDP2, in a world of one rank: weights are cast where they
-are used. FSDP2's own work and its collectives take several times what a layer does, so a clock runs only inside: in the
-forward of the layer, and in its node of the backward.
+The first table shows a single layer with weights cast at the step boundary, and layers of installed libraries.
+The second table shows ColumnParallelLinear with a DTensor weight under FSDP2, in a world of one rank: weights are cast
+where they
+are used. FSDP2 and its collectives take several times as long as a layer, so only the time inside of the layer counts:
+its forward, and its
+node of the backward.
 
-The third is of the layer of the first under torch.compile, where a linear of ours is opaque ops and nn.Linear is compiled, too.
+The third table shows the layer of the first table under torch.compile, where a linear of dlp is an opaque op and
+nn.Linear is
+compiled.
 
-Subjects take turns, many short ones, and each turn is compared with nn.Linear's turn of the same round, so that what slows
-the machine for a while slows all of them. Shown are medians over rounds, and the quartiles between which half of them lie.
+Subjects take turns, many short ones, and each turn is compared with nn.Linear's turn of the same round, so that
+temporary slowdowns of the machine affect all subjects. The table shows medians and quartiles over rounds.
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ SHAPE = "x".join(map(str, TINY))
 
 @dataclass(frozen=True)
 class Line:
-    """Host time of one subject. ratio: to nn.Linear's; low, high: its quartiles; whole: with all of FSDP2 around it."""
+    """Host time of one subject. ratio: relative to nn.Linear; low, high: quartiles of the ratio; whole: including
+    FSDP2."""
 
     recipe: str
     microseconds: float
@@ -56,14 +61,14 @@ class Line:
 
 
 class Turn(NamedTuple):
-    """What takes turns. `inside`: the clock of what counts; None: all that the host does."""
+    """One subject. `inside`: the clock of the relevant time; None: all host time counts."""
 
     run: Run
     inside: Inside | None = None
 
 
 class Inside:
-    """A clock that runs in the forward of a layer, and in the backward of the node that it leaves in the graph."""
+    """Clock that runs in the forward of a layer, and in its node of the backward."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.seconds, self._since, self._forward = 0.0, 0.0, layer.forward
@@ -86,12 +91,12 @@ class Inside:
 
 
 def in_turns(turns: Mapping[str, Turn]) -> dict[str, list[tuple[float, float]]]:
-    """By round, microseconds that count, and those that the host needs to queue a run."""
+    """Relevant microseconds, and microseconds that the host needs to queue a run, by round."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
     gc.collect()
     gc.disable()
     try:
-        for _ in range(1 + ROUNDS):  # a round to get warm
+        for _ in range(1 + ROUNDS):  # a warm-up round
             for name, turn in turns.items():
                 found[name].append(_one(turn))
     finally:
@@ -100,7 +105,7 @@ def in_turns(turns: Mapping[str, Turn]) -> dict[str, list[tuple[float, float]]]:
 
 
 def _one(turn: Turn) -> tuple[float, float]:
-    """Begins with some runs that wake up the device and the caches of the host."""
+    """Time one subject, after some runs that warm up the device and the caches of the host."""
     torch.cuda.synchronize()
     for _ in range(WARM):
         turn.run()
@@ -113,7 +118,7 @@ def _one(turn: Turn) -> tuple[float, float]:
 
 
 def compared(found: Mapping[str, Sequence[tuple[float, float]]]) -> list[Line]:
-    """A line for each subject, among them nn.Linear."""
+    """A line for each subject, including nn.Linear."""
     lines = []
     for recipe, times in found.items():
         ratios = [took / base for (took, _), (base, _) in zip(times, found[BASE], strict=True)]
@@ -168,7 +173,7 @@ def sharded(recipe: str) -> Turn:
         for tensor in (x, *parameters):
             tensor.grad = None
 
-    for _ in range(3):  # until directions are programs
+    for _ in range(3):  # runs until directions are captured
         both()
     return Turn(both, Inside(layer))
 
@@ -183,7 +188,7 @@ def under_fsdp2(recipes: Sequence[str]) -> list[Line]:
 
 
 def _compile(subject: Subject) -> None:
-    """The layer itself; the model around it, where there is one, counts microbatches."""
+    """Compile the layer; the model around it, if there is one, counts microbatches."""
     if isinstance(subject.linear, nn.Sequential):
         subject.linear[0] = torch.compile(subject.linear[0], fullgraph=True)  # type: ignore[assignment]
     else:
@@ -198,7 +203,7 @@ def compiled(recipes: Sequence[str]) -> list[Line]:
     with torch._dynamo.config.patch(recompile_limit=graphs):
         for subject in subjects.values():
             _compile(subject)
-            for _ in range(3):  # until directions are programs
+            for _ in range(3):  # runs until directions are captured
                 subject.iteration()
         lines = compared(in_turns({name: Turn(subject.both) for name, subject in subjects.items()}))
     for line in lines:
@@ -207,7 +212,8 @@ def compiled(recipes: Sequence[str]) -> list[Line]:
 
 
 def profile(recipe: str) -> None:
-    """Which functions the host spends its time in; backward's are on another thread, and not among them."""
+    """List the functions in which the host spends its time; functions of backward run on another thread and are not
+    listed."""
     subject = Subject(recipe, TINY)
     for _ in range(8):
         subject.iteration()

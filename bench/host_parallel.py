@@ -1,4 +1,4 @@
-"""What the host does for a column- and a row-parallel linear, forward and backward, beside the same pair in plain torch.
+"""Host time of a column- and a row-parallel linear, forward and backward, compared with the same pair in plain torch.
 
     python -m bench.host_parallel [--recipes bf16 fp8_current] [--ways chunked compiled] [--quick] [--json FILE]
                                                                                            two CPU ranks over gloo
@@ -11,11 +11,12 @@ turns, many short ones, and are compared with the plain pair's turn of the same 
 `compiled` by torch.compile, or `fsdp`: two linears without tp whose weights FSDP shards over the same ranks, compared with two
 `nn.Linear` under FSDP2; each recipe has a line for each way, too. By subject:
 
-    all       microseconds of a pass, collectives and all
-    host      the same over a group whose collectives move nothing and return at once: what the host does outside of them
+    all       microseconds of a pass, including collectives
+    host      the same over a group whose collectives return at once without a transfer: the host time outside of
+              collectives
     calls     Python functions entered in one such pass, by cProfile; the backward runs on the thread that is watched
 
-`host` and `calls` need no second rank, and do not depend on how busy the machine is that the ranks share.
+`host` and `calls` need no second rank, and do not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+import torch.testing._internal.distributed.fake_pg  # this import registers the backend "fake"
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
@@ -47,18 +48,19 @@ from dlp.comm import transport
 from dlp.comm.mesh import init_process_group, shutdown
 from dlp.quant.recipe import names
 
-# renamed in torch 2.13; the old names warn there and the new ones do not exist before
+# torch 2.13 renamed these functions: there the old names warn, and older versions lack the new names
 plain_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 plain_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 PLAIN, WAYS, FSDP = "plain torch", ("chunked", "compiled", "fsdp"), "fsdp"
-LIMIT, LIMITS = 2.0, {"mxfp8": 2.5, "nvfp4": 2.5, "compiled": 2.5, FSDP: 2.5}  # of the plain pair's time on GPUs
+# limits relative to the plain pair's time on GPUs
+LIMIT, LIMITS = 2.0, {"mxfp8": 2.5, "nvfp4": 2.5, "compiled": 2.5, FSDP: 2.5}
 RANKS, WARM, COUNT, ROUNDS = 2, 5, 10, 41
 Run = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Line:
-    """One subject. all, host: microseconds of a pass, and their ratios to the plain pair's; calls: of Python functions."""
+    """One subject. all, host: microseconds of a pass, and ratios to the plain pair; calls: number of Python functions."""
 
     subject: str
     all: float
@@ -70,7 +72,7 @@ class Line:
 
 
 class Gather(torch.autograd.Function):
-    """Token shards [M/R, K] -> [M, K]; the gradient is scattered."""
+    """Gather token shards [M/R, K] -> [M, K]; the gradient is scattered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -83,7 +85,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """Contributions [M, K] -> the sum of this rank's tokens [M/R, K]; the gradient is gathered."""
+    """Sum contributions [M, K] -> this rank's tokens [M/R, K]; the gradient is gathered."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: ProcessGroup) -> Tensor:
@@ -108,7 +110,7 @@ def _scattered(whole: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class PlainPair(nn.Module):
-    """What a user writes without dlp: features -> inner -> features."""
+    """The pair in plain torch: features -> inner -> features."""
 
     def __init__(self, features: int, inner: int, group: ProcessGroup, device: torch.device) -> None:
         super().__init__()
@@ -124,12 +126,12 @@ class PlainPair(nn.Module):
 
 
 def baseline(subject: str) -> str:
-    """What a subject is compared with."""
+    """The subject with which a subject is compared."""
     return f"{PLAIN} {FSDP}" if subject.endswith(FSDP) else PLAIN
 
 
 def limit(subject: str) -> float:
-    """The ratio that a subject must not exceed."""
+    """Maximum ratio of a subject."""
     return max((LIMITS[word] for word in subject.split() if word in LIMITS), default=LIMIT)
 
 
@@ -169,7 +171,7 @@ def pair(subject: str, features: int, group: ProcessGroup, device: torch.device)
 
 
 def passes(subject: str, tokens: int, features: int, group: ProcessGroup, device: torch.device) -> Run:
-    """Forward and backward of a pair, which has run and is warm."""
+    """Forward and backward of a pair that is warmed up."""
     model = pair(subject, features, group, device)
     x, dy = (torch.randn(tokens // group.size(), features, device=device).bfloat16() for _ in range(2))
     x.requires_grad_()
@@ -190,12 +192,12 @@ def passes(subject: str, tokens: int, features: int, group: ProcessGroup, device
 def in_turns(
     runs: Mapping[str, Run], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Microseconds of a pass, by round. On a GPU those that the host needs to queue it."""
+    """Microseconds of a pass, by round. On a GPU, the time that the host needs to queue the pass."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     gc.collect()
     gc.disable()
     try:
-        for _ in range(1 + rounds):  # a round to get warm
+        for _ in range(1 + rounds):  # a warm-up round
             for name, run in runs.items():
                 found[name].append(_microseconds(run, clock))
     finally:
@@ -214,7 +216,7 @@ def _microseconds(run: Run, clock: Callable[[], float]) -> float:
 
 
 def profiled(run: Run) -> pstats.Stats:
-    """The Python functions of COUNT passes, those of their backwards too."""
+    """Python functions of COUNT passes, including backward."""
     watch = cProfile.Profile(builtins=False)
     with torch.autograd.set_multithreading_enabled(False):
         run()
@@ -226,12 +228,12 @@ def profiled(run: Run) -> pstats.Stats:
 
 
 def calls_of(run: Run) -> int:
-    """How many Python functions one pass enters."""
+    """Number of Python functions that one pass enters."""
     return round(profiled(run).total_calls / COUNT)  # type: ignore[attr-defined]
 
 
 def ratios(times: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
-    """Medians over rounds: microseconds, and the ratio to the turn of what it is compared with in the same round."""
+    """Medians over rounds: microseconds, and the ratio to the baseline in the same round."""
     return {
         name: (
             statistics.median(mine),
@@ -244,7 +246,7 @@ def ratios(times: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float
 def measure(
     recipes: Sequence[str], ways: Sequence[str], tokens: int, features: int, rounds: int, device: torch.device
 ) -> list[Line]:
-    """A line for the plain pair, one under FSDP where that is a way, and for each recipe, and each way of it."""
+    """A line for the plain pair, one under FSDP if that is a way, and one for each recipe and each way."""
     subjects = [PLAIN, *([baseline(FSDP)] if FSDP in ways else [])]
     subjects += [f"{name} {way}".strip() for name in recipes for way in ("", *ways)]
     ranks = list(range(dist.get_world_size()))
@@ -253,13 +255,11 @@ def measure(
     transport.ask_for(real, device.type)
     moving = {name: passes(name, tokens, features, real, device) for name in subjects}
     whole = ratios(in_turns(moving, rounds))
-    still = {  # FSDP has groups of its own
+    still = {  # FSDP has separate groups
         name: moving[name] if name.endswith(FSDP) else passes(name, tokens, features, alone, device)
         for name in subjects
     }
-    on_gpu = (
-        device.type == "cuda"
-    )  # elsewhere the ranks share the cores that they run on, so time is that of the process
+    on_gpu = device.type == "cuda"  # without GPUs the ranks share cores, so process time is measured
     host = ratios(in_turns(still, rounds, time.perf_counter if on_gpu else time.process_time))
     calls = {name: calls_of(run) for name, run in still.items()}
     return [
@@ -268,7 +268,7 @@ def measure(
 
 
 def verdict(line: Line, on_gpu: bool) -> str:
-    """On GPUs, where targets are for; "" elsewhere, and for what is compared with."""
+    """ "ok" or "MISSED" on GPUs; "" on CPUs, and for baselines."""
     if not on_gpu or line.subject == baseline(line.subject):
         return ""
     return f"  {'ok' if line.all_ratio <= limit(line.subject) else 'MISSED'} ({limit(line.subject)})"

@@ -1,12 +1,13 @@
-"""Forward passes of a Llama over a batch of tokens: in bf16, and frozen in FP8, dynamic and static; tokens a second, as it
-is and with its blocks under torch.compile.
+"""Forward passes of a Llama over a batch of tokens: in bf16, and frozen in FP8, dynamic and static; tokens per second,
+eager and with blocks under torch.compile.
 
     python -m bench.inference                                               llama3_1b, 8192 tokens, one GPU
     python -m bench.inference --layers "**"                                 its head in FP8, too
     python -m bench.inference --config tiny --tokens 256 --repeats 2 --ways eager          on a CPU
 
-Linears of blocks are frozen, the head is not, unless `--layers` says so. Exits with 1 where a frozen model under torch.compile
-is not `--least` times as fast as bf16, compiled too.
+By default the linears of blocks are frozen, without the head. The exit code is 1 if a compiled frozen model is not
+`--least` times
+as fast as compiled bf16.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def make(config: Config, device: torch.device) -> Llama:
 
 
 def tokens_per_second(model: Llama, tokens: Tensor, repeats: int) -> float:
-    """By the median of forwards behind two that warm up."""
+    """Tokens per second from the median time of forwards, after two warm-up forwards."""
     times = []
     for _ in range(repeats + 2):
         _wait(tokens.device)

@@ -22,7 +22,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-GROUPS = (  # the first pattern that the name of a kernel matches
+GROUPS = (  # patterns; the first that matches the name of a kernel determines the group
     ("comm", r"nccl|userbuffers|symm_mem|ptop|sum_parts|sum_in_order|fp8_wire|agree_kernel|barrier|signal"),
     ("attention", r"flash|fmha|sdpa|attention|attn"),
     ("GEMM", r"gemm|nvjet|cutlass|xmma|cublas|splitk"),
@@ -70,7 +70,7 @@ def group_of(name: str) -> str:
 
 
 def record(run: Callable[[], None], count: int, device: torch.device, here: bool) -> Found | None:
-    """Run `count` iterations. here: whether this rank records the iterations; the other ranks return None."""
+    """Run `count` iterations. here: whether this rank records; the other ranks return None."""
     if not here:
         for _ in range(count):
             run()
@@ -111,7 +111,7 @@ def tables(intervals: Sequence[Interval], count: int) -> Found:
 
 
 def _overlaps(intervals: Iterable[Interval]) -> tuple[float, dict[str, float]]:
-    """Microseconds in which any kernel runs, and by group in which kernels of that group alone do."""
+    """Microseconds in which any kernel runs, and, by group, in which only kernels of this group run."""
     edges = sorted(
         edge for name, start, end in intervals for edge in ((start, 1, group_of(name)), (end, -1, group_of(name)))
     )

@@ -1,11 +1,13 @@
-"""A run that is killed twice while it saves, resumed, and finished: its curve is that of a run that was left alone.
+"""Check that a run that is killed twice while saving, and resumed, has the same losses as an uninterrupted run.
 
     python -m bench.killed [CONFIG] [--ranks 2] [--out FOLDER] [--section.key value ...]
 
 CONFIG is `llama3_1b` by default. Both runs are deterministic, recompute selectively and save while the next steps run. The
-first kill takes all processes at once, as when a host is lost, the second one rank; each strikes as soon as a checkpoint is
-being written beside a finished one. Printed are what the saves have cost, and where the curves differ; the exit code is 1
-where they do, or a resumed run did not start from the last finished checkpoint.
+first kill takes all processes at once, as when a host is lost, the second one rank; each kill happens while a
+checkpoint is written and
+an earlier checkpoint exists. The program prints the cost of saves and the first difference of the curves. The exit code
+is 1 if they
+differ, or if a resumed run did not start from the last finished checkpoint.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ SETTINGS = (
     "--train.deterministic=true", "--train.checkpointing=selective", "--train.eval_every=1000",
     "--train.eval_batches=1",
 )  # fmt: skip
-PATIENCE = 1200.0  # seconds that a run may take
+PATIENCE = 1200.0  # timeout of a run in seconds
 
 
 class Run:
-    """`launch.train` by torchrun, in a session of its own, whose output goes to a file."""
+    """`launch.train` under torchrun, in a separate session, with output to a file."""
 
     def __init__(self, folder: Path, ranks: int, arguments: Sequence[str]) -> None:
         self.folder, self.began = folder, time.monotonic()
@@ -45,7 +47,7 @@ class Run:
         )  # fmt: skip
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> int | None:
-        """The exit code, or None where `until` came first."""
+        """Wait for the exit code; None if `until` is true first."""
         while (code := self.process.poll()) is None and not until():
             if time.monotonic() - self.began > PATIENCE:
                 self.kill_all()
@@ -54,7 +56,7 @@ class Run:
         return code
 
     def saving(self, after: int) -> bool:
-        """A checkpoint is being written, and one of a later step than `after` is finished."""
+        """Whether a checkpoint is being written, and a later checkpoint than step `after` is finished."""
         checkpoints = self.folder / "checkpoints"
         done = complete(checkpoints)
         return bool(done) and step_of(done[-1]) > after and any(checkpoints.glob(".step-*.tmp"))
@@ -90,7 +92,7 @@ def finish(run: Run) -> None:
 
 
 def killed_run(folder: Path, ranks: int, arguments: Sequence[str]) -> list[str]:
-    """Killed twice, then finished -> what was not as it must be."""
+    """Kill a run twice, then finish it. Returns the violated conditions."""
     at = 0
     for kill in (Run.kill_all, Run.kill_one):
         run = Run(folder, ranks, arguments)

@@ -1,15 +1,15 @@
-"""Every byte accounted for: a few steps of `tiny` with each recipe on each mesh of CPU ranks, planned beside counted.
+"""Planned and counted bytes of a few steps of `tiny`, with each recipe on each mesh of CPU ranks.
 
     python -m bench.ledger [--only RECIPE] [--section.key value ...]
 
-One row a recipe, mesh and group, tab-separated, below a header:
+One row for each recipe, mesh and group, tab-separated, with a header:
 
     recipe  mesh  group  planned  counted  amax  share_of_bf16  gathers_of_bf16
 
     planned, counted   bytes one rank sends in a step, without amax agreements
-    amax               bytes of those, counted; they were planned too, or the row says planned!=counted
-    share_of_bf16      of planned and amax, of what the same plan sends in bf16
-    gathers_of_bf16    the largest share of bf16 that one quantized orientation of x, dy or w takes in a gather; "-": none
+    amax               counted bytes of amax agreements; the row contains planned!=counted if the plan differs
+    share_of_bf16      planned and amax bytes, relative to the bytes of the same plan in bf16
+    gathers_of_bf16    largest gather of one quantized orientation of x, dy or w, relative to bf16; "-": none
 
 The exit code is 1 where planned and counted differ anywhere, by group, layer and direction, or a mesh failed.
 """
@@ -42,17 +42,17 @@ from launch.training.wire_bytes import WARM, by_group, planned
 
 COLUMNS = ("recipe", "mesh", "group", "planned", "counted", "amax", "share_of_bf16", "gathers_of_bf16")
 MESHES = {"tp=2": (1, 2), "dp_shard=2": (2, 1), "tp=2,dp_shard=2": (2, 2)}  # (dp_shard, tp)
-SMALL = [  # of tiny: half its blocks and a quarter of its tokens, so that all of it takes about a minute
+SMALL = [  # smaller than tiny: half of its blocks and a quarter of its tokens, so that the program takes about a minute
     "--model.layers", "2", "--train.sequence", "128", "--train.global_batch", "4", "--checkpoint.resume", "none",
 ]  # fmt: skip
-# where two quantized orientations of dy weigh more than dy itself, a recipe offers to gather that instead
+# if two quantized orientations of dy are larger than dy itself, a recipe has an option to gather dy
 VARIANTS = {
     f"{name}+gather_dy": f'{{name = "{name}", gather_dy = "high_precision"}}' for name in ("fp8_block", "mxfp8")
 }
 
 
 def choices() -> dict[str, str]:
-    """What a row calls a recipe -> what the config calls it."""
+    """Map the name of a recipe in a row to its value in the config."""
     return {name: name for name in recipes.names()} | VARIANTS
 
 
@@ -64,7 +64,7 @@ def config_of(recipe: str, mesh: str, folder: Path, overrides: Sequence[str]) ->
 
 
 def watch(trainer: Trainer) -> str:
-    """Train until the step that is watched; what differed there, or nothing."""
+    """Train until the watched step; return its difference, or ""."""
     try:
         for step in range(WARM + 1):
             trainer.watched_step(step)
@@ -88,7 +88,7 @@ def rows(recipe: str, mesh: str, trainer: Trainer) -> Iterator[str]:
 
 
 def _in(sent: Mapping[Any, int], group: str, amax: bool) -> int:
-    """Bytes of one group, those of amax agreements or the others."""
+    """Bytes of one group, of amax agreements or of all other transfers."""
     return sum(n for key, n in sent.items() if key.group == group and (key.direction == "amax") == amax)
 
 
@@ -96,8 +96,10 @@ HIGH_PRECISION = [observer.dtype_name(dtype) for dtype in (torch.bfloat16, torch
 
 
 def weight_share(seen: observer.Observer, ours: Traffic, bf16: Traffic, group: str) -> list[float]:
-    """What weights that travel quantized take of their gathers in bf16, if there are some. A unit of FSDP is gathered as
-    one, so what was counted for it is that without what the plan has of values."""
+    """Bytes of the gathers of quantized weights, relative to bf16, if there are any.
+
+    FSDP gathers a unit as a whole, so the planned bytes of unquantized weights are subtracted from the counted bytes.
+    """
     base = sum(n for sent, n in bf16.items() if (sent.group, sent.direction) == (group, "weights"))
     counted = sum(n for key, n in seen.sent.items() if (key.group, key.direction) == (group, "weights"))
     values = sum(n for sent, n in ours.items() if sent.direction == "weights" and sent.precision in HIGH_PRECISION)
@@ -105,8 +107,9 @@ def weight_share(seen: observer.Observer, ours: Traffic, bf16: Traffic, group: s
 
 
 def gather_shares(seen: observer.Observer, bf16: Traffic, group: str) -> list[float]:
-    """Of each gather of a quantized x or dy: its bytes as a share of the bf16 gather of that operand. In bf16 a layer
-    that gathers one side reduces the other, so each of its passes sends as much."""
+    """Bytes of each gather of a quantized x or dy, relative to bf16. In bf16 a layer that gathers one side reduces the
+    other, so each pass
+    sends the same bytes."""
     shares = []
     for key, nbytes in seen.sent.items():
         quantized = key.direction in GEMMS and key.kind == "all_gather" and key.precision not in HIGH_PRECISION
@@ -117,7 +120,7 @@ def gather_shares(seen: observer.Observer, bf16: Traffic, group: str) -> list[fl
 
 
 def on_ranks(mesh: str, folder: Path, only: Sequence[str], overrides: Sequence[str]) -> None:
-    """One rank of one mesh: every recipe, one after the other; rank 0 leaves rows.tsv and differences.txt."""
+    """One rank of one mesh: all recipes, one after the other; rank 0 writes rows.tsv and differences.txt."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     built: DeviceMesh | None = None
@@ -135,7 +138,8 @@ def on_ranks(mesh: str, folder: Path, only: Sequence[str], overrides: Sequence[s
 
 
 def run(mesh: str, folder: Path, arguments: Sequence[str]) -> bool:
-    """All recipes on the ranks of one mesh; prints the rows. Whether it went well and nothing differed."""
+    """Run all recipes on the ranks of one mesh, and print the rows. Returns whether the ranks succeeded and nothing
+    differed."""
     ranks = MESHES[mesh][0] * MESHES[mesh][1]
     command = [
         sys.executable,

@@ -1,30 +1,34 @@
-"""One linear, forward and backward, in each recipe beside bf16 `nn.Linear` and other libraries, on one GPU.
+"""One linear, forward and backward, in each recipe, compared with bf16 `nn.Linear` and other libraries on one GPU.
 
     python -m bench.linear [--shapes 8192x4096x14336] [--recipes fp8_current] [--json FILE] [--plot FILE.png]
 
-An iteration is forward, backward with gradients of x and w, and the step boundary, which casts the weights anew: a step
-of an optimizer without its arithmetic. Inputs rotate over more than four times the L2 cache.
+An iteration is forward, backward with gradients of x and w, and the step boundary, which casts the weights: an
+optimizer step
+without the update. Inputs rotate over more than four times the L2 cache.
 
-    device     time on the device alone: iterations are queued behind a kernel that keeps it busy meanwhile, eight at a time
+    device     device time: eight iterations at a time are queued behind a kernel that keeps the device busy
     fwd, bwd   the parts of `device` before the step boundary
-    sustained  `device`, of one that does not rest between iterations; - where the host cannot keep it busy.
+    sustained  device time without pauses between iterations; "-" if the host cannot keep the device busy.
                Clocks are lower then (`dlp.kernels.timing`), and those of FP8, which rests the larger part of its time in
                the other column, fall further
-    host       with the host waiting for the device before each iteration, so that what it does counts
-    gemms      the three GEMMs alone, by the algorithm that was the fastest of cuBLASLt's candidates
-    floor      gemms + 1.15 x the bytes that casts read and write at least, at the bandwidth of a copy
+    host       time with the host waiting for the device before each iteration, so that host time counts
+    gemms      the three GEMMs alone, with the fastest of cuBLASLt's candidates
+    floor      gemms + 1.15 x the minimum bytes of casts / the bandwidth of a copy
 
-Behind each time is its share of nn.Linear's. GEMMs run by the algorithm that cuBLASLt names first, as they do for a user who
-does nothing; in `RECIPE:tuned` by the one that `python -m dlp.kernels.tune` chooses, and keeps, for the shape. `RECIPE:fast`
-sums in the tensor core only (`accumulation`) in all three GEMMs; targets are set for the recipe's own.
+Each time is followed by its ratio to nn.Linear's time. GEMMs run with the first algorithm of cuBLASLt's heuristic, the
+default for
+users; `RECIPE:tuned` runs the algorithm that `python -m dlp.kernels.tune` chooses for the shape. `RECIPE:fast`
+accumulates in the tensor core only (`accumulation`) in all three GEMMs; targets apply to the recipe's default
+accumulation.
 
-Device time is judged three times, each where it applies: its share against a target, at the end of a row `ok (0.87)` or
-`MISSED (0.87)`; against the floor, `floor ok` or `above floor by 1.0 %`; and, after all rows of a shape, against the fastest
-library that quantizes as the recipe does, `0.950 of torchao`. The exit code says only whether something failed.
+Device time is compared three times, if applicable: its ratio with a target, at the end of a row `ok (0.87)` or
+`MISSED (0.87)`; against the floor, `floor ok` or `above floor by 1.0 %`; and, after all rows of a shape, with the
+fastest library with the same quantization,
+`0.950 of torchao`. The exit code is nonzero only if a measurement failed.
 
-Shapes are tokens x in_features x out_features. Each has a process of its own (`bench.linear_shape`), with all that
-is compared, so that torch.compile, which the peer needs, sees one shape and never gives up on it or makes it dynamic.
-What the host does for a linear by itself: `bench.host`.
+Shapes are tokens x in_features x out_features. Each shape runs in a separate process (`bench.linear_shape`) with all
+subjects, so that torch.compile, which the peer needs, sees one shape and does not make it dynamic. `bench.host`
+measures host time.
 """
 
 from __future__ import annotations
@@ -59,7 +63,7 @@ SUBJECT = "{:16} {:6} {:6} {:6}"
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds, or shares of nn.Linear's; None where the host could not keep the device busy."""
+    """Milliseconds, or ratios to nn.Linear; None if the host could not keep the device busy."""
 
     device: float
     fwd: float
@@ -94,7 +98,7 @@ class Line:
     of_peer: float | None = None
 
     def verdicts(self) -> dict[str, bool]:
-        """Whether what applies is reached."""
+        """Whether the applicable targets are met."""
         judged = {
             "target": (self.shares.device, self.target),
             "floor": (self.of_floor, 1.0),
@@ -105,7 +109,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Failure:
-    """A line that there is not, and why."""
+    """A line that could not be measured, and the reason."""
 
     recipe: str
     tokens: int
@@ -135,7 +139,7 @@ def show(line: Line | Failure) -> None:
 
 
 def _verdicts(line: Line) -> str:
-    """Behind the numbers of a row: what its target and its floor say."""
+    """Result of target and floor, for the end of a row."""
     met, said = line.verdicts(), ""
     if line.target is not None:
         said += f"  {'ok' if met['target'] else 'MISSED'} ({line.target})"
@@ -145,7 +149,7 @@ def _verdicts(line: Line) -> str:
 
 
 def beside_peers(lines: Sequence[Line]) -> list[Line]:
-    """The lines of one shape, each with the fastest peer of its kind."""
+    """Lines of one shape, each with the fastest peer of its kind."""
     times = {line.recipe: line.ms.device for line in lines}
     return [_beside(line, times) for line in lines]
 
@@ -159,7 +163,7 @@ def _beside(line: Line, times: Mapping[str, float]) -> Line:
 
 
 def show_peer(line: Line) -> None:
-    """A row of its own, since peers are measured last."""
+    """Print the comparison with a peer in a separate row, since peers are measured last."""
     if line.of_peer is not None:
         met = "ok" if line.verdicts()["peer"] else "MISSED"
         print(
@@ -186,14 +190,16 @@ def _number(value: float | None) -> str:
 
 
 def command_of(shape: str, options: argparse.Namespace, file: Path) -> list[str]:
-    """What measures one shape, once a line comes in, and leaves the results in a file."""
+    """Command that measures one shape after reading a line from stdin, and writes the results to a file."""
     command = [sys.executable, "-m", "bench.linear_shape", shape, "--wait", "--json", str(file)]
     return [*command, *(["--where"] if options.where else []), "--recipes", *options.recipes]
 
 
 class Apart:
-    """All subjects of one shape, in a process of their own. It gets ready when this is made, which takes as long as most of
-    what it measures, and runs when it is asked for results."""
+    """All subjects of one shape, in a separate process.
+
+    The process starts its imports at construction, which take as long as most of its measurements, and runs when
+    results are requested."""
 
     def __init__(self, text: str, options: argparse.Namespace, folder: Path) -> None:
         self._shape, self._recipes = shape_of(text), (BASE, *options.recipes, *installed_peers())
@@ -203,7 +209,8 @@ class Apart:
         )  # fmt: skip
 
     def results(self) -> tuple[list[Line], list[Failure]]:
-        """Its words come through meanwhile; if it leaves no results, the last of them are every subject's."""
+        """Return the results, and print the output of the process meanwhile. Without results, its last lines are the
+        failure of every subject."""
         ended = self._finish()
         if self._file.exists():
             found = json.loads(self._file.read_text())
@@ -214,7 +221,7 @@ class Apart:
         return [], failures
 
     def _finish(self) -> str:
-        """How it ended, with its last words."""
+        """Exit of the process, with its last output."""
         last, process = "", self._process
         assert process.stdin is not None and process.stderr is not None
         with contextlib.suppress(BrokenPipeError), process.stdin:  # it may be gone
@@ -227,7 +234,7 @@ class Apart:
 
 
 def written(lines: Sequence[Line], failures: Sequence[Failure]) -> dict[str, Any]:
-    """As JSON, verdicts included."""
+    """Convert to JSON, including verdicts."""
     return {
         "lines": [asdict(line) | {"verdicts": line.verdicts()} for line in lines],
         "failures": [asdict(failure) for failure in failures],
@@ -243,7 +250,7 @@ def _line(found: dict[str, Any]) -> Line:
 def measure_apart(
     texts: Sequence[str], options: argparse.Namespace, folder: Path
 ) -> Iterator[tuple[list[Line], list[Failure]]]:
-    """The results of each shape; while one is measured, the next process gets ready."""
+    """Results of each shape; the next process starts while a shape is measured."""
     following = Apart(texts[0], options, folder)
     for text in (*texts[1:], None):
         current = following
@@ -253,7 +260,7 @@ def measure_apart(
 
 
 def plot(lines: Sequence[Line], file: Path) -> None:
-    """Device time as a share of nn.Linear's, a group of bars for each shape."""
+    """Plot device time relative to nn.Linear's, a group of bars for each shape."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The linears that benchmarks set beside one another: `nn.Linear`, ours in each recipe, those of other libraries."""
+"""Linears that benchmarks compare: `nn.Linear`, dlp's linear in each recipe, linears of other libraries."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Run = Callable[[], None]
 Shape = tuple[int, int, int]  # tokens, in_features, out_features
 BASE = "nn.Linear"
 RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
-FAST = ":fast"  # behind a recipe: with fast accumulation in all three GEMMs
-TUNED = ":tuned"  # with the algorithms that `dlp.kernels.tune` chooses
+FAST = ":fast"  # suffix of a recipe: fast accumulation in all three GEMMs
+TUNED = ":tuned"  # suffix of a recipe: algorithms chosen by `dlp.kernels.tune`
 ALL_FAST = ("fp8_current:fast", "fp8_delayed:fast")
 ALL_TUNED = ("fp8_current:tuned", "fp8_delayed:tuned", "fp8_block:tuned")
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 8192, 8192), (8192, 8192, 28672), (16384, 8192, 8192))
-TINY = (128, 128, 128)  # where a device has nothing to do
+TINY = (128, 128, 128)  # value for a device that was idle
 
 
 def _torchao(recipe: str, linear: nn.Linear) -> nn.Module:
@@ -37,7 +37,7 @@ def _torchao(recipe: str, linear: nn.Linear) -> nn.Module:
 
 
 class _TransformerEngine(nn.Module):
-    """Its linear under one of its recipes."""
+    """Linear of Transformer Engine under one of its recipes."""
 
     def __init__(self, recipe: str, linear: nn.Linear) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _TransformerEngine(nn.Module):
         return y
 
 
-# Other libraries, measured where they are installed: what is imported, and what makes a linear of theirs.
+# Other libraries, measured if installed: module to import, and constructor of a linear.
 PEERS: dict[str, tuple[str, Callable[[nn.Linear], nn.Module]]] = {
     "torchao": ("torchao.float8", partial(_torchao, "tensorwise")),
     "torchao rowwise": ("torchao.float8", partial(_torchao, "rowwise")),
@@ -60,7 +60,7 @@ PEERS: dict[str, tuple[str, Callable[[nn.Linear], nn.Module]]] = {
     "te current": ("transformer_engine", partial(_TransformerEngine, "Float8CurrentScaling")),
     "te block": ("transformer_engine", partial(_TransformerEngine, "Float8BlockScaling")),
 }
-# Of these, the ones that quantize as a recipe does.
+# Peers that use the same quantization as a recipe.
 PEERS_OF = {
     "fp8_current": ("torchao", "te current"),
     "fp8_delayed": ("torchao", "te delayed"),
@@ -70,19 +70,19 @@ PEERS_OF = {
 
 
 def recipe_of(name: str) -> dlp.Recipe:
-    """One of RECIPES, or with FAST or TUNED behind it."""
+    """A recipe of RECIPES, possibly with suffix FAST or TUNED."""
     if name.endswith(FAST):
         return dlp.recipe(own_name(name), accumulation=dict.fromkeys(GEMMS, "fast"))
     return dlp.recipe(own_name(name))
 
 
 def own_name(name: str) -> str:
-    """Of a recipe, without what stands behind it."""
+    """Name of a recipe without suffixes."""
     return untuned(name).removesuffix(FAST)
 
 
 def untuned(name: str) -> str:
-    """Without TUNED: a recipe is judged alike by whichever algorithms its GEMMs run."""
+    """Name without TUNED: targets of a recipe do not depend on the algorithms of its GEMMs."""
     return name.removesuffix(TUNED)
 
 
@@ -91,14 +91,14 @@ def installed_peers() -> list[str]:
 
 
 def import_peers(names: Sequence[str]) -> None:
-    """Ahead of their use. One that cannot be imported fails again when a linear of it is made, and says so there."""
+    """Import peers in advance. An import that fails raises again when a linear of the peer is constructed."""
     for package in dict.fromkeys(PEERS[name][0] for name in names):
         with contextlib.suppress(Exception):
             importlib.import_module(package)
 
 
 class Subject:
-    """A linear of some kind and what an iteration of it needs: inputs and gradients that rotate."""
+    """A linear, with inputs and gradients that rotate between iterations."""
 
     def __init__(self, recipe: str, shape: Shape) -> None:
         tokens, k, n = shape
@@ -129,7 +129,7 @@ class Subject:
         self.y = self.linear(self.x)
 
     def backward(self) -> None:
-        """Of the last forward; gradients are computed and let go."""
+        """Backward of the last forward; gradients are computed and freed."""
         self.y.backward(self.dy)
         self.y = self.dy
         for leaf in (self.x, *self.parameters):

@@ -1,10 +1,11 @@
-"""What a step holds in memory, predicted by `launch.estimate.memory` beside what was measured, case by case.
+"""Predicted memory of a step (`launch.estimate.memory`) compared with measured memory, case by case.
 
     torchrun --nproc-per-node 2 -m bench.memory [--cases A,B,...] [--steps 3] [--section.key value ...]
 
-Settings change every case. Of each case: what stays, counted tensor by tensor (on a CPU, too); on a GPU the peak of
-`max_memory_allocated` in forward, backward and update, and what is allocated behind each. The exit code is 1 where a peak is
-more than 5 % from its prediction. Random tokens; the model and the step are the launcher's.
+Settings apply to every case. Each case counts static memory tensor by tensor (also on a CPU); on a GPU also the peak of
+`max_memory_allocated` in forward, backward and update, and the memory allocated after each. The exit code is 1 if a
+peak differs from
+its prediction by more than 5 %. Random tokens; the model and the step are the launcher's.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from launch.training.build import Built, build
 from launch.training.gradient_norm import GradientNorm
 
 BOUND = 0.05
-EAGER = "--train.cuda_graph=false"  # peaks are of launched steps
+EAGER = "--train.cuda_graph=false"  # peaks are of steps without a CUDA graph
 LLAMA = ("llama3_1b", EAGER, "--train.global_batch=4", "--train.compile=true")
 BLOCKS = ("bench_8b", EAGER, "--model.layers=4", "--train.global_batch=2")
 FULL = "--train.checkpointing=full"
@@ -56,8 +57,11 @@ CASES: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Result:
-    """Of one case, in bytes. counted: what stays, by row of the prediction; peaks, behind: by part of a step, nothing on a CPU;
-    before: allocated before the model was built."""
+    """Result of one case, in bytes.
+
+    counted: static memory, by row of the prediction. peaks, behind: peak in and memory after each part of a step, empty
+    on a CPU. before:
+    memory allocated before the model was built."""
 
     case: str
     predicted: dict[str, dict[str, float]]
@@ -68,12 +72,12 @@ class Result:
 
     @property
     def ratio(self) -> float | None:
-        """Predicted by measured peak."""
+        """Predicted peak relative to the measured peak."""
         return Memory(self.predicted).peak / (max(self.peaks.values()) - self.before) if self.peaks else None
 
 
 def counted(built: Built) -> dict[str, float]:
-    """What stays between steps, tensor by tensor, each memory once."""
+    """Static memory between steps, tensor by tensor, each storage once."""
     session = session_of(built.model)
     batch = session.weight_batch
     copies = [] if batch is None else list(batch.values._copies.values())
@@ -92,7 +96,7 @@ def _bytes(tensors: Any) -> float:
 
 
 class Peaks:
-    """Peak and rest of each part of a step, on a GPU."""
+    """Peak memory in, and memory after, each part of a step, on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -113,7 +117,7 @@ class Peaks:
 
 
 def step(built: Built, batches: Sequence[tuple[Tensor, Tensor]], norm: Callable[[], Tensor], peaks: Peaks) -> None:
-    """The launcher's, looked at part by part."""
+    """The launcher's step, measured part by part."""
     model = built.model
     peaks.begin()
     for i, (tokens, targets) in enumerate(batches):
@@ -151,7 +155,7 @@ def measure(case: str, config: Config, mesh: DeviceMesh, steps: int, device: tor
 
 
 def said(result: Result) -> Iterator[str]:
-    """A case in lines."""
+    """Describe a case in lines."""
     predicted, gib = Memory(result.predicted), 2**30
     ratio = "not measured" if result.ratio is None else f"{result.ratio:.3f} of what was measured"
     yield f"== {result.case}: predicted peak {predicted.peak / gib:.2f} GiB, {ratio}"

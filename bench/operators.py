@@ -1,23 +1,24 @@
-"""A gather with the GEMM behind it, and a GEMM with the sum behind it, beside their parts one after the other.
+"""A gather followed by a GEMM, and a GEMM followed by a sum, compared with their parts one after the other.
 
     torchrun --nproc-per-node 2 -m bench.operators [--shapes 8192x8192x14336] [--recipes bf16 fp8_current] [--json FILE]
 
     gather   x [M/R, K] of each rank, quantized -> [M, K], times w [N, K].T
-    sum      x [M, N] times w [K, N].T -> contributions [M, K] in bf16, of whose sum each rank keeps its rows [M/R, K]
+    sum      x [M, N] times w [K, N].T -> contributions [M, K] in bf16; each rank keeps its rows [M/R, K] of their sum
 
-M, K, N of a rank are those of a model's MLP cut over the ranks there are. Microseconds:
+M, K, N of a rank are those of a model's MLP, sharded over the ranks. Microseconds:
 
     gemm         the GEMM alone, on the gathered operand
-    transfer     the collective alone: the least of NCCL's (of the operand's bytes, or of bf16) and of `serial`'s
-    sequential   one after the other: the least of NCCL's transfer and the GEMM, and of `serial`
-    strategies   `serial` and `chunked`, or others (--strategies, as chunked:2): cast and agreement are outside, signals and
-                 sums inside
+    transfer     the collective alone: the minimum of NCCL (of the operand's bytes, or of bf16) and `serial`
+    sequential   one after the other: the minimum of NCCL's transfer plus GEMM, and `serial`
+    strategies   `serial` and `chunked`, or others (--strategies, as chunked:2): without cast and agreement, with
+                 signals and
+             sums
 
 and of each strategy
 
-    of sequential   time / sequential: above 1 it loses
+    of sequential   time / sequential: above 1 the strategy is slower
     of ideal        max(gemm, transfer) / time
-    hidden          eta_hidden = (sequential - time) / min(gemm, transfer): 1 is all that could be hidden
+    hidden          eta_hidden = (sequential - time) / min(gemm, transfer): 1: everything that can overlap is hidden
     exposed         time - gemm
     less a tile     (time - tile) / max(gemm, transfer), where a tile is gemm / the waves of tiles that it has: the last tile of
                     the rows that come last cannot be hidden. FP8 recipes are to reach 1.10 in a gather and 1.15 in a sum
@@ -64,11 +65,11 @@ from launch.ranks.process_exit import refuse
 Run = Callable[[], object]
 Shape = tuple[int, int, int]
 MODELS = ((8192, 8192, 28672), (16384, 8192, 28672), (8192, 4096, 14336), (4096, 4096, 14336))  # M, K, N of all ranks
-TILE = 128, 256  # rows and columns of the results that one multiprocessor makes at a time in a large GEMM of cuBLASLt
+TILE = 128, 256  # rows and columns of the result tile that one SM computes at a time in a large GEMM of cuBLASLt
 BARS = {"gather": 1.10, "sum": 1.15}  # of (time - tile) / max(gemm, transfer) of FP8 recipes
 RECIPES, STRATEGIES = ("fp8_current",), (SERIAL, "chunked")  # by default
 REPETITION = 0.07  # seconds of a repetition of eight calls on 2 H200 in FP8
-TURNS = 3  # operands in turn; at the sizes of interest together more than the L2 cache
+TURNS = 3  # number of operands that rotate; at the sizes of interest all together exceed the L2 cache
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def line(
     operator: str, shape: Shape, recipe: str, strategy: str, time: float, parts: tuple[float, float, float],
     waves: int = 1,
 ) -> Line:  # fmt: skip
-    """`parts`: gemm, transfer, sequential; `waves`: of tiles in the GEMM."""
+    """Compute a line. `parts`: gemm, transfer, sequential; `waves`: waves of tiles in the GEMM."""
     gemm, transfer, sequential = parts
     return Line(
         operator, "x".join(map(str, shape)), recipe, strategy, time, *parts, time / sequential, max(gemm, transfer) / time,
@@ -103,7 +104,7 @@ def line(
 
 
 def waves_of(shape: Shape, recipe: str, processors: int) -> int:
-    """Waves of tiles in a GEMM of M, K (its contraction), N on so many multiprocessors, by the kernel that runs it."""
+    """Waves of tiles in a GEMM of M, K (contraction), N on this number of SMs, for the kernel that runs it."""
     rows, along, columns = shape
     own = recipe == "fp8_block" and processors > 1 and gemm_sm90.is_large(rows, columns, along, processors)
     tall, wide = gemm_sm90.PAIR if own else TILE
@@ -117,7 +118,7 @@ def repetitions(shapes: int, recipes: int, strategies: int) -> int:
 
 
 def verdict(found: Line) -> str:
-    """Whether a line of an FP8 recipe reaches its bar."""
+    """Whether a line of an FP8 recipe reaches the target."""
     if "fp8" not in found.recipe:
         return ""
     bar = BARS[found.operator]
@@ -125,7 +126,7 @@ def verdict(found: Line) -> str:
 
 
 class Operators:
-    """Of one shape and recipe: runs by name, on operands that rotate."""
+    """Operators of one shape and recipe: runs by name, on operands that rotate."""
 
     def __init__(self, bench: Bench, recipe: str, shape: Shape) -> None:
         self.bench, self.group, (tokens, features, columns) = bench, bench.mesh.get_group(), shape
@@ -172,7 +173,7 @@ class Operators:
         self._finish()
 
     def plain_gather(self) -> QuantizedTensor:
-        """By NCCL, of the parts that move along the rows."""
+        """Gather by NCCL the parts that are sharded by rows."""
         shard = next(self.shards)
         parts = []
         for part, dim in zip(shard.parts, shard.format.moves_along(0), strict=True):
@@ -207,7 +208,7 @@ def measure(bench: Bench, recipe: str, shape: Shape, strategies: Sequence[str]) 
         gemm, plainly, sequential, *times = bench.times([alone, plain, both, *moved, *ours])
         own, times = times[: len(moved)], times[len(moved) :]
         parts = gemm, min(plainly, *own) if own else plainly, min(sequential, times[strategies.index(SERIAL)])
-        tokens, features, columns = shape  # of a sum the contraction is what a rank has of the columns
+        tokens, features, columns = shape  # in a sum, the contraction is a rank's share of the columns
         waves = waves_of(
             shape if operator == "gather" else (tokens, columns, features), recipe, processors_of(bench.device)
         )
@@ -222,7 +223,7 @@ def processors_of(device: torch.device) -> int:
 
 
 def show(found: Line, judged: bool = False) -> None:
-    """`judged`: where bars are for."""
+    """Print a line. `judged`: whether targets apply."""
     print(f"{found.operator:7} {found.shape:18} {found.recipe:12} {found.strategy:10} {found.microseconds:9.1f} "
           f"{found.gemm:9.1f} {found.transfer:9.1f} {found.sequential:10.1f} {found.of_sequential:7.3f} {found.of_ideal:7.3f} "
           f"{found.hidden:7.2f} {found.exposed:9.1f} {found.less_a_tile:7.3f}"

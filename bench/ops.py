@@ -1,11 +1,11 @@
-"""An MLP and a layer of a transformer made of ops, beside their own unfused form, plain torch compiled, and peers.
+"""An MLP and a transformer layer made of ops, compared with their unfused form, compiled plain torch, and peers.
 
     python -m bench.ops [--shapes 4096x14336,8192x28672] [--recipes bf16,fp8_current,fp8_block] [--tokens 8192] [--only mlp]
-    python -m bench.ops --host          host time of the tiny MLP beside one linear's
+    python -m bench.ops --host          host time of a small MLP compared with one linear
     torchrun --nproc-per-node 2 -m bench.ops --tp                       the same over tp, with sequence parallelism
 
     fused     dlp.ops as users run it
-    unfused   the same ops called one by one, each its own autograd function
+    unfused   the same ops called one by one, each as a separate autograd function
     nn        nn.Linear, F.rms_norm and F.silu in bf16 under torch.compile
     te        `te.ops.Sequential`, `LayerNormMLP`, `TransformerLayer` of Transformer Engine, where it is installed
 
@@ -39,11 +39,11 @@ from dlp import ops
 Run = Callable[[], None]
 HEAD, ROUNDS, COUNT = 128, 16, 5
 TE_RECIPES = {"fp8_current": "Float8CurrentScaling", "fp8_delayed": "DelayedScaling", "fp8_block": "Float8BlockScaling"}
-HOST_LIMIT = 1.3  # of one linear's host time
+HOST_LIMIT = 1.3  # limit relative to one linear's host time
 
 
 class Apart(nn.Module):
-    """The ops of a sequence, one by one."""
+    """The ops of a sequence as separate calls."""
 
     def __init__(self, sequence: ops.Sequential) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def layer(hidden: int, ffn: int, recipe: str, group: Any) -> nn.Module:
 
 
 def unfused(module: nn.Module) -> nn.Module:
-    """Every sequence in it as ops one by one."""
+    """Replace every sequence in a module by separate ops."""
     if isinstance(module, ops.Sequential):
         return Apart(module)
     for name, child in module.named_children():
@@ -111,7 +111,7 @@ class PlainLayer(nn.Module):
 
 
 def te_subjects(kind: str, hidden: int, ffn: int, recipe: str) -> dict[str, tuple[nn.Module, Any]]:
-    """Name -> a module of Transformer Engine and the region that it runs in, where that is installed."""
+    """Map names to modules of Transformer Engine and their regions, if it is installed."""
     if importlib.util.find_spec("transformer_engine") is None or recipe not in ("bf16", *TE_RECIPES):
         return {}
     te = importlib.import_module("transformer_engine.pytorch")
@@ -176,8 +176,10 @@ def subjects(kind: str, hidden: int, ffn: int, recipe: str, tokens: int, group: 
 
 
 def milliseconds(runs: Mapping[str, Run], host: bool = False) -> dict[str, float]:
-    """Medians over rounds in which all take turns, in the other order in every second one, since who runs after whom decides
-    at which clocks it begins: of the device, or what the host does."""
+    """Medians over rounds in which all subjects alternate, in reverse order in every second round, since the previous
+    subject affects clocks.
+
+    Device time, or host time."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         for _ in range(4):
@@ -199,7 +201,7 @@ def milliseconds(runs: Mapping[str, Run], host: bool = False) -> dict[str, float
 
 
 def tiny(recipe: str, device: str) -> dict[str, nn.Module]:
-    """The four-op MLP and one linear, whose weights a step boundary has cast, as in all steps of a training but the first."""
+    """A four-op MLP and one linear, with weights cast by a step boundary."""
     size = TINY[-1]
     with torch.device(device):
         modules = {"MLP": mlp(size, size, recipe, None), "linear": dlp.Linear(size, size, recipe=recipe)}
@@ -213,7 +215,7 @@ def tiny(recipe: str, device: str) -> dict[str, nn.Module]:
 
 
 def host_times(recipe: str) -> dict[str, float]:
-    """Of these modules, forward and backward."""
+    """Host times of forward and backward of these modules."""
     x = torch.randn(TINY[:2], device="cuda", dtype=torch.bfloat16).requires_grad_()
     runs = {name: step(each, x, torch.randn_like(x), nullcontext, {}) for name, each in tiny(recipe, "cuda").items()}
     return milliseconds(runs, host=True)

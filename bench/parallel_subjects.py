@@ -1,12 +1,14 @@
-"""What `bench.tensor_parallel` sets beside one another: a column and a row linear, and a whole Llama layer, over tp with
-sequence parallelism, as plain torch, as ours under a recipe and a strategy, and as Transformer Engine's where it is installed.
+"""Subjects of `bench.tensor_parallel`: a column and a row linear, and a Llama layer, over tp with sequence parallelism,
+in plain
+torch, in dlp under a recipe and a strategy, and in Transformer Engine if it is installed.
 
     pair     4096x14336          K -> N -> K
     layer    4096x14336x32x8     hidden, ffn, heads, kv heads: RMSNorm, attention, RMSNorm, SwiGLU MLP; one sequence
 
 All begin and end with token shards [M/R, K] in bf16. A plain layer is the launcher's own block with the weights of one rank:
-its norms hand on gathered tokens, once for q, k, v and once for gate and up, and o and down scatter their results. Gradients of
-norms, which cover a rank's tokens, are summed over tp in ours alone.
+its norms return gathered tokens, once for q, k, v and once for gate and up, and o and down scatter their results. Only
+dlp's model
+sums the gradients of norms, which cover a rank's tokens, over tp.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from launch.models.settings import Model
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a pair, whose heads are 0, or a layer."""
+    """Shape of a pair (heads = 0) or of a layer."""
 
     features: int
     inner: int
@@ -46,7 +48,7 @@ class Shape:
         return "x".join(str(size) for size in (self.features, self.inner, self.heads, self.kv_heads) if size)
 
     def problems(self, tokens: int, recipe: str) -> list[Problem]:
-        """Its linears, siblings as one."""
+        """The linears of a shape, siblings as one problem."""
         made, head = recipes.load(recipe), self.features // self.heads if self.heads else 0
         columns, rows = [(self.inner,) * (2 if self.heads else 1)], [self.inner]
         if self.heads:
@@ -56,7 +58,7 @@ class Shape:
         return found + [Problem(ROW_SP, tokens, size, (self.features,), made) for size in rows]
 
     def config(self, ranks: int = 1) -> Model:
-        """Of its block, or of the part of it that one of so many ranks has."""
+        """Config of the block, or of one rank's shard of the block."""
         return Model(
             layers=1, hidden=self.features, ffn=self.inner // ranks, heads=self.heads // ranks,
             kv_heads=self.kv_heads // ranks, head_dim=self.features // self.heads, vocab=1,
@@ -64,7 +66,7 @@ class Shape:
 
 
 def shape_of(text: str) -> Shape:
-    """Raises ValueError for another number of sizes than 2 or 4."""
+    """Parse a shape. Raises ValueError unless there are 2 or 4 sizes."""
     sizes = [int(size) for size in text.split("x")]
     if len(sizes) not in (2, 4):
         raise ValueError(f"{text}: give 2 sizes for a pair, 4 for a layer")
@@ -84,7 +86,7 @@ class _Gathered(nn.Module):
 
 
 class _Scattered(nn.Module):
-    """A linear whose result [..., H] is summed over ranks, of which each keeps its tokens [M/R, H]."""
+    """A linear whose result [..., H] is summed over ranks; each rank keeps its tokens [M/R, H]."""
 
     def __init__(self, linear: nn.Module, group: ProcessGroup) -> None:
         super().__init__()
@@ -96,7 +98,7 @@ class _Scattered(nn.Module):
 
 
 class OneLayer(nn.Module):
-    """A block of the launcher's on one sequence: token shards [S/R, H] -> the same."""
+    """A block of the launcher on one sequence: token shards [S/R, H] -> the same shape."""
 
     def __init__(self, config: Model, tokens: int, device: torch.device) -> None:
         super().__init__()
@@ -147,7 +149,7 @@ def our_pair(shape: Shape, recipe: str, strategy: str, tokens: int, tp: DeviceMe
     made = []
     for layer, (features, outs), problem in zip(layers, sizes, shape.problems(tokens, recipe), strict=True):
         chosen: Any = strategy
-        if strategy == AUTO and times is None:  # as it ships
+        if strategy == AUTO and times is None:  # default settings of the peer
             chosen = auto.at_construction(AUTO, problem, tp.get_group(), tp.device_type)
         elif strategy == AUTO:
             chosen = auto.choose(AUTO, problem, times, auto.NO_TABLE)[0]
@@ -162,7 +164,8 @@ def attached(model: nn.Module) -> nn.Module:
 
 
 def subject(name: str, strategy: str, shape: Shape, tokens: int, mesh: DeviceMesh, times: Times | None) -> nn.Module:
-    """Model of PLAIN, of a peer of `bench.transformer_engine`, or of a recipe of dlp under a strategy, "auto" by `times`."""
+    """Construct a model: PLAIN, a peer of `bench.transformer_engine`, or a recipe of dlp under a strategy ("auto" uses
+    `times`)."""
     group, device = mesh[TP].get_group(), tune.device_of(mesh)
     if name == PLAIN:
         if shape.heads:

@@ -1,13 +1,15 @@
-"""How fast the quantizers move bytes, beside a device copy that moves as many, in the same run.
+"""Bandwidth of the quantizers, compared with a device copy of the same number of bytes in the same run.
 
     python -m bench.quantize [--sizes 256 64 4] [--only block] [--json FILE] [--plot FILE.png]
 
 Useful bytes are those a quantizer cannot avoid: the input read once, codes and scales written once. The copy moves the
-same sum, half read and half written, each rounded up to whole pages: of sizes that are not (a matrix and one scalar),
-an H200 copies a third slower, which no quantizer should be measured by. The share is one bandwidth over the other. Both
+same
+total, half read and half written, each rounded up to complete pages: an H200 copies other sizes a third slower, which
+would be an unfair
+baseline. The share is one bandwidth over the other. Both
 are captured as CUDA graphs of many launches over rotating buffers, more than four times the L2 cache in all, so that
 every launch finds its input cold; their replays alternate, and medians are printed. Sizes are MB of input. `host` is
-what one call costs the host, with nothing for the device to do.
+the host time of one call while the device is idle.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from dlp.kernels.reference import PhiloxState
 Run = Callable[[], Any]
 E4M3 = torch.float8_e4m3fn
 COLS = 8192
-HISTORY = 1024  # steps that delayed scaling remembers
+HISTORY = 1024  # length of the amax history of delayed scaling
 COPY_UNIT = 1 << 16  # bytes; on an H200 multiples of 512 were slow to copy, of 4096 fast
 REPLAYS = 15
 DTYPES = ["bfloat16", "float32"]
@@ -52,7 +54,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch, and the tensors that it reads and writes."""
+    """One launch, with the tensors that it reads and writes."""
 
     run: Run
     tensors: tuple[Tensor, ...]
@@ -233,7 +235,7 @@ def transpose_nibbles(x: Tensor) -> Launch:
 
 
 def swizzle(x: Tensor) -> Launch:
-    """Of the scales of MXFP8 of x, as they lie after its cast."""
+    """Swizzle the MXFP8 scales of x, from the layout of the cast."""
     rows, blocks = x.shape[0], -(-x.shape[1] // 32)
     scale = _bytes(blocks, rows).t()
     out = torch.empty(cuda_codes.swizzled_bytes(rows, blocks), dtype=torch.uint8, device="cuda")
@@ -241,7 +243,7 @@ def swizzle(x: Tensor) -> Launch:
 
 
 def delayed_update(x: Tensor) -> Launch:
-    """Of as many slots as x has rows, more than a model has tensors; their histories are read."""
+    """Update as many delayed scales as x has rows, more than a model has tensors; their histories are read."""
     slots = len(x)
     history, scale, target, staging = (torch.ones(*lines, slots, device="cuda") for lines in ((HISTORY,), (), (), ()))
     job = DelayedJob(history, scale, staging, target, staging, False)
@@ -306,7 +308,7 @@ KERNELS: dict[str, Make] = {
 
 
 def copy_of(nbytes: int) -> Launch:
-    """A device copy that reads and writes `nbytes` in all, each half rounded up to a multiple of COPY_UNIT."""
+    """A device copy that reads and writes `nbytes` in total, each half rounded up to a multiple of COPY_UNIT."""
     half = -(-nbytes // (2 * COPY_UNIT)) * COPY_UNIT
     source, target = (torch.full((half,), i, dtype=torch.uint8, device="cuda") for i in (1, 2))
 
@@ -317,7 +319,8 @@ def copy_of(nbytes: int) -> Launch:
 
 
 def graph_of(launches: Sequence[Launch]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """The launches, again and again until some thirty, as one graph; and how many they are."""
+    """Capture the launches repeatedly, about thirty in total, as one graph. Returns the graph and the number of
+    launches."""
     rounds = -(-30 // len(launches))
     for launch in launches:
         launch.run()
@@ -331,7 +334,7 @@ def graph_of(launches: Sequence[Launch]) -> tuple[torch.cuda.CUDAGraph, int]:
 
 
 def replay(graph: torch.cuda.CUDAGraph, launches: int) -> float:
-    """Microseconds a launch."""
+    """Microseconds per launch."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     graph.replay()
@@ -341,7 +344,7 @@ def replay(graph: torch.cuda.CUDAGraph, launches: int) -> float:
 
 
 def rotation(make: Callable[[], Launch]) -> list[Launch]:
-    """Launches over different tensors, more than four times the L2 cache in all."""
+    """Launches over different tensors, together more than four times the L2 cache."""
     first = make()
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     return [first, *(make() for _ in range(4 * cache // first.nbytes + 1))]
@@ -374,7 +377,7 @@ def host_us(run: Run, count: int = 100, rounds: int = 5) -> float:
 
 
 def plot(lines: Sequence[Line], file: Path) -> None:
-    """Share of the copy's speed, a bar for each kernel, in panels by size and input type."""
+    """Plot the bandwidth relative to the copy, a bar for each kernel, in panels by size and input type."""
     from matplotlib.figure import Figure
 
     panels = sorted({(line.megabytes, line.dtype) for line in lines}, reverse=True)

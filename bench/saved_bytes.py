@@ -1,9 +1,11 @@
-"""What the linears of one Llama block keep from forward for backward, by recipe, and its share of bf16.
+"""Bytes that the linears of one Llama block save for backward, by recipe, and relative to bf16.
 
     python -m bench.saved_bytes [CONFIG] [--section.key value ...]        tiny by default; one sequence, without tp
 
-Counted are the tensors that autograd saves, by its own hooks, each memory once, parameters and the operands that the step
-boundary made of them aside. Nothing is allocated or computed: tensors are fake, so a block of any size is counted at once.
+The program counts the tensors that autograd saves, by saved-tensor hooks, each storage once, without parameters and
+their cast
+operands from the step boundary. Nothing is allocated or computed: tensors are fake, so a block of any size is counted
+at once.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def linears(model: Model, recipe: Any, dtype: torch.dtype) -> dict[str, Linear]:
 
 @contextmanager
 def saved(parameters: Sequence[Tensor]) -> Iterator[dict[Any, int]]:
-    """Bytes of each memory that autograd saves inside, but for that of `parameters`."""
+    """Bytes of each storage that autograd saves inside, without `parameters`."""
     found: dict[Any, int] = {}
     known = {parameter.untyped_storage()._cdata for parameter in parameters}
 
@@ -55,7 +57,7 @@ def saved(parameters: Sequence[Tensor]) -> Iterator[dict[Any, int]]:
 
 
 def of_layer(layer: nn.Module, x: Tensor) -> int:
-    """What a layer saves when it reads x."""
+    """Tensors that a layer saves when it reads x."""
     with saved(list(layer.parameters())) as found:
         kept = layer(x)  # noqa: F841  (memory that is let go may be counted twice)
         return sum(found.values())
@@ -71,7 +73,7 @@ def of_block(model: Model, recipe: Any, tokens: int, dtype: torch.dtype) -> dict
 
 
 def table(config: Config) -> str:
-    """As Markdown."""
+    """Format as a Markdown table."""
     tokens, dtype = config.train.sequence, DTYPES[config.train.dtype]
     found = {name: of_block(config.model, name, tokens, dtype) for name in recipes.names()}
     whole = sum(found["bf16"].values())

@@ -1,4 +1,4 @@
-"""GEMMs of siblings (q, k and v; gate and up) one by one, and as one GEMM over operands that lie side by side, on one GPU.
+"""GEMMs of siblings (q, k and v; gate and up) one by one, and as one GEMM over concatenated operands, on one GPU.
 
     python -m bench.siblings [--shapes 8192x4096x2048+512+512 8192x4096x7168+7168] [--recipes bf16 fp8_delayed] [--json FILE]
 
@@ -102,8 +102,8 @@ class Siblings:
         return lambda: self.split(gemm(a))
 
     def by_vectors(self) -> Callable[[], Results] | None:
-        """A scale for each line: of a sibling's tensor for lines of the sibling. None for dgrad, which contracts over siblings,
-        and for other scales than those of tensors."""
+        """One scale for each line: the scale of the sibling's tensor. None for dgrad, which contracts over siblings,
+        and for other scales."""
         recipe, which = self.recipe, self.which
         if which == "dgrad" or {each.format.gemm_kind for each in recipe.operands(which)} != {"fp8_tensor"}:
             return None

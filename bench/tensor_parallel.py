@@ -58,15 +58,15 @@ from launch.training.build import compile_blocks
 WARM, COUNT, ROUNDS, PROFILED = 6, 10, 3, 5
 Medians = dict[tuple[str, str], list[float]]
 SHAPES = ("4096x14336", "8192x28672", "4096x14336x32x8", "8192x28672x64x8")
-TARGETS = {  # shares of plain torch's time that `auto` must reach on two H200 with 8192 tokens, alone and queued
+TARGETS = {  # limits relative to plain torch's time for `auto` on two H200 with 8192 tokens, alone and queued
     "4096x14336": {"fp8_delayed": 0.66, "fp8_current": 0.70, "fp8_block": 0.78},
     "8192x28672": {"fp8_delayed": 0.575},
     "4096x14336x32x8": {"fp8_delayed": 0.66},
     "8192x28672x64x8": {"fp8_delayed": 0.63},
 }
 BF16 = 0.95  # of any of these in bf16
-NOISE = 1.03  # of serial's time, which two runs of one program may differ by
-TOKENS, SMALL, FEW = 8192, ("64x128", "64x128x4x2"), 64  # small ones and few where there is no GPU
+NOISE = 1.03  # noise relative to serial's time, by which two runs of one program may differ
+TOKENS, SMALL, FEW = 8192, ("64x128", "64x128x4x2"), 64  # small sizes and few iterations without a GPU
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Line:
 
     @property
     def best(self) -> tuple[float, float]:
-        """Milliseconds alone and queued, the smaller of calls and graph."""
+        """Milliseconds alone and queued, the minimum of calls and graph."""
         graph = self.graph_alone, self.graph_queued
         alone, queued = (
             value if other is None else min(value, other)
@@ -100,7 +100,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Asked:
-    """The ways in which subjects are run.
+    """Options of the runs.
 
     count: iterations of a block. compiled: torch.compile runs the blocks of layers, as in the launcher. graphs: iterations are
     captured as CUDA graphs as well. profiled: subjects whose kernels are listed. attention: backend of attention in layers of
@@ -122,7 +122,7 @@ def measure(
     table: Times | None,
     asked: Asked = Asked(),
 ) -> list[Line]:
-    """A line for each subject, plain torch's among them. `table`: times for "auto"; None: those that dlp ships."""
+    """A line for each subject, including plain torch. `table`: times for "auto"; None: the shipped tables."""
     device = tune.device_of(mesh)
     torch._dynamo.reset()  # sizes of another shape would make sizes of this one dynamic
     with side_stream(device):
@@ -162,7 +162,7 @@ def made(
 
 @contextmanager
 def attempt(name: str, optional: bool) -> Iterator[None]:
-    """Print why a peer cannot run, and go on without the peer; whatever dlp or plain torch raises ends the benchmark."""
+    """Print why a peer cannot run, and continue without it; errors of dlp or plain torch end the benchmark."""
     try:
         yield
     except Exception as error:
@@ -193,7 +193,7 @@ def profiled(shape: Shape, key: tuple[str, str], graph: Run | None, run: Run, de
 
 
 def lines_of(shape: str, medians: Medians, graphs: Medians) -> list[Line]:
-    """Milliseconds alone, queued and of the host, by subject, as calls and in CUDA graphs -> with their shares."""
+    """Lines with shares, from milliseconds alone, queued and of the host, by subject, as calls and in CUDA graphs."""
     lines = []
     for (name, strategy), calls in medians.items():
         times, plain, serial = (
@@ -224,7 +224,7 @@ def _ratios(times: list[float], others: list[float]) -> tuple[float, ...]:
 
 
 def target(line: Line) -> float | None:
-    """The share that a line must reach; None: it need not."""
+    """Share that a line must reach; None: no target."""
     recipe, _, strategy = line.subject.partition(" ")
     if line.shape not in TARGETS or strategy != AUTO:
         return None
@@ -246,7 +246,7 @@ def beside_serial(line: Line) -> str:
 
 
 def show(lines: Sequence[Line], tokens: int, judged: bool = False) -> None:
-    """`judged`: where targets are for."""
+    """Print lines. `judged`: whether targets apply."""
     print(f"\n{tokens} tokens; milliseconds and shares of plain torch's in the same run; of serial's")
     print(f"{'':39}{'as calls':31}as a CUDA graph")
     print(

@@ -1,4 +1,4 @@
-"""Where the time of some work goes on a GPU: its kernels, longest first."""
+"""Kernels of a run on a GPU, longest first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def longest_kernels(run: Callable[[], object], times: int = 4, most: int = 14) -> list[str]:
-    """The kernels that a run spends the most device time in: microseconds and launches of one run, what all take last."""
+    """Kernels with the most device time: microseconds and launches of one run, and the total of all kernels last."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(times):
             run()

@@ -85,7 +85,7 @@ def test_it_prints_every_layer_and_a_summary():
 
 
 def test_what_cannot_be_captured_is_said_with_its_reason():
-    said = "launched step by step: casts of IntScaling are not declared native (QuantizerCaps.native)"
+    said = "launched kernel by kernel: casts of IntScaling are not declared native (QuantizerCaps.native)"
     on_gpu = plan({**FP8, "recipe": "int8"}, device_type="sm_90")
     assert all(any(said in note for note in row.notes) for row in on_gpu.layers if row.recipe.name == "int8")
     assert f"forward and backward are {said} [layers.0.attn.q_proj and 7 more]" in str(on_gpu)

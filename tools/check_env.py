@@ -1,4 +1,4 @@
-"""Says in one sentence which package this interpreter lacks for a verb of the Makefile, before anything else fails.
+"""Report in one sentence which package this interpreter lacks for a target of the Makefile, before anything else fails.
 
     python tools/check_env.py [PACKAGE ...]      the runtime dependencies of pyproject.toml, and these
 
@@ -18,12 +18,12 @@ PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Its numbers: "2.11.0+cu130" -> (2, 11, 0)."""
+    """Numbers of a version: "2.11.0+cu130" -> (2, 11, 0)."""
     return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def problem(requirement: str) -> str | None:
-    """What is wrong with `requirement` (a name, perhaps with >= and < bounds) here, or None."""
+    """Describe the problem with `requirement` (a name, perhaps with >= and < bounds) here, or return None."""
     name = re.split("[<>]", requirement)[0]
     bounds = requirement.removeprefix(name)
     if importlib.util.find_spec(name) is None:

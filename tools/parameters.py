@@ -1,12 +1,13 @@
-"""Finds functions with more than eight parameters; bindings of kernels (dlp/kernels) may have as many as they need.
+"""Find functions with more than eight parameters; bindings of kernels (dlp/kernels) may have as many as they need.
 
     python tools/parameters.py dlp launch bench [...]
 
-`self` and `cls` do not count, nor do *args and **kwargs. Who takes more than eight passes arguments on that belong
-together: make a record of them. One way remains:
+`self` and `cls` do not count, nor do *args and **kwargs. With more than eight parameters, some belong together: make a
+record of them. Exceptions carry a mark:
 
-    def f(...):  # many parameters: REASON      in the source, for a signature that is not ours to choose: one of
-                                                torch's that is mirrored, the flat schema of a custom op
+    def f(...):  # many parameters: REASON      for a signature that cannot be chosen: a mirrored signature of torch,
+                 the
+                                               flat schema of a custom op
 
 A mark that is no longer needed fails as well.
 """
@@ -28,7 +29,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Function(NamedTuple):
-    """`name`: with the class it is defined in, if any. `marked`: a MARK stands in its head."""
+    """`name`: with the class in which it is defined, if any. `marked`: its head carries a MARK."""
 
     name: str
     place: str
@@ -59,7 +60,7 @@ def _count(function: Definition, in_class: bool) -> int:
 
 
 def problems(functions: Sequence[Function]) -> list[str]:
-    """One sentence for each function that takes too many, and for each mark that is not needed."""
+    """One sentence for each function with too many parameters, and for each mark that is not needed."""
     found = []
     for name, place, parameters, marked in functions:
         if marked and parameters <= LIMIT:

@@ -2,8 +2,9 @@
 
     python -m tools.sanitize [TOOL ...] [--cases 8]
 
-A tool must first show on this device that it works: it passes a clean kernel and finds fault with a bad one
-(tools/sanitize_probe.cu). One that does not is named, nothing is run under it, and the exit code is 3.
+A tool must first show on this device that it works: it reports nothing for a correct kernel, and an error for a faulty
+kernel
+(tools/sanitize_probe.cu). A tool that does not is named and skipped, and the exit code is 3.
 
 memcheck and racecheck take two minutes, initcheck, which must watch torch's kernels too, ten; with pytest-xdist installed,
 `PYTEST_ADDOPTS="-n 8"` runs cases side by side, and initcheck takes a minute and a half.
@@ -31,9 +32,10 @@ from dlp.kernels.loader import find_program
 ROOT = Path(__file__).parent.parent
 PROBE = ROOT / "tools" / "sanitize_probe.cu"
 OURS = ("--kernel-name", "kernel_substring=3dlp")  # the mangled namespace; torch's kernels need no check, only time
-TOOLS = {"memcheck": OURS, "racecheck": OURS, "initcheck": ()}  # initcheck must see who writes, torch's kernels as well
+# initcheck must see all writes, including those of torch's kernels
+TOOLS = {"memcheck": OURS, "racecheck": OURS, "initcheck": ()}
 CLOSING = re.compile(r"(\b\d+ (passed|failed|skipped|deselected|errors?)|no tests ran)\b.* in [\d.]+s\b")
-FOUND = 99  # the sanitizer's exit code for a finding; a program's own is passed on
+FOUND = 99  # exit code of the sanitizer for a finding; exit codes of the program are passed on
 # Left out is what multiplies, since cuBLASLt's kernels are not ours (their stores are invisible to initcheck, and tools take
 # many minutes for them) and graphs cannot be captured under a tool; and what is too large for one.
 MULTIPLY = tuple(
@@ -44,7 +46,7 @@ TOO_LARGE = "2_to_the_31"
 
 
 def missing() -> str | None:
-    """What this needs and does not find, in a sentence."""
+    """A sentence about a missing program or device; "" if nothing is missing."""
     for program in ("nvcc", "compute-sanitizer"):
         if find_program(program) is None:
             return f"make sanitize needs {program}, which is not on PATH: it is part of the CUDA toolkit"
@@ -54,14 +56,15 @@ def missing() -> str | None:
 
 
 class Done(NamedTuple):
-    """What a command came to, and what it printed."""
+    """Exit code and output of a command."""
 
     code: int
     output: str
 
 
 def under(tool: str, command: Sequence[str], *, shown: bool) -> Done:
-    """The command under a tool, each allocation of torch one of its own. `shown`: what it prints is printed at once."""
+    """Run the command under a tool, with a separate allocation for each tensor of torch. `shown`: print the output at
+    once."""
     sanitizer = str(find_program("compute-sanitizer"))
     options = ["--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "all", *TOOLS[tool]]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -76,7 +79,7 @@ def under(tool: str, command: Sequence[str], *, shown: bool) -> Done:
 
 
 def obstacle(tool: str, probe: str) -> str | None:
-    """Why nothing can be learnt from this tool here; None: it works."""
+    """The reason why this tool cannot be used here; None: it works."""
     clean, bad = (under(tool, [probe, which], shown=False) for which in ("clean", tool))
     if clean.code or findings(clean.output):
         return f"it fails on a clean kernel, with exit code {clean.code}:\n{clean.output}"
@@ -84,14 +87,14 @@ def obstacle(tool: str, probe: str) -> str | None:
 
 
 def small_cases(cases: int) -> list[str]:
-    """The command of pytest that runs at least so many cases of each GPU test of our own kernels, and every value of its
-    parameters."""
+    """Command of pytest that runs at least this number of cases of each GPU test of dlp's kernels, and every value of
+    its parameters."""
     ignored = [*(f"--ignore={file}" for file in MULTIPLY), "-k", f"not {TOO_LARGE}"]
     return [sys.executable, *f"-m pytest tests/gpu -q -p no:cacheprovider --cases {cases}".split(), *ignored]
 
 
 def check(tool: str, probe: str, cases: int) -> int:
-    """Run one tool, print what came out, and return the exit code."""
+    """Run one tool, print its findings, and return the exit code."""
     why = obstacle(tool, probe)
     if why is not None:
         print(f"{tool}: does not work on {torch.cuda.get_device_name()}: {why}", file=sys.stderr)
@@ -103,8 +106,9 @@ def check(tool: str, probe: str, cases: int) -> int:
 
 
 def verdict(done: Done) -> tuple[int, str]:
-    """The exit code of a run of pytest under a tool, and what was found. Some findings are warnings, which a tool may end
-    without an exit code for; and where no test ran, as where all skip, there was nothing to find them in."""
+    """Exit code of a run of pytest under a tool, and the findings. Some findings are warnings, for which a tool may
+    have no exit code; a run
+    in which no test ran has no findings to report."""
     if found := findings(done.output):
         return 1, "; ".join(found)
     if done.code != FOUND and re.search(r"\b[1-9]\d* (passed|failed)", last_line(done.output)) is None:
@@ -113,13 +117,13 @@ def verdict(done: Done) -> tuple[int, str]:
 
 
 def findings(output: str) -> list[str]:
-    """The summaries of a tool that count anything, be it warnings."""
+    """Summaries of a tool with nonzero counts, including warnings."""
     summaries = re.findall(r"^=+ (\w+ SUMMARY: .*)$", output, re.MULTILINE)
     return [summary for summary in summaries if re.search(r"\b[1-9]", summary)]
 
 
 def last_line(output: str) -> str:
-    """Pytest's closing line."""
+    """Closing line of pytest."""
     lines = [line for line in output.splitlines() if CLOSING.search(line)]
     return lines[-1].strip("= ") if lines else "pytest said nothing"
 
@@ -142,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         probe = f"{folder}/probe"
         subprocess.run([str(find_program("nvcc")), "-arch=native", "-lineinfo", "-o", probe, str(PROBE)], check=True)
         codes = [check(tool, probe, known.cases) for tool in known.tools]
-    return min(filter(None, codes), default=0)  # what one found counts more than that another does not work
+    return min(filter(None, codes), default=0)  # a finding of one tool outranks a tool that does not work
 
 
 if __name__ == "__main__":

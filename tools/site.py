@@ -1,4 +1,4 @@
-"""Hooks of mkdocs for the documentation site (`make docs`): pages that do not lie in docs/, the API reference, links, fences.
+"""Hooks of mkdocs for the documentation site (`make docs`): pages outside of docs/, the API reference, links, fences.
 
     index.md               README.md
     results/NAME.md        bench/results/NAME.md
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-MODULES = ("dlp", "dlp.ops", "dlp.optim")  # every name of their `__all__` has a page
+MODULES = ("dlp", "dlp.ops", "dlp.optim")  # modules in which every name of `__all__` has a page
 
 # Names outside `__all__` that formats and recipes of users are made of (docs/custom-recipes.md).
 FORMATS = (
@@ -95,7 +95,7 @@ def results_index() -> str:
 
 
 def generated() -> Iterator[tuple[str, str]]:
-    """(path in the site, Markdown or text) of every page that does not lie in docs/."""
+    """(path in the site, Markdown or text) of every page outside of docs/."""
     yield "index.md", relink((ROOT / "README.md").read_text(), "README.md")
     for file in sorted((ROOT / "bench" / "results").glob("*")):
         if file.suffix in (".md", ".csv", ".json"):

@@ -1,1 +1,2 @@
-"""What recipes, wires and optimizers cost in loss: `python -m bench.quality_study --help`, and __main__.py."""
+"""Quality study: the cost in loss of recipes, wire formats and optimizers: `python -m bench.quality_study --help`, and
+__main__.py."""

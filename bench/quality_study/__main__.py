@@ -1,4 +1,4 @@
-"""What recipes, wires and optimizers cost in loss: branches of bf16 trunks, compared with branches in bf16.
+"""The cost in loss of recipes, wire formats and optimizers: branches of bf16 trunks, compared with branches in bf16.
 
     python -m bench.quality_study FOLDER [--seeds 0 1 2] [--subjects NAME ...] [--side-by-side 4] [--branch-at 800]
                                           [--results FILE] [--merge FILE ...] [--section.key value ...]
@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def refused(subjects: Sequence[Subject], devices: int) -> Iterator[tuple[Subject, str]]:
-    """Subjects that this machine cannot run, and why."""
+    """Subjects that this machine cannot run, with the reason."""
     for subject in subjects:
         if subject.ranks > devices:
             yield subject, f"it needs {subject.ranks} GPUs, and this machine has {devices}"

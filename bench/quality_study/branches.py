@@ -1,4 +1,4 @@
-"""Trunks and branches of the study: which runs of `launch.train` there are, and running them side by side.
+"""Trunks and branches of the study: the runs of `launch.train`, several of which run at the same time.
 
     trunk of a seed     bf16, steps 1 to `branch_at`, then a checkpoint
     branch of a subject continues from that checkpoint with the subject's overrides to the last step
@@ -58,7 +58,7 @@ class Branch:
 
     @property
     def block(self) -> tuple[int, str]:
-        """What branches of one trunk share."""
+        """Settings that branches of one trunk share."""
         return self.seed, self.data
 
 
@@ -148,7 +148,7 @@ def read_results(path: Path) -> list[Branch]:
 
 
 def result(study: Study, subject: Subject, seed: int, seconds: float) -> Branch | None:
-    """What the files of a branch's run say; None unless it was validated after the last step."""
+    """Result from the files of a branch's run; None unless it was validated after the last step."""
     folder, config = study.branch_folder(subject, seed), study.config
     records = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
     steps = [record for record in records if "loss" in record and record["step"] > study.branch_at]
@@ -192,7 +192,7 @@ class Slots:
 
 
 def train_in_a_process(arguments: Sequence[str], devices: Sequence[int], log: Path) -> int:
-    """Run `launch.train`, under torchrun on several GPUs; what it prints goes to `log`."""
+    """Run `launch.train`, under torchrun on several GPUs; the output goes to `log`."""
     several = ["launch.local", "--ranks", str(len(devices))] if len(devices) > 1 else ["launch.train"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ def train_in_a_process(arguments: Sequence[str], devices: Sequence[int], log: Pa
 
 
 def run_study(study: Study, slots: Slots, at_once: int, train: Train = train_in_a_process) -> list[str]:
-    """Train all trunks and branches that are missing, trunks first, then seed by seed; returns what failed, in sentences."""
+    """Train all missing trunks and branches, trunks first, then seed by seed. Returns the failures as sentences."""
     done = {(each.seed, each.subject) for each in read_results(study.results) if each.settings == study.settings}
     missing = {seed: [s for s in study.subjects if (seed, s.name) not in done] for seed in study.seeds}
     failed: list[str] = []

@@ -17,7 +17,7 @@ from launch.report.plots import smooth
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LAST = 0.1  # share of all steps whose mean loss is compared: the last ones, and the last ones before the decay
+LAST = 0.1  # share of all steps whose mean loss is compared: at the end, and before the decay
 NAMES = tuple(subject.name for subject in BASELINES)
 Losses = dict[str, dict[tuple[int, str], float]]
 
