@@ -142,6 +142,6 @@ def show(title: str, found: Found, top: int = TOP) -> None:
 
 
 def short(name: str) -> str:
-    """The name of a kernel without its return type and namespaces of templates, cut to WIDTH."""
+    """Shorten the name of a kernel: without return type and template namespaces, at most WIDTH characters."""
     plain = re.sub(r"^void |\(anonymous namespace\)::|at::native::|std::|c10::", "", name)
     return plain if len(plain) <= WIDTH else f"{plain[: WIDTH // 2]}...{plain[3 - WIDTH // 2 :]}"

@@ -108,7 +108,7 @@ def copied_in_ms() -> float:
 
 
 def measure(recipe: str, shape: Shape, base: Line | None) -> Line:
-    """`base`: the line of nn.Linear, None for itself."""
+    """Measure a subject. `base`: the line of nn.Linear; None for nn.Linear itself."""
     own, (tokens, k, n), casts = own_name(recipe), shape, recipe not in (BASE, *PEERS)
     same = untuned(recipe).replace(own, GEMMS_OF.get(own, own))  # a recipe with the same GEMMs
     with by_candidates(tuned_choices(same, shape)) if recipe.endswith(TUNED) else nullcontext():

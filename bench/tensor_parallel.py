@@ -64,7 +64,7 @@ TARGETS = {  # limits relative to plain torch's time for `auto` on two H200 with
     "4096x14336x32x8": {"fp8_delayed": 0.66},
     "8192x28672x64x8": {"fp8_delayed": 0.63},
 }
-BF16 = 0.95  # of any of these in bf16
+BF16 = 0.95  # limits relative to any of these peers in bf16
 NOISE = 1.03  # noise relative to serial's time, by which two runs of one program may differ
 TOKENS, SMALL, FEW = 8192, ("64x128", "64x128x4x2"), 64  # small sizes and few iterations without a GPU
 

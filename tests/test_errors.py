@@ -26,9 +26,9 @@ OURS = ("AssertionError", "NotImplementedError")  # mistakes in dlp, not of its 
 FOLDERS = ("dlp", "launch", "bench")
 VERBS = (
     "add ask attach build call check choose construct convert copy correct create cut declare decode disable encode "
-    "exclude export fetch get give install leave let load make match merge move name norm omit pad parametrize pass pip "
-    "prepare quantize quote register remove rename repeat replace restore resume return save set shard split start step "
-    "take train untie use wait write"
+    "exclude export fetch get give install leave let load make match merge move name norm omit pad parametrize pass pip prepare "
+    "quantize quote register remove rename repeat replace restore resume return save set shard split start step take "
+    "untie use wait write"
 )
 WAY_OUT = re.compile(
     rf"[;:.] (or )?(to [\w ]+, )?({VERBS.replace(' ', '|')})\b"

@@ -107,7 +107,10 @@ def test_what_cannot_fit_is_refused_with_what_would_help(monkeypatch):
     monkeypatch.setattr(process_exit, "leave", sys.exit)
     code, out, error = command("launch.train", "llama3_1b", *WIDE, "--plan", "--world", "8", "--device", "h100")
     assert code == 1 and not out and error.count("\n") == 1
-    assert error.startswith("llama3_1b.toml: each of 8 ranks needs ") and "78.1 GB of the" in error
+    assert (
+        error.startswith("llama3_1b.toml: each of 8 ranks needs ")
+        and " of tensors at once, and 78.1 GB of the" in error
+    )
     config = load("llama3_1b", WIDE)
     helping = remedies(config, 8, "h100", planned(config, 8, "h100").plan)
     assert len(helping) == 3 and all(setting in error for _, setting in helping)

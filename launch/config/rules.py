@@ -184,7 +184,7 @@ def mesh_sizes(config: Settings, world_size: int) -> dict[str, int]:
     ranks, product = prod(rest.values()), " x ".join(f"{axis} {size}" for axis, size in rest.items())
     begin = f"{config.source}: [mesh] world size {world_size} is not"
     if open_axis is None and ranks != world_size:
-        raise ConfigError(f"{begin} {product}: start {ranks} ranks, or use -1 for an axis of dp")
+        raise ConfigError(f"{begin} {product}: start {ranks} ranks, or set dp_shard or dp_replicate to -1")
     if open_axis is not None:
         if world_size % ranks:
             raise ConfigError(

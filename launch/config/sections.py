@@ -328,7 +328,7 @@ class Choices(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Section):
-    """Settings of a group that come after the options of layers."""
+    """Settings of a group that follow the options of layers."""
 
     swap: tuple[dict[str, Any], ...] | None = setting(
         SWAP,

@@ -247,7 +247,7 @@ class Trainer:
         valid = self.valid_tokens(batches)
         losses: list[Tensor] = []
         watched = self.sentinel.due(self.recipes.steps + 1) and not self.wire.watches
-        alone = len(batches) == 1  # else gradients are not complete after the first microbatch
+        alone = len(batches) == 1  # otherwise gradients are incomplete after the first microbatch
         if watched:
             self.sentinel.rehearse(lambda: self.microbatch(batches[0], valid), gradients=alone)
         for i, batch in enumerate(batches):

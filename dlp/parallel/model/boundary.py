@@ -286,7 +286,7 @@ def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
             )
         if None in records and placement_on(DP_SHARD, core.parameters()[0]) is not None:
             raise ValueError(
-                f"dlp.attach: {name} is sharded by a fully_shard of a module around this model: attach that module"
+                f"dlp.attach: {name} is sharded by a fully_shard of a module around this model: attach the outer module"
             )
 
 
