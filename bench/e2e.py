@@ -1,22 +1,26 @@
-"""Whole training steps of one model under FSDP: dlp's recipes beside a plain FSDP2 + torch.compile script, in one run.
+"""Complete training steps of one model under FSDP: dlp's recipes compared with a plain FSDP2 + torch.compile script, in
+one run.
 
     torchrun --nproc-per-node 4 -m bench.e2e [CONFIG] [--subjects A,B,...] [--section.key value ...]
 
 CONFIG is `bench_8b` by default: eight blocks of 8B shape, one sequence of 8192 tokens a rank. A subject is
 
     peer_bf16                      bench.e2e_peer, the baseline of all ratios
-    peer_tensorwise, peer_rowwise  the same with torchao's float8, where it is installed
+    peer_tensorwise, peer_rowwise  the same with torchao's float8, if installed
     RECIPE                         dlp with this recipe in the blocks, otherwise as CONFIG says
     RECIPE:hp_gather               the same, weights gathered in high precision
     RECIPE:eager                   the same without a CUDA graph
     PEER:graph                     a peer whose step is captured in a CUDA graph, too
 
 Random tokens; the median of steps after a warm-up, timed on the device from step to step; peak memory of the steps, and
-what the subject before has left of it. The power that a GEMM takes depends on its data, so subjects must train alike: at a
-learning rate of 1e-7, unless the command line says another, their last losses lie within 2 %. Those of a recipe with both
-gathers must be equal bit for bit; on GPUs that needs `--train.deterministic true`, since attention sums its gradients in
-the order in which they come. Where losses or memory are not as they must be, a line says so and the exit code is 1. What
-cannot be measured is refused before the first subject, with exit code 2; files are written anew after each subject.
+the memory that the previous subject has left allocated. The power of a GEMM depends on its data, so subjects must have
+similar losses: at the default learning rate of 1e-7, the last losses
+must agree within 2 %. The losses of a recipe with both gathers must be bitwise equal; on GPUs this needs
+`--train.deterministic true`,
+since attention sums gradients in order of arrival. If losses or memory violate these rules, a line reports it and the
+exit code is 1.
+A subject that cannot be measured ends the program before the first subject, with exit code 2. Files are rewritten after
+each subject.
 """
 
 from __future__ import annotations
@@ -64,8 +68,8 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Result:
-    """Of one subject: tokens/s of one rank, peak memory in GiB, the losses of this rank step by step, and what was
-    allocated before it was built, in GiB."""
+    """Result of one subject: tokens/s of one rank, peak memory in GiB, losses of this rank by step, and GiB allocated
+    before it was built."""
 
     subject: str
     tokens_per_second: float
@@ -75,7 +79,7 @@ class Result:
 
 
 def ours(config: Config, subject: Subject, mesh: DeviceMesh, device: torch.device) -> Step:
-    """dlp's step, the launcher's model and optimizer without its clipping."""
+    """The step of dlp: the launcher's model and optimizer without clipping."""
     recipe = subject.base
     groups = tuple(replace(group, recipe=recipe) if group.name == "default" else group for group in config.groups)
     mesh_section = replace(config.mesh, quantized_gather=HP_GATHER not in subject.suffixes)
@@ -93,7 +97,7 @@ def ours(config: Config, subject: Subject, mesh: DeviceMesh, device: torch.devic
 
 
 def replayed(step: Step, config: Config, mesh: DeviceMesh, device: torch.device) -> Step:
-    """The step in a CUDA graph."""
+    """The step as a CUDA graph."""
     like = torch.zeros(
         validate_world(config, mesh.size()).micro, config.train.sequence, dtype=torch.int64, device=device
     )
@@ -118,7 +122,7 @@ def measure(
     steps: int,
     where: bool = False,
 ) -> Result:
-    """Build a subject, run it, and let it go again. `where`: print its kernels."""
+    """Build a subject, run it, and free it. `where`: print its kernels."""
     before = give_back(device)
     step = make_step(subject, config, mesh, device)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -149,7 +153,7 @@ def measure(
 
 
 def give_back(device: torch.device) -> float:
-    """Let go of the subject before, whose memory would count as that of the next -> GiB that are still allocated."""
+    """Free the previous subject, whose memory would count for the next. Returns the GiB that are still allocated."""
     torch._dynamo.reset()
     for _ in range(3):  # what one collection frees may have held what the next one finds
         gc.collect()
@@ -169,7 +173,7 @@ def _mark(device: torch.device) -> float | torch.cuda.Event:
 
 
 def _between(a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:
-    """Seconds."""
+    """Seconds between events."""
     return b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3  # type: ignore[operator,arg-type]
 
 
@@ -179,7 +183,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def rows(results: Sequence[Result]) -> list[str]:
-    """As a table; ratios to the baseline and to dlp's own bf16, where they were run."""
+    """Table of results, with ratios to the baseline and to dlp's bf16, if they were run."""
     by_name = {result.subject: result.tokens_per_second for result in results}
     lines = [f"{'subject':24} {'tokens/s/rank':>14} {'x peer':>7} {'x bf16':>7} {'peak GiB':>9} {'last loss':>10}"]
     for result in results:
@@ -192,7 +196,7 @@ def rows(results: Sequence[Result]) -> list[str]:
 
 
 def unlike(results: Sequence[Result]) -> list[str]:
-    """Subjects that did not train as the first one did, or began with memory of the one before."""
+    """Subjects whose losses differ from the first subject's, or that began with memory of the previous subject."""
     first = results[0]
     found = [
         f"{result.subject}: last loss {result.losses[-1]:.4f}, {first.subject} has {first.losses[-1]:.4f}: more than "
@@ -208,7 +212,7 @@ def unlike(results: Sequence[Result]) -> list[str]:
 
 
 def differing(results: Sequence[Result]) -> list[str]:
-    """Recipes whose losses depend on how weights were gathered."""
+    """Recipes whose losses depend on the gather of weights."""
     losses = {result.subject: result.losses for result in results}
     names = [name for name in losses if name + HP_GATHER in losses and losses[name] != losses[name + HP_GATHER]]
     return [f"{name}: losses differ between quantized and high-precision gathers" for name in names]
@@ -259,7 +263,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def checked(known: argparse.Namespace, kind: str) -> list[Subject]:
-    """What is to be measured. Raises ConfigError for options that ranks of this kind cannot follow."""
+    """Subjects to be measured. Raises ConfigError for options that these ranks do not support."""
     for name, count in COUNTS.items():
         check(count, getattr(known, name), f"--{name}")
     if known.where and kind != "cuda":
@@ -270,7 +274,8 @@ def checked(known: argparse.Namespace, kind: str) -> list[Subject]:
 def measure_all(
     subjects: Sequence[Subject], known: argparse.Namespace, measured: Callable[..., Result]
 ) -> list[Result]:
-    """One after another; rank 0 shows each and writes all so far, which one that fails does not take along."""
+    """Measure subjects one after the other; rank 0 prints each result and writes all results so far, which a failure
+    does not lose."""
     results: list[Result] = []
     for subject in subjects:
         results.append(measured(subject, warmup=known.warmup, steps=known.steps, where=known.where))

@@ -1,16 +1,21 @@
-"""How faithful each recipe's gradients are at one checkpoint, and whether they are those of its definition.
+"""Error of each recipe's gradients at one checkpoint, and comparison with the definition of the recipe.
 
     python -m bench.gradient_fidelity [CONFIG] [--section.key value ...]
 
 The model is trained as the config says, launch/configs/fidelity.toml by default, or taken from `--checkpoint.resume PATH`.
-Then every recipe gets all linears of the blocks, and the gradient of their weights, over `--batches` batches, is compared
-with bf16's: relative error |g - g0| / |g0|, cosine, gain <g, g0> / <g0, g0>, and the change of the loss. How large that error
-is depends on the checkpoint. So it is judged by an independent fake quantization of the same model on the same batches
-(`bench.fake_quantization`): `apart` is the distance of both gradients, |g - f|, over the error of the fake, |f - g0|. It must
-not exceed LIMIT; and must for negative controls, which show what would be noticed. The exit code is 1 if one of these fails.
-Where a GPU's units for a format multiply, it is UNITS: they keep some 14 bits of a sum, and a value that moves by so little
-may be given another code, which the next product multiplies.
-One rank: a fake linear has whole weights.
+Then all linears of the blocks run under each recipe, and the gradient of their weights over `--batches` batches is
+compared with
+the bf16 gradient: relative error |g - g0| / |g0|, cosine, gain <g, g0> / <g0, g0>, and the change of the loss. The
+error depends on the checkpoint. It is therefore compared with an independent fake quantization of the same model on the
+same batches
+(`bench.fake_quantization`): `apart` is the distance of both gradients, |g - f|, over the error of the fake, |f - g0|.
+It must not exceed LIMIT, and it must
+exceed LIMIT for negative controls, which show that errors are detected. The exit code is 1 if one of these conditions
+fails.
+With native GEMMs the limit is UNITS: tensor cores keep about 14 bits of a sum, and a value that moves by so little may
+get another
+code, which affects the next product.
+The program runs on one rank, since a fake linear has unsharded weights.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ JUDGED = ("fp8_delayed", *RECIPES)
 
 @dataclass(frozen=True)
 class Corrupted(Wrapped):
-    """A quantizer whose casts are spoiled: what a bug looks like."""
+    """A quantizer whose casts are corrupted, like the result of a bug."""
 
     spoil: Callable[[QuantizedTensor], QuantizedTensor]
 
@@ -56,7 +61,7 @@ class Corrupted(Wrapped):
 
 
 def scaled(part: str, change: Callable[[Tensor], Tensor]) -> Callable[[QuantizedTensor], QuantizedTensor]:
-    """Spoils the part of this name, where there is one."""
+    """Corrupt the part with this name, if it exists."""
 
     def spoil(q: QuantizedTensor) -> QuantizedTensor:
         changes = {named.name: change if named.name == part else lambda tensor: tensor for named in q.format.parts}
@@ -92,7 +97,7 @@ def spoiled(recipe: Recipe, spoil: Callable[[QuantizedTensor], QuantizedTensor],
 
 
 def rows() -> Iterator[tuple[str, Recipe]]:
-    """What is printed, "RECIPE" or "RECIPE, CONTROL", and how it is run; a recipe before its controls."""
+    """Printed name, "RECIPE" or "RECIPE, CONTROL", and recipe of each row; a recipe precedes its controls."""
     for name in JUDGED:
         recipe = recipes.load(name)
         yield name, recipe
@@ -108,8 +113,10 @@ def rows() -> Iterator[tuple[str, Recipe]]:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Of one row, against bf16. `worst`: the largest error of one layer, and its name. `apart`: from the fake quantization,
-    over the error of that, which may be `limit`."""
+    """Result of one row, compared with bf16.
+
+    `worst`: largest error of one layer, and its name. `apart`: distance from the fake quantization, relative to its
+    error; at most `limit`."""
 
     name: str
     loss_change: float
@@ -125,8 +132,8 @@ Found = tuple[float, dict[str, Tensor]]  # mean loss, and gradients by layer
 
 
 def gradients(trainer: Trainer, batches: int) -> Found:
-    """Mean loss, and the weight gradients of the blocks' linears summed over batches, in fp64, by layer; always with the same
-    random bits."""
+    """Mean loss, and weight gradients of the blocks' linears summed over batches, in fp64, by layer, with fixed random
+    bits."""
     model, total = trainer.built.model, 0.0
     session_of(model).counter.zero_()
     for step in range(batches):
@@ -146,7 +153,7 @@ def gradients(trainer: Trainer, batches: int) -> Found:
 
 
 def under(trainer: Trainer, recipe: Any, batches: int) -> Found:
-    """`gradients` under a recipe; delayed scales have seen the same batches before, in high precision."""
+    """`gradients` under a recipe. Delayed scales come from the same batches in high precision."""
     model = trainer.built.model
     dlp.set_recipe(model, LAYERS, recipe)
     if session_of(model).has_slots():
@@ -157,7 +164,7 @@ def under(trainer: Trainer, recipe: Any, batches: int) -> Found:
 
 
 def fake(trainer: Trainer, name: str, batches: int) -> Found:
-    """`gradients` of a fake quantization by a recipe; delayed scales have seen the same batches before."""
+    """`gradients` of the fake quantization of a recipe. Delayed scales come from the same batches in high precision."""
     model, amaxes = trainer.built.model, Amaxes()
     dlp.set_recipe(model, LAYERS, "bf16")
     if name == "fp8_delayed":
@@ -172,7 +179,7 @@ def in_a_block(name: str) -> bool:
 
 
 def limit_of(recipe: Recipe, device: str) -> float:
-    """`device`: one of `dlp.quant.gemm.DEVICES`."""
+    """The limit for a recipe on `device`, one of `dlp.quant.gemm.DEVICES`."""
     pairs = [recipe.operands(which) for which in GEMMS]
     return UNITS if any(support(a.format, b.format, device).status == "native" for a, b in pairs) else LIMIT
 
@@ -188,7 +195,7 @@ def compare(name: str, of: Found, reference: Found, judge: Found, limit: float) 
 
 
 def table(found: list[Fidelity]) -> str:
-    """As Markdown."""
+    """Format as a Markdown table."""
     lines = [
         "| recipe | loss change | gradient error | worst layer | cosine | gain | apart |",
         "|---|---|---|---|---|---|---|",
@@ -203,7 +210,7 @@ def table(found: list[Fidelity]) -> str:
 
 
 def missed(found: list[Fidelity]) -> list[str]:
-    """What is not as it must be, a sentence each."""
+    """Violated conditions, one sentence each."""
     sentences = []
     for row in found:
         if "," in row.name and not row.apart > row.limit:
@@ -218,7 +225,7 @@ def missed(found: list[Fidelity]) -> list[str]:
 
 
 def judged(trainer: Trainer, batches: int) -> Iterator[Fidelity]:
-    """Every row, at the weights there are."""
+    """Compare every row at the current weights."""
     reference, device = under(trainer, "bf16", batches), device_kind(trainer.built.device.type)
     judges: dict[str, Found] = {}
     for name, recipe in rows():
@@ -229,7 +236,7 @@ def judged(trainer: Trainer, batches: int) -> Iterator[Fidelity]:
 
 
 def measure(config: Config, batches: int) -> list[Fidelity]:
-    """Every row at the end of the run that `config` describes; what is done of it already is not repeated."""
+    """Compare every row at the end of the run that `config` describes. Rows that exist already are not repeated."""
     if world_size() > 1:
         raise ValueError(f"gradient fidelity is judged on one rank; got {world_size()}: start it without torchrun")
     if config.model.fused:

@@ -1,9 +1,10 @@
-"""One shape of `bench.linear`, in a process of its own: every recipe and peer beside `nn.Linear`, one after another.
+"""One shape of `bench.linear` in a separate process: every recipe and peer, and `nn.Linear`, one after the other.
 
     python -m bench.linear_shape 8192x4096x4096 [--recipes fp8_current] [--where] [--json FILE]
 
-Each subject runs alone, at the clocks that its own load leaves (`dlp.kernels.timing`); a device that takes turns is cooler
-for the one that heats it more. A subject that fails has a row that says so.
+Each subject runs alone, at the clocks under its own load (`dlp.kernels.timing`); alternation would cool the device for
+the subject
+with the highest load. A subject that fails has a row with the reason.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def gemms_of(recipe: str, shape: Shape) -> list[Callable[[], Tensor]]:
 
 @cache
 def gemms_ms(recipe: str, shape: Shape) -> float:
-    """Their milliseconds, one after another, each by the candidate that is the fastest in bursts."""
+    """Milliseconds of the GEMMs, one after the other, each with the candidate that is the fastest in bursts."""
     calls = gemms_of(recipe, shape)
     each = [fastest(call, in_bursts) for call in calls]
     with by_candidates({found.problem: found.best for found in each}):
@@ -74,16 +75,18 @@ def gemms_ms(recipe: str, shape: Shape) -> float:
 
 @cache
 def tuned_choices(recipe: str, shape: Shape) -> dict[GemmProblem, int]:
-    """The candidates that `dlp.kernels.tune` chooses for them."""
+    """Candidates that `dlp.kernels.tune` chooses for the GEMMs."""
     each = [fastest(call, sustained) for call in gemms_of(recipe, shape)]
     return {found.problem: found.choice for found in each}
 
 
 @cache
 def cast_bytes(recipe: str) -> tuple[float, float]:
-    """Bytes that casts move for an element of (x, dy) and of w: values read, once more where a scale wants all of them before
-    the first code; codes and scales of both orientations written; where operands are decoded, these are read again and the
-    decoded values written."""
+    """Bytes that casts move per element of (x, dy) and of w.
+
+    Values are read, and read again if a scale needs all values before the first code; codes and scales of both
+    orientations are written;
+    if operands are decoded, codes are read again and decoded values are written."""
     of = recipe_of(recipe)
     pairs = [of.operands(which) for which in GEMMS]
     decoded = any(kernel_name(a.format, b.format, "cuda").startswith(DECODES) for a, b in pairs)
@@ -101,7 +104,7 @@ def cast_bytes(recipe: str) -> tuple[float, float]:
 
 @cache
 def copied_in_ms() -> float:
-    """Bytes that a copy moves in a millisecond, half of them read."""
+    """Bytes that a copy moves in a millisecond, reads and writes."""
     launches = [copy_of(512 * 2**20) for _ in range(2)]
     graph = graph_of(launches)
     return launches[0].nbytes / statistics.median(replay(*graph) for _ in range(9)) * 1e3
@@ -130,7 +133,7 @@ def times_of(subject: Subject) -> Times:
 
 
 def where(recipe: str, shape: Shape) -> str:
-    """What one iteration does on the device, longest first."""
+    """Kernels of one iteration, longest first."""
     subject = Subject(recipe, shape)
     for _ in range(3):
         subject.iteration()
@@ -140,7 +143,7 @@ def where(recipe: str, shape: Shape) -> str:
 def measure_all(
     shape: Shape, recipes: Sequence[str], after: Callable[[str], None] = lambda recipe: None
 ) -> tuple[list[Line], list[Failure]]:
-    """nn.Linear and these, shown as they are measured; `after` each."""
+    """Measure nn.Linear and these subjects, and print each result; `after` is called after each."""
     lines: list[Line] = []
     failures: list[Failure] = []
     for recipe in (BASE, *recipes):

@@ -4,7 +4,7 @@
     python -m bench.predict --runs FILE.json   other runs: a list of {board, world, arguments, milliseconds, source, fitted}
 
 `fitted` says whether constants of the board's table were fitted to the run. Only the errors of other runs show how far the
-model is off. Nothing is started: the measured times come from runs on record. `launch.train` prints the measured and the
+model is off. No run is started: the measured times are recorded. `launch.train` prints the measured and the
 predicted step after 20 steps; its line makes a new row.
 """
 

@@ -1,10 +1,12 @@
-"""What RMSNorm, SwiGLU and the bias gradient cost apart from the casts beside them, and inside.
+"""Time of RMSNorm, SwiGLU and the bias gradient, separate from casts and fused into casts.
 
     python -m bench.producers [--sizes 256] [--only "rms_norm > fp8_current"] [--json FILE]
 
-A row `A > recipe` goes from the producer's input to both operands of that recipe, amaxes included: `apart` by a kernel
-for A and then the casts, `fused` by casts that make what they read; of swiglu's gradients, both by one cast. Useful bytes are
-the same for both: the inputs read once, codes and scales written once. Everything else is as in bench.quantize.
+A row `A > recipe` goes from the producer's input to both operands of that recipe, amaxes included: `apart`
+runs a kernel for A and then the casts; `fused` runs casts that compute A. Both gradients of swiglu are cast by one
+kernel. Useful
+bytes are the same for both: inputs are read once, codes and scales are written once. The method is that of
+bench.quantize.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ def _produced(which: str, x: Tensor) -> Callable[[], ops.LazyMatrix]:
 
 
 def _pipeline(which: str, quantizers: Operand, fused: bool, x: Tensor) -> Launch:
-    """From x to both operands, and the sums of columns where they are wanted."""
+    """From x to both operands, and the column sums if requested."""
     make, both = _produced(which, x), one_read(quantizers.rowwise, quantizers.columnwise)
     assert both is not None
     slot = ScaleSlot(torch.ones((), device=x.device), torch.zeros((), device=x.device))

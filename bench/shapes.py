@@ -5,8 +5,9 @@
     python -m bench.shapes CONFIG --layers      linears before tp cuts them, for `python -m dlp.parallel.tune`
     python -m bench.shapes --model package.module:factory [--input 4x2048]      linears of any model
 
-A GEMM is D [rows, cols] = A [rows, contraction] @ B [cols, contraction].T. Nothing is started: the plan says it all. A model is
-run once without memory, on tokens int64 of the shape `--input`, or on what the factory returns beside it.
+A GEMM is D [rows, cols] = A [rows, contraction] @ B [cols, contraction].T. The shapes come from the plan, without
+ranks. A model of --model runs
+once on the meta device, on int64 tokens of the shape `--input`, or on the inputs that the factory returns.
 """
 
 from __future__ import annotations
@@ -42,15 +43,14 @@ Problem = dict[str, Any]
 
 
 def linear_sizes(layer: LayerPlan, tp: int, tokens: int) -> tuple[int, int, int]:
-    """M, K, N of the GEMMs of one rank. `tokens`: of a microbatch."""
+    """M, K, N of the GEMMs of one rank. `tokens`: tokens of a microbatch."""
     n, k = shard_sizes(layer.row, *layer.shape, tp, layer.name)
     alone = layer.row.cut_x == layer.row.cut_dy == 0  # nothing is gathered: each rank has its own tokens
     return tokens // tp if alone else tokens, k, n
 
 
 def decoded_to(kernel: str, formats: Sequence[Format], source: torch.dtype) -> torch.dtype | None:
-    """What a kernel decodes both operands, made of values in `source`, to before it multiplies them; None where it reads
-    them as they are."""
+    """Dtype to which a kernel decodes both operands before the GEMM; None if the kernel reads the codes."""
     if not kernel.startswith(DECODES):
         return None
     return decoded_dtype(*((fmt, fmt.parts[0].dtype or source) for fmt in formats))
@@ -86,7 +86,7 @@ def problems(
 
 
 def of_config(config: Config, world: int, device_type: str) -> tuple[Counter[str], Counter[str]]:
-    """The GEMMs, as JSON texts, and the linears, as "MxKxN", of one rank, each with how many layers have it."""
+    """GEMMs, as JSON texts, and linears, as "MxKxN", of one rank, each with its number of layers."""
     batch = validate_world(config, world)
     plan, dtype = plan_for(config, world, device_type), DTYPES[config.train.dtype]
     w_dtype = dtype if batch.dp_size > 1 else torch.float32  # FSDP gathers weights in the dtype of activations
@@ -115,7 +115,8 @@ def whole_layers(config: Config, world: int, device_type: str) -> dict[str, Any]
 
 
 def thaw(value: Any) -> Any:
-    """What `dlp.quant.options.freeze` made this option of a recipe of: a tuple of pairs that begin with texts was a table."""
+    """Convert an option of a recipe back from `dlp.quant.options.freeze`: a tuple of pairs that begin with strings was
+    a table."""
     pairs = isinstance(value, tuple) and value and all(
         isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) for each in value
     )  # fmt: skip
@@ -123,7 +124,7 @@ def thaw(value: Any) -> Any:
 
 
 class Linears(TorchFunctionMode):
-    """Counts what runs inside by the sizes "MxKxN" of y [M, N] = x [M, K] w [N, K]^T, however it comes to call it."""
+    """Count linears that run inside by sizes "MxKxN" of y [M, N] = x [M, K] w [N, K]^T, for any way of calling them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,9 +138,11 @@ class Linears(TorchFunctionMode):
 
 
 def of_model(factory: str, tokens: Sequence[int]) -> Counter[str]:
-    """The linears of the model that `factory`, "package.module:function", makes on the meta device: a module, which is called
-    with int64 tokens of this shape, or (module, what it is called with). ValueError where there is none, and where it does not
-    run without values."""
+    """Linears of the model that `factory`, "package.module:function", makes on the meta device: a module, which is
+    called with int64 tokens
+    of this shape, or (module, inputs).
+
+    Raises ValueError if there is no such model, or if it does not run on the meta device."""
     package, _, name = factory.partition(":")
     try:
         make = getattr(importlib.import_module(package), name)

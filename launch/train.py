@@ -223,7 +223,7 @@ def said(error: OSError) -> str:
 
 
 def lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed. Of gloo's errors only the text tells."""
+    """Whether a collective failed. Errors of gloo can be recognized only by their text."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 

@@ -26,8 +26,8 @@ OURS = ("AssertionError", "NotImplementedError")  # mistakes in dlp, not of its 
 FOLDERS = ("dlp", "launch", "bench")
 VERBS = (
     "add ask attach build call check choose construct convert copy correct create cut declare decode disable encode "
-    "exclude export fetch get give install leave let load make match merge move name norm omit pad parametrize pass pip prepare "
-    "quantize quote register remove rename repeat replace restore resume return save set shard split start step take "
+    "exclude export fetch get give install leave let load make match merge move name norm omit pad parametrize pass pip "
+    "prepare quantize quote register remove rename repeat replace restore resume return save set shard split start step take "
     "untie use wait write"
 )
 WAY_OUT = re.compile(

@@ -1,4 +1,5 @@
-"""Bits of short training runs, to compare two trees that must compute the same: a line for every recipe and case.
+"""Bits of short training runs, for comparing two source trees that must be bitwise equal: a line for every recipe and
+case.
 
     torchrun --nproc-per-node 1 -m tools.run_bits > before.txt      tp 1: eager, compiled, recomputed
     torchrun --nproc-per-node 2 -m tools.run_bits > before.txt      tp 2, sequence parallelism, FSDP, and the same of these
@@ -56,7 +57,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def train(config: Config, built: Built) -> Iterable[Tensor]:
-    """Five steps -> losses, parameters and optimizer states of this rank."""
+    """Run five steps, and return losses, parameters and optimizer states of this rank."""
     tokens = torch.Generator().manual_seed(built.dims.dp_rank)
     losses = []
     for _ in range(STEPS):
@@ -73,7 +74,7 @@ def train(config: Config, built: Built) -> Iterable[Tensor]:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """The same on all ranks: of all their bytes."""
+    """Hash of the bytes of all ranks, equal on all ranks."""
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

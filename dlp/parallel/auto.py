@@ -202,8 +202,8 @@ class Times:
         return None
 
     def for_ranks(self, ranks: int) -> Times:
-        """The times for groups of this number of ranks. If it differs from the measured number, only the rates of GEMMs
-        and the link."""
+        """The times for groups of this number of ranks. For a number that was not measured, only the rates of GEMMs and
+        of the link are kept."""
         if ranks == self.ranks:
             return self
         rates = tuple(replace(row, key=(None, row.key[-1]), directions={}, noise={}) for row in self.rows)
