@@ -218,7 +218,7 @@ def watch_for_hangs(config: Config, stop: StopFlag) -> HangWatch:
 
 
 def said(error: OSError) -> str:
-    """A file or folder that cannot be read or written, in a sentence."""
+    """Describe an error about a file or folder that cannot be read or written, in one sentence."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 

@@ -188,8 +188,8 @@ def mesh_sizes(config: Settings, world_size: int) -> dict[str, int]:
     if open_axis is not None:
         if world_size % ranks:
             raise ConfigError(
-                f"{begin} a multiple of {product} = {ranks}, so {open_axis} = -1 cannot be filled: start a multiple of it by "
-                f"torchrun --nproc-per-node, or take a smaller axis"
+                f"{begin} a multiple of {product} = {ranks}, so {open_axis} = -1 cannot be filled: start a multiple of that "
+                f"many ranks by torchrun --nproc-per-node, or choose a smaller axis"
             )
         sizes[open_axis] = world_size // ranks
     return sizes

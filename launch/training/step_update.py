@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from launch.config.sections import Train
 from launch.training.gradient_norm import GradientNorm
 
-WINDOW = 100  # norms that make the median
-KNOWN = 20  # so many at least
+WINDOW = 100  # number of norms for the median
+KNOWN = 20  # minimum number of norms
 IN_A_ROW = 5
 
 
@@ -27,7 +27,7 @@ class SpikeFilter:
     def __init__(self, factor: float, device: torch.device) -> None:
         self._factor = factor
         self.norms = torch.full((WINDOW,), torch.nan, device=device)  # a ring
-        self.taken = torch.zeros(1, dtype=torch.int64, device=device)  # norms that it was given so far
+        self.taken = torch.zeros(1, dtype=torch.int64, device=device)  # number of norms given so far
         self.in_a_row = torch.zeros(1, dtype=torch.int64, device=device)
 
     def state(self) -> dict[str, Tensor]:
