@@ -88,7 +88,7 @@ def coded_linears(reader: Reader, model: Model) -> dict[str, CodedLinear]:
     for name, said in manifest["recipes"].items():
         if str(recipes.get(name)) != said:
             raise ValueError(
-                f"{path}: {name} was trained with {said}, and its config says {recipes.get(name)}; export without --codes, and "
+                f"{path}: {name} was trained with {said}, and its config says {recipes.get(name)}; leave --codes out, and "
                 f"quantize the folder with dlp.quantize_ and that recipe"
             )
     found = {}
@@ -100,9 +100,9 @@ def coded_linears(reader: Reader, model: Model) -> dict[str, CodedLinear]:
             except ValueError as error:
                 raise ValueError(f"{path}: {row.name}: {error}") from None
     if not found:
-        raise ValueError(f"{path}: no recipe of this checkpoint quantizes weights; export without --codes")
+        raise ValueError(f"{path}: no recipe of this checkpoint quantizes weights; leave --codes out")
     if model.tie_embeddings and (tied := next((name for name in found if name.endswith("lm_head")), None)):
-        raise ValueError(f"{path}: {tied} is the embedding, which has no codes; export without --codes")
+        raise ValueError(f"{path}: {tied} is the embedding, which has no codes; leave --codes out")
     return found
 
 
@@ -112,18 +112,18 @@ def _coded(row: LayerPlan, recipe: Recipe, config: Config, tp: int, reader: Read
         shared = agrees(row.row, recipe, "w", quantizer, False, own_group=config.mesh.amax_group != "auto")
         if caps_of(quantizer).slot is None and cut in quantizer.reduces and not shared:
             raise ValueError(
-                f"each of {tp} tp ranks had its own scale of w in {recipe}, which the format cannot hold; train with "
-                f"recipe = {{ name = {recipe.name!r}, amax_scope = 'all' }}, or export without --codes"
+                f"each of {tp} tp ranks had its own scale of w in {recipe}, which the format cannot hold; set "
+                f"recipe = {{ name = {recipe.name!r}, amax_scope = 'all' }} in training, or leave --codes out"
             )
         if not quantizer.format.concatenates(cut, row.shape[cut] // tp):
             raise ValueError(
-                f"tp = {tp} cut blocks of {quantizer.format.name}, so that scales depended on the rank; export without --codes"
+                f"tp = {tp} cut blocks of {quantizer.format.name}, so that scales depended on the rank; leave --codes out"
             )
     scale = None
     if caps_of(quantizer).slot is not None:
         scale = reader.recipe_state().get(f"slots.{row.name}.w.scale")
         if scale is None or scale.dim():
-            raise ValueError("the checkpoint has no delayed scale of w that all ranks share; export without --codes")
+            raise ValueError("the checkpoint has no delayed scale of w that all ranks share; leave --codes out")
     linear = CodedLinear(recipe, row.shape, DTYPES[config.train.dtype], scale)
     linear.shapes()  # ValueError for what the layout does not have
     return linear
