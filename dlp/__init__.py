@@ -15,6 +15,7 @@ from dlp.flows.codes import load_quantized_state_dict, quantized_state_dict
 from dlp.flows.compressed_models import load_compressed, save_compressed
 from dlp.flows.export import export
 from dlp.flows.frozen import freeze
+from dlp.flows.grouped import GroupedLinear, group_experts
 from dlp.flows.lora import load_lora, lora, lora_groups, merge_lora, save_lora
 from dlp.flows.plain import quantize_
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
@@ -52,12 +53,12 @@ from dlp.quant.recipe import load as recipe
 from dlp.tp_plan import groups_for
 
 __all__ = [
-    "ColumnParallelLinear", "CustomRecipe", "LayerGroup", "Linear", "Plan", "Recipe", "RowParallelLinear",
-    "VocabParallelEmbedding", "Workload", "attach", "autocast", "backward_dw", "build_mesh", "calibrate", "check_scales",
-    "convert", "cross_entropy", "end_step", "export", "freeze", "fully_shard", "gather_tokens", "graphed_step",
-    "graphing", "groups_for", "load_compressed", "load_lora", "load_pretrained", "load_quantized_state_dict",
-    "load_state_dict", "lora", "lora_groups", "make_plan", "merge_lora", "meta_model", "not_finite", "ops", "optim",
-    "prove", "quantize_", "quantized_model_init", "quantized_state_dict", "read_stats", "recipe", "record_stats",
-    "save_compressed", "save_lora", "scatter_tokens", "set_recipe", "state_dict", "testing", "watch_scales",
-    "wire_report", "with_master_weights",
+    "ColumnParallelLinear", "CustomRecipe", "GroupedLinear", "LayerGroup", "Linear", "Plan", "Recipe",
+    "RowParallelLinear", "VocabParallelEmbedding", "Workload", "attach", "autocast", "backward_dw", "build_mesh",
+    "calibrate", "check_scales", "convert", "cross_entropy", "end_step", "export", "freeze", "fully_shard",
+    "gather_tokens", "graphed_step", "graphing", "group_experts", "groups_for", "load_compressed", "load_lora",
+    "load_pretrained", "load_quantized_state_dict", "load_state_dict", "lora", "lora_groups", "make_plan", "merge_lora",
+    "meta_model", "not_finite", "ops", "optim", "prove", "quantize_", "quantized_model_init", "quantized_state_dict",
+    "read_stats", "recipe", "record_stats", "save_compressed", "save_lora", "scatter_tokens", "set_recipe", "state_dict",
+    "testing", "watch_scales", "wire_report", "with_master_weights",
 ]  # fmt: skip

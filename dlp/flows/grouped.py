@@ -1,0 +1,216 @@
+"""GroupedLinear: a bank of linears [E, N, K], one for each expert, over tokens that are sorted by expert.
+
+    x   rows of expert 0, then of expert 1, ...      [M, K]
+    y   rows of x times the weight of their expert   [M, N]
+
+    offsets [E]   the end of each expert's rows; an expert may have none
+
+Each expert is a linear of its own (`bank[e]`, a parameter `e.weight` [N, K]), so that recipes, tensor parallelism, quantized
+gathers of FSDP, delayed scales, checkpoints and `dlp.quantize_` treat an expert as any other linear: an expert has the bits of
+a linear called with its rows. An expert without rows runs as well: it takes part in collectives and gets a gradient of zeros,
+which FSDP needs on every rank.
+
+GEMMs run as one `torch.nn.functional.grouped_mm` where all experts are in bf16, whole on this rank, on a GPU; else one
+expert after the other. Routing, and sending tokens to other ranks, are not done here.
+
+    dlp.group_experts(model)     the experts of Mixtral and Qwen3-MoE (transformers), as banks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, ParallelLinear, RowParallelLinear
+from dlp.quant.parameter import QuantizedParameter
+
+STYLES: dict[str, type[Linear]] = {"local": Linear, "column": ColumnParallelLinear, "row": RowParallelLinear}
+
+
+class GroupedLinear(nn.ModuleList):
+    """Apply y = x @ weight[e].T + bias[e] to the rows of each expert e.
+
+    Args:
+        num_experts: number E of linears.
+        in_features: size K of the last dimension of x.
+        out_features: size N of the last dimension of y.
+        bias: whether each expert has a bias.
+        style: "local", "column" or "row": experts are `dlp.Linear`, `dlp.ColumnParallelLinear` or `dlp.RowParallelLinear`;
+            None: experts are `nn.Linear`, which `dlp.convert` or `dlp.quantize_` may change (names `NAME.0`, `NAME.1`, ...).
+        **options: options of the linears, such as recipe, tp, device and dtype.
+
+    Shape:
+        - x: [M, K], rows sorted by expert
+        - offsets: int32 or int64 [E], end of the rows of each expert; the last one is M
+        - y: [M, N]
+
+    Raises:
+        ValueError: for an unknown style, for no experts, and for token shards (sequence parallelism).
+
+    Examples:
+        >>> bank = dlp.GroupedLinear(4, 64, 128, style="local", recipe="fp8_current")
+        >>> bank(torch.randn(10, 64), torch.tensor([3, 3, 9, 10])).shape
+        torch.Size([10, 128])
+    """
+
+    def __init__(
+        self, num_experts: int, in_features: int, out_features: int, bias: bool = False, *, style: str | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        if num_experts < 1:
+            raise ValueError(f"GroupedLinear needs at least 1 expert; got {num_experts}")
+        if style is not None and style not in STYLES:
+            raise ValueError(f"GroupedLinear: style must be one of {', '.join(STYLES)}, or None; got {style!r}")
+        if options.get("sequence_parallel"):
+            raise ValueError(
+                "GroupedLinear reads the rows of whole experts, and sequence parallelism shards tokens; gather tokens before "
+                "routing (dlp.gather_tokens), and leave sequence_parallel out"
+            )
+        kind: Callable[..., nn.Module] = nn.Linear if style is None else STYLES[style]
+        super().__init__(kind(in_features, out_features, bias, **options) for _ in range(num_experts))
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:  # type: ignore[override]
+        """x [M, K], offsets [E] -> y [M, N]."""
+        if self.multiplies_grouped(x):
+            return self._grouped(x, offsets)
+        sizes = self._sizes(x, offsets)
+        return torch.cat([expert(rows) for expert, rows in zip(self, x.split(sizes), strict=True)])
+
+    def _sizes(self, x: Tensor, offsets: Tensor) -> list[int]:
+        ends = offsets.tolist()
+        sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        if len(sizes) != len(self) or min(sizes) < 0 or ends[-1] != x.shape[0]:
+            raise ValueError(
+                f"offsets must be {len(self)} ends of rows, one for each expert, not decreasing, the last one {x.shape[0]} "
+                f"(the rows of x); got {ends}"
+            )
+        for spec in [expert.core.spec for expert in self if isinstance(expert, ParallelLinear)]:
+            if spec.tp > 1 and spec.style.sequence_parallel:
+                raise ValueError(
+                    f"{spec.name}: an expert reads the rows of whole experts, and sequence parallelism shards "
+                    f"tokens; set sequence_parallel = false for this layer group, and gather tokens before routing"
+                )
+        return sizes
+
+    def multiplies_grouped(self, x: Tensor) -> bool:
+        """Whether all experts run as one grouped GEMM: bf16 x on a GPU, experts in bf16 or in high precision, whole on this
+        rank."""
+        return x.is_cuda and x.dtype is torch.bfloat16 and all(_groups(expert) for expert in self)
+
+    def _grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """One GEMM; weights are stacked, which copies them once. Rounds sums as torch's grouped kernel does, which need not be
+        the bits of one linear after the other."""
+        weights = torch.stack([_values(expert).to(x.dtype) for expert in self])
+        y = F.grouped_mm(x, weights.transpose(1, 2), offs=offsets.to(torch.int32))
+        if getattr(self[0], "bias", None) is None:
+            return y
+        biases = torch.stack([_local(expert.bias).to(x.dtype) for expert in self])  # type: ignore[arg-type]
+        sizes = torch.diff(offsets, prepend=offsets.new_zeros(1))
+        return y + biases.repeat_interleave(sizes, 0, output_size=x.shape[0])
+
+    def stacked(self) -> Tensor:
+        """The full weights [E, N, K], gathered from any mesh, in high precision. All ranks call `stacked`."""
+        return torch.stack([_full(expert.weight.detach()) for expert in self])  # type: ignore[operator]
+
+    @classmethod
+    def of(cls, weights: Tensor) -> GroupedLinear:
+        """A bank of `nn.Linear` with these weights [E, N, K]."""
+        count, features, columns = weights.shape
+        bank = cls(count, columns, features, device="meta", dtype=weights.dtype)
+        for expert, weight in zip(bank, weights, strict=True):
+            own = weight.detach().clone() if weight.device.type != "meta" else weight.detach()
+            expert.weight = nn.Parameter(own, requires_grad=weights.requires_grad)
+        return bank
+
+
+def _groups(expert: nn.Module) -> bool:
+    if isinstance(expert, ParallelLinear):
+        spec = expert.core.spec
+        quantized = any(not quantizer.format.keeps_source for quantizer in spec.recipe.quantizers())
+        return spec.tp == 1 and not quantized and not spec.options.delay_wgrad
+    return isinstance(expert, nn.Linear) and not isinstance(expert.weight, QuantizedParameter | DTensor)
+
+
+def _values(expert: nn.Module) -> Tensor:
+    if isinstance(expert, ParallelLinear):
+        return expert.core.weight_tensors()[0]
+    weight: Tensor = expert.weight  # type: ignore[assignment]
+    return weight
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _full(parameter: Tensor) -> Tensor:
+    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return whole.dequantize() if isinstance(whole, QuantizedParameter) else whole
+
+
+class GroupedExperts(nn.Module):
+    """The experts of a mixture-of-experts block of transformers, as three banks.
+
+    gate_proj, up_proj   GroupedLinear H -> I
+    down_proj            GroupedLinear I -> H
+    """
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        gate, up = experts.gate_up_proj.chunk(2, dim=1)
+        self.gate_proj, self.up_proj = GroupedLinear.of(gate), GroupedLinear.of(up)
+        self.down_proj, self.act_fn = GroupedLinear.of(experts.down_proj), experts.act_fn
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [T, H], top_k_index and top_k_weights [T, k] -> [T, H]. An index E stands for no expert."""
+        count, expert = len(self.gate_proj), top_k_index.flatten()
+        order = expert.argsort(stable=True)
+        offsets = torch.bincount(expert, minlength=count)[:count].cumsum(0)
+        order = order[: int(offsets[-1])]
+        token = order // top_k_index.shape[1]
+        x = hidden_states[token]
+        y = self.down_proj(self.act_fn(self.gate_proj(x, offsets)) * self.up_proj(x, offsets), offsets)
+        y = y * top_k_weights.flatten()[order, None]
+        return torch.zeros_like(hidden_states).index_add_(0, token, y.to(hidden_states.dtype))
+
+
+def group_experts(model: nn.Module) -> list[str]:
+    """Replace the experts of Mixtral and Qwen3-MoE models of transformers by banks of linears.
+
+    Call `group_experts` before `dlp.convert`, whose layer groups then match `...experts.gate_proj.*`, `up_proj.*` (style
+    "column") and `down_proj.*` (style "row"), and before `dlp.quantize_`.
+
+    Args:
+        model: plain model, changed in place.
+
+    Returns:
+        Names of the replaced modules.
+
+    Raises:
+        ValueError: for a model without such experts.
+
+    Examples:
+        >>> dlp.group_experts(model)  # doctest: +SKIP
+        ['model.layers.0.mlp.experts', 'model.layers.1.mlp.experts']
+    """
+    found = [name for name, module in model.named_modules() if _are_experts(module)]
+    if not found:
+        raise ValueError(
+            f"group_experts: {type(model).__name__} has no experts as Mixtral and Qwen3-MoE of transformers 5 have "
+            f"(gate_up_proj [E, 2 I, H], down_proj [E, H, I], act_fn); build the bank by hand: dlp.GroupedLinear"
+        )
+    for name in found:
+        model.set_submodule(name, GroupedExperts(model.get_submodule(name)))
+    return found
+
+
+def _are_experts(module: nn.Module) -> bool:
+    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor) and hasattr(module, "act_fn")):
+        return False
+    biased = getattr(module, "gate_up_proj_bias", None) is not None
+    return gate_up.dim() == down.dim() == 3 and gate_up.shape[1] == 2 * down.shape[2] and not biased

@@ -1,0 +1,174 @@
+"""GroupedLinear: bits of a loop of linears for every recipe, on tp and FSDP, with empty experts; experts of transformers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dlp
+from dlp.quant import recipe as recipes
+from tests import hf_models
+from tests import pool as worker
+
+RECIPES = recipes.names()
+SIZES = (5, 0, 1, 64, 0, 33)
+K, N = 64, 128
+
+
+def ends(sizes: tuple[int, ...] = SIZES) -> Tensor:
+    return torch.tensor(sizes).cumsum(0)
+
+
+def tokens(sizes: tuple[int, ...] = SIZES, features: int = K, seed: int = 1) -> Tensor:
+    return torch.randn(sum(sizes), features, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def loop(experts: Any, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    return torch.cat([expert(rows) for expert, rows in zip(experts, x.split(list(sizes)), strict=True)])
+
+
+def run(call: Any, parameters: list[Tensor], x: Tensor) -> list[Tensor]:
+    """y, dx and the gradient of each parameter."""
+    x = x.clone().requires_grad_()
+    y = call(x)
+    grads = torch.autograd.grad(y, [x, *parameters], torch.ones_like(y) / 8)
+    return [y.detach(), *(grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads)]
+
+
+def by_hand(style: str, recipe: str, tp: int) -> list[tuple[Tensor, Tensor]]:
+    """Inside a worker: results of a bank beside results of linears that are called one after the other."""
+    mesh = worker.mesh(tp=tp)["tp"] if tp > 1 else None
+    torch.manual_seed(0)
+    bank = dlp.GroupedLinear(len(SIZES), K, N, True, style=style, recipe=recipe, tp=mesh)
+    linears = [copy.deepcopy(expert) for expert in bank]
+    x = tokens(features=bank[0].weight.shape[1] if tp == 1 or style != "row" else K // tp)
+    found = run(lambda x: bank(x, ends()), list(bank.parameters()), x)
+    expected = run(lambda x: loop(linears, x, SIZES), [p for each in linears for p in each.parameters()], x)
+    return list(zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_expert_has_the_bits_of_a_linear(recipe: str) -> None:
+    pairs = by_hand("local", recipe, 1)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    y, grads = pairs[0][0], [pair[0] for pair in pairs[2:]]
+    assert y.shape == (sum(SIZES), N) and len(grads) == 2 * len(SIZES)
+    for size, weight, bias in zip(SIZES, grads[::2], grads[1::2], strict=True):
+        assert bool(weight.any()) == bool(bias.any()) == (size > 0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["column", "row"])
+def test_tp_shards_have_the_bits_of_linears(ranks: Any, style: str) -> None:
+    for recipe in RECIPES:
+        for pairs in ranks(2).run(by_hand, style, recipe, 2):
+            assert all(torch.equal(a, b) for a, b in pairs), recipe
+
+
+class Net(nn.Module):
+    """A bank behind a linear, or the same experts called one after the other."""
+
+    def __init__(self, grouped: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.bank, self.grouped = nn.Linear(K, K), dlp.GroupedLinear(len(SIZES), K, N), grouped
+
+    def forward(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        x = self.first(x)
+        return self.bank(x, ends(sizes)) if self.grouped else loop(self.bank, x, sizes)
+
+
+def trained(recipe: str, grouped: bool) -> tuple[list[Tensor], int]:
+    """Inside a worker: parameters after three steps under FSDP, with other empty experts on each rank; how many weights were
+    gathered quantized."""
+    mesh, model = worker.mesh(dp_shard=2), Net(grouped)
+    dlp.convert(
+        model,
+        [dlp.LayerGroup("experts", "bank.*", recipe=recipe), dlp.LayerGroup("first", "first", recipe="bf16")],
+        mesh,
+    )
+    dlp.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dlp.attach(model, optimizer)
+    rank = torch.distributed.get_rank()
+    for step in range(3):
+        sizes = SIZES if (step + rank) % 2 else SIZES[::-1]
+        model(tokens(sizes, seed=step), sizes).float().square().mean().backward()
+        optimizer.step()
+        dlp.end_step(model)
+        optimizer.zero_grad()
+    quantized = sum(next(iter(expert.core.weights)).gathered for expert in model.bank)
+    return [p.full_tensor().detach() for p in model.parameters()], quantized
+
+
+@pytest.mark.ranks(2)
+def test_fsdp_gathers_experts_quantized(ranks: Any) -> None:
+    for recipe in ("fp8_block", "nvfp4", "bf16"):
+        (found, quantized), (other, _) = ranks(2).run(trained, recipe, True)
+        expected = ranks(2).run(trained, recipe, False)[0][0]
+        assert all(map(torch.equal, found, expected)) and all(map(torch.equal, found, other)), recipe
+        assert quantized == (0 if recipe == "bf16" else len(SIZES)), recipe
+
+
+def test_the_grouped_gemm_computes_what_the_loop_computes() -> None:
+    torch.manual_seed(0)
+    bank = dlp.GroupedLinear(len(SIZES), K, N, True, dtype=torch.bfloat16)
+    assert not bank.multiplies_grouped(tokens())  # no GPU
+    parameters = list(bank.parameters())
+    found = run(lambda x: bank._grouped(x, ends()), parameters, tokens())
+    expected = run(lambda x: bank(x, ends()), parameters, tokens())
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).float().norm() <= 2**-7 * b.float().norm()
+
+
+@pytest.mark.parametrize(
+    "sizes, rows",
+    [((5, 0, 1), 6), ((5, 0, 1, 64, 0, 34), 103), ((5, -1, 2, 64, 0, 33), 103)],
+    ids=["few", "more", "back"],
+)
+def test_wrong_offsets_are_refused(sizes: tuple[int, ...], rows: int) -> None:
+    with pytest.raises(
+        ValueError, match="offsets must be 6 ends of rows, one for each expert, not decreasing, the last one"
+    ):
+        dlp.GroupedLinear(6, K, N)(torch.randn(rows, K), ends(sizes))
+
+
+ARCHITECTURES: dict[str, dict[str, int]] = {
+    "MixtralForCausalLM": {"num_local_experts": 4},
+    "Qwen3MoeForCausalLM": {"num_experts": 4, "moe_intermediate_size": 32},
+}
+
+
+def logits(architecture: str, tp: int, recipe: str) -> list[Tensor]:
+    """Inside a worker: of a model of transformers, and with banks, converted."""
+    made = hf_models.make(architecture, num_experts_per_tok=2, **ARCHITECTURES[architecture]).eval()
+    ids = hf_models.tokens(0)
+    with torch.no_grad():
+        before = made(input_ids=ids).logits
+        weights = made.model.layers[0].mlp.experts.gate_up_proj.clone()
+        names = dlp.group_experts(made)
+        assert len(names) == 2
+        experts = made.model.layers[0].mlp.experts
+        assert torch.equal(torch.cat([experts.gate_proj.stacked(), experts.up_proj.stacked()], 1), weights)
+        groups = [
+            dlp.LayerGroup("in", "**.experts.{gate,up}_proj.*", style="column", recipe=recipe),
+            dlp.LayerGroup("out", "**.experts.down_proj.*", style="row", recipe=recipe),
+            dlp.LayerGroup("rest", ["**.self_attn.*", "lm_head"], convert=False),
+        ]
+        dlp.convert(made, groups, worker.mesh(tp=tp))
+        return [before, made(input_ids=ids).logits]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_experts_of_transformers_convert(ranks: Any, architecture: str) -> None:
+    pytest.importorskip("transformers")
+    for recipe, bound in (("bf16", 1e-5), ("fp8_block", 0.1)):
+        for before, after in ranks(2).run(logits, architecture, 2, recipe):
+            assert (before - after).norm() <= bound * before.norm(), recipe
+    with pytest.raises(ValueError, match="Linear has no experts as Mixtral and Qwen3-MoE of transformers 5 have"):
+        dlp.group_experts(nn.Linear(4, 4))
