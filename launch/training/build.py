@@ -152,6 +152,8 @@ def check_kernels(config: Config, device_type: str) -> None:
 def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     """Build everything that a training loop needs. Raises ValueError if configuration, model and mesh do not fit."""
     graph = check_device(config, device.type)
+    if config.train.invariant:
+        torch.set_num_threads(1)  # sums of torch depend on the number of threads
     model, plan, batch = parallel_model(config, mesh)
     model.to_empty(device=device)
     if config.train.init_from is None:  # else they are loaded

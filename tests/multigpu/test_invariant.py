@@ -216,9 +216,17 @@ def refused() -> dict[str, str]:
         with dlp.autocast(recipe="bf16"):
             converted(tp)(x)
 
+    def with_threads() -> None:
+        torch.set_num_threads(2)
+        try:
+            converted(tp)
+        finally:
+            torch.set_num_threads(1)
+
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     calls = {
         "amax_group = 'world'": lambda: converted(tp, amax_group="world"),
+        "torch runs 2 threads on each rank": with_threads,
         "1: recipe qat": lambda: converted(tp, recipe="qat"),
         "of fprop in another format than fp32": lambda: converted(
             tp, recipe={"name": "bf16", "wire": {"fprop": "fp8"}}

@@ -49,6 +49,7 @@ def check_mesh(dims: ParallelDims, device_type: str, amax_group: Any) -> None:
             f"invariant = true runs on CPU ranks; this mesh is on {device_type}, where attention, norms and embeddings add in "
             f"orders of their own: leave it out"
         )
+    check_threads()
     sizes = {"tp": dims.tp, "dp_shard": dims.dp_shard, "dp_replicate": dims.dp_replicate}
     for axis, size in sizes.items():
         if size not in RANKS:
@@ -65,6 +66,16 @@ def check_mesh(dims: ParallelDims, device_type: str, amax_group: Any) -> None:
         raise ValueError(
             f"invariant = true: amax_group = {amax_group!r} would share scales between microbatches of several ranks; use "
             f'"auto"'
+        )
+
+
+def check_threads() -> None:
+    """ValueError for several threads: gradients of norms and sums of many elements have a part for each thread."""
+    threads = torch.get_num_threads()
+    if threads != 1:
+        raise ValueError(
+            f"invariant = true: torch runs {threads} threads on each rank, and sums of torch depend on their number; call "
+            f"torch.set_num_threads(1), or set OMP_NUM_THREADS=1"
         )
 
 
@@ -265,6 +276,7 @@ class GradientTree:
         if in_backward():
             return
         self._task = None
+        check_threads()
         if not self._stored:
             _check_units(model)
             self._records = [record for _, _, record in managed(model)]
