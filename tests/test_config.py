@@ -348,7 +348,7 @@ def test_command_line_splits_options_from_settings() -> None:
     assert known.plan and known.config == "llama3_1b" and config.train.lr == 1e-3 and config.source == "llama3_1b.toml"
     with pytest.raises(ConfigError, match="^--lr: unknown option, the nearest are --train.lr"):
         configuration.command_line(parser, ["--lr", "1e-3"])
-    with pytest.raises(ConfigError, match="^other: only one config can be given, and 'tiny' is it"):
+    with pytest.raises(ConfigError, match="^other: only one config can be given, and 'tiny' is given already"):
         configuration.command_line(parser, ["tiny", "other"])
 
 

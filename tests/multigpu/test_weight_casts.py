@@ -160,7 +160,7 @@ def test_dx_of_some_siblings_is_made_of_their_own_kept_weights(recipe, used, wat
         sum(ys[i].sum() for i in used).backward()
     weights = [model[0].get_parameter(f"weight_{i}").detach() for i in used]
     expected = sum(torch.ones(32, len(w)) @ w for w in weights)
-    assert relative_error(x.grad, expected) < 0.2 and factor(x.grad, expected) == pytest.approx(1, abs=0.02)
+    assert relative_error(x.grad, expected) < 0.2 and factor(x.grad, expected) == pytest.approx(1, abs=0.05)
 
 
 def test_another_cache_is_refused():

@@ -35,7 +35,7 @@ from dlp.parallel.style import shard_sizes, style
 from dlp.parallel.weight.base import Member
 from dlp.parallel.weight.held import hold_quantized
 from dlp.parallel.weight.local import fill, local, local_weights, place
-from dlp.parallel.weight.parameters import SpreadModule
+from dlp.parallel.weight.parameters import SpreadModule, check_finite
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import QuantizedTensor
@@ -276,6 +276,11 @@ class ParallelLinear(SpreadModule):
         return f"{spec.style.name}, tp={spec.tp}, recipe={spec.recipe}"
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        state_dict, prefix = args[:2]
+        for weight in self.core.weights:
+            given = state_dict.get(f"{prefix}{weight.member.weight}") if _is_held(weight, self) else None
+            if isinstance(given, Tensor) and not given.is_meta and given.dtype.is_floating_point and given.itemsize > 1:
+                check_finite(f"{prefix}{weight.member.weight}", given)
         with self.core.weights.shown(written=True):
             super()._load_from_state_dict(*args, **kwargs)
         self.core.weights.drop()

@@ -50,8 +50,7 @@ def check_mesh(dims: ParallelDims, device_type: str, amax_group: Any) -> None:
             f"orders of their own: leave it out"
         )
     check_threads()
-    sizes = {"tp": dims.tp, "dp_shard": dims.dp_shard, "dp_replicate": dims.dp_replicate}
-    for axis, size in sizes.items():
+    for axis, size in reversed(dims.sizes.items()):
         if size not in RANKS:
             raise ValueError(
                 f"invariant = true: {axis} = {size}: a sum is a tree of {canonical.SEGMENTS} segments, of which each rank owns "

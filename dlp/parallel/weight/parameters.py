@@ -318,14 +318,11 @@ class SpreadModule(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Load a state dict: each rank takes its shard of a full plain tensor for a DTensor.
 
-        Raises ValueError for codes of a quantized checkpoint, which torch would load as values, and for NaN or Inf
-        that would become codes."""
+        Raises ValueError for codes of a quantized checkpoint, which torch would load as values."""
         for name, parameter in self._parameters.items():
             given = state_dict.get(f"{prefix}{name}")
             if parameter is not None and isinstance(given, Tensor) and type(given) in (Tensor, nn.Parameter):
                 check_are_values(f"{prefix}{name}", given)
-            if is_placeholder(parameter) and isinstance(given, Tensor) and not (is_placeholder(given) or given.is_meta):
-                check_finite(f"{prefix}{name}", given)
             whole = isinstance(given, Tensor) and not isinstance(given, DTensor)
             if isinstance(parameter, DTensor) and whole and given.shape == parameter.shape:
                 mesh, values = parameter.device_mesh, given.detach().to(parameter.device)
