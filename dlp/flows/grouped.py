@@ -74,7 +74,7 @@ class GroupedLinear(nn.ModuleList):
         kind: Callable[..., nn.Module] = nn.Linear if style is None else STYLES[style]
         super().__init__(kind(in_features, out_features, bias, **options) for _ in range(num_experts))
 
-    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """x [M, K], offsets [E] -> y [M, N]."""
         if self.multiplies_grouped(x):
             return self._grouped(x, offsets)

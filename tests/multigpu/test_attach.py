@@ -157,7 +157,10 @@ def sharded_from_outside() -> str:
 @pytest.mark.ranks(2)
 def test_fsdp_from_outside_of_what_is_attached_is_refused(ranks):
     for message in ranks(2).run(sharded_from_outside):
-        assert message == "dlp.attach: 0 is sharded by a fully_shard of a module around this model: attach the outer module"
+        assert (
+            message
+            == "dlp.attach: 0 is sharded by a fully_shard of a module around this model: attach the outer module"
+        )
 
 
 def test_steps_are_counted_after_an_optimizer_was_replaced():
