@@ -124,7 +124,7 @@ def _checked(row: LayerPlan, tp: int, batch: tuple[int, int] | None) -> LayerPla
         if why is None and tp > 1 and style.partial_weight_grad and (tokens is None or tokens % recipe.units[0]):
             why = f"its {tokens} tokens on a rank are no multiple of {recipe.units[0]}, to which GEMMs of {recipe} pad"
     if why is not None:
-        raise ValueError(f"invariant = true: {row.name}: {why}")
+        raise ValueError(f"invariant = true: {row.name}: {why}; or leave invariant out")
     return replace(row, recipe=recipe, overlap="serial", choices=())
 
 
@@ -268,7 +268,7 @@ class GradientTree:
         if self._task is None:
             raise RuntimeError(
                 "invariant = true: gradients of microbatches are added in a fixed order, so the loss must come from calling "
-                "the converted model itself, as model(...), and from tensors in what it returns"
+                "the converted model itself; call model(...), and compute the loss from tensors that the call returns"
             )
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
