@@ -228,7 +228,9 @@ def test_shipped_tables_are_found_by_the_gpu_and_the_nearest_number_of_ranks(tab
     two, four, eight = (auto.shipped(here, ranks, "mapped")[0] for ranks in (2, 4, 8))
     assert two and four and eight and two.row(UP) is not None and four.row(UP) is not None
     assert eight.ranks == 8 and eight.row(UP) is None and eight.rate(UP, "fprop") == four.rate(UP, "fprop")
-    assert "4 x NVIDIA H100 80GB HBM3" in str(eight) and "(rates only; groups of 8 by the model)" in str(eight)
+    assert "4 x NVIDIA H100 80GB HBM3" in str(eight) and "(rates only; groups of 8 are predicted by the model)" in str(
+        eight
+    )
     none, why = auto.shipped(here._replace(device="NVIDIA B200"), 2, "mapped")
     assert none is None and why.endswith("of NVIDIA B200 by mapped; dlp ships those of NVIDIA H100 80GB HBM3")
 

@@ -83,8 +83,8 @@ def u64(value: int) -> bytes:
         ),
         (8, b"\x07", "version 7 of the format, but this program reads 1; prepare it again"),
         (12, b"<f4", "tokens of dtype '<f4', but this program reads <u2 and <u4; prepare it again"),
-        (24, u64(307), "truncated, its header promises 710 bytes and the file has 708; prepare it again"),
-        (24, u64(305), "too long, its header promises 706 bytes and the file has 708; prepare it again"),
+        (24, u64(307), "truncated, the header states 710 bytes and the file has 708; prepare it again"),
+        (24, u64(305), "too long, the header states 706 bytes and the file has 708; prepare it again"),
         (72, u64(1), "document starts do not ascend from 0 to below 306; prepare it again"),
         (80, u64(6), "document starts do not ascend from 0 to below 306; prepare it again"),
         (88, u64(306), "document starts do not ascend from 0 to below 306; prepare it again"),
@@ -101,7 +101,7 @@ def test_damaged_shard_is_refused(shard: Shard, offset: int, new: bytes, sentenc
 def test_torn_shard_says_expected_and_found_bytes(shard: Shard) -> None:
     whole = shard.path.read_bytes()
     for size, sentence in (
-        (700, "truncated, its header promises 708 bytes and the file has 700"),
+        (700, "truncated, the header states 708 bytes and the file has 700"),
         (71, "not a token shard: 71 bytes are fewer than the 72"),
     ):
         shard.path.write_bytes(whole[:size])
@@ -271,7 +271,7 @@ def test_open_data_names_what_is_wrong(corpus: dict[str, Path], tmp_path: Path) 
     ):
         open_data(str(tmp_path / "corpus"), 257)
     prepare(corpus, tmp_path / "out", validation=0.2)
-    with pytest.raises(ValueError, match=r"its vocabulary of 257 is larger than the model's 256; set \[model\] vocab"):
+    with pytest.raises(ValueError, match=r"the vocabulary of 257 is larger than the model's 256; set \[model\] vocab"):
         open_data(str(tmp_path / "out"), 256)
 
 
@@ -437,7 +437,7 @@ def test_sources_of_different_tokenizers_are_refused(corpus: dict[str, Path], tm
     prepare(corpus, tmp_path / "c", validation=0.3, tokenizer=replace(BYTES, name="other", digest="12"))
     with pytest.raises(
         ValueError,
-        match=f"{tmp_path}/c: the tokens are from the tokenizer 12, and the tokens of {tmp_path}/a of bytes; ",
+        match=f"{tmp_path}/c: the tokens are from the tokenizer 12, and the tokens of {tmp_path}/a from bytes; ",
     ):
         open_sources([sources[0], {"path": str(tmp_path / "c"), "weight": 1}], 257)
 

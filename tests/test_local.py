@@ -105,7 +105,7 @@ def test_arguments_go_on_to_training(machine, capsys):
             "tiny.toml: [train] optimizer: 'adamw4bit' keeps its averages as torchao does, ",
         ),
         (['--run.metrics=["wandb"]'], "[run] metrics: wandb needs the package wandb, which is not installed"),
-        (["--data.path=nowhere"], "nowhere: no train-*.shard in it; make them with"),
+        (["--data.path=nowhere"], "nowhere: the folder has no train-*.shard; create shards with"),
         (["--checkpoint.resume=nowhere"], "--checkpoint.resume nowhere: no such checkpoint; expected auto, none or"),
         (["--train.init_from=nowhere"], "nowhere is not there; name another checkpoint, or make it again"),
     ],

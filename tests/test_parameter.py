@@ -295,7 +295,7 @@ def test_other_operations_decode_and_say_so_once(caplog):
     assert [record.message for record in caplog.records] == [
         "aten.frac.default of a quantized weight runs on its decoded values"
     ]
-    with pytest.raises(ValueError, match="would write to a weight that is held as fp8_tensor"):
+    with pytest.raises(ValueError, match="would write to a weight that is stored as fp8_tensor"):
         weight.mul_(2)
     for writes in (
         lambda: weight.copy_(torch.zeros(256, 128)),

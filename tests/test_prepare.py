@@ -170,7 +170,8 @@ def test_wrong_tokenizers_are_refused(tmp_path: Path) -> None:
     assert told.endswith("names an eos_token, so the token that ends a document is not known; name it with --separator")
     told = refused(tmp_path, rows, "--tokenizer", str(path), "--separator", "<|end|>")
     assert told.endswith(
-        f": '<|end|>'is not one of the {len(ROWS) + 13} tokens of this tokenizer; name one of its tokens with --separator"
+        f": the separator '<|end|>' is not one of the {len(ROWS) + 13} tokens of this tokenizer; name one of its tokens with "
+        f"--separator"
     )
     for config, told in (('{"eos_token": ', "JSONDecodeError: "), ('{"eos_token": {"a": 1}}', "KeyError: 'content')"),
                          ("[1]", "AttributeError: ")):  # fmt: skip
@@ -180,12 +181,12 @@ def test_wrong_tokenizers_are_refused(tmp_path: Path) -> None:
     package = pytest.importorskip("tokenizers")
     package.Tokenizer(package.models.WordLevel({"</s>": 0})).save(str(path))
     told = refused(tmp_path, rows, "--tokenizer", str(path), "--separator", "</s>")
-    assert told.startswith(f"{path}: this tokenizer cannot encode the documents from {rows}, row 1 and {rows}, row ")
+    assert told.startswith(f"{path}: this tokenizer cannot encode the documents from {rows}, row 1 to {rows}, row ")
     assert told.endswith("Missing [UNK] token from the vocabulary); give a tokenizer for this text")
     path = tokenizer(tmp_path / "foreign", words="le chat")
     told = refused(tmp_path, str(json_lines(tmp_path / "long.jsonl", ROWS * 3)), "--tokenizer", str(path))
     assert told.startswith(f"{path}: 75% of the tokens up to {tmp_path / 'long.jsonl'}, row 2")
-    assert told.endswith("this tokenizer does not fit the text; give another")
+    assert told.endswith("this tokenizer does not fit the text; give another tokenizer")
 
 
 def test_sources_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -195,9 +196,9 @@ def test_sources_that_cannot_be_read_are_named(tmp_path: Path) -> None:
             '{"text": "a", "b"',
             ", row 2: cannot be read (Expecting ':' delimiter: line 2 column 1 (char 18)); get the file",
         ),
-        ('{"body": "a", "id": 1}', ", row 2: no column text, it has body, id: name one with --column"),
+        ('{"body": "a", "id": 1}', ", row 2: no column text; the columns are body, id: name one with --column"),
         ('{"text": 5}', ", row 2: text is not text but 5; name another --column"),
-        ('{"text": "\\ud800"}', ", row 2: not valid text, half a character at 0; leave it out"),
+        ('{"text": "\\ud800"}', ", row 2: not valid text, half a character at 0; leave the row out"),
     ):
         path.write_text(f'{{"text": "x"}}\n{line}\n')
         assert refused(tmp_path, str(path)).startswith(f"{path}{told}")
@@ -219,8 +220,8 @@ def test_arrays_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytes
         ('["a"', "row 1: cannot be read (the array does not end); get the file again"),
         ('["a"]\n["b"]', "row 2: cannot be read (expected the end of the file behind the array); get the file again"),
         ('["a", 5]', "row 2: text is not text but 5; name another --column"),
-        ('[{"body": "a"}]', "row 1: no column text, it has body: name one with --column"),
-        ('{"body": "a"}\n{"body": "b"}', "row 1: no column text, it has body: name one with --column"),
+        ('[{"body": "a"}]', "row 1: no column text; the columns are body: name one with --column"),
+        ('{"body": "a"}\n{"body": "b"}', "row 1: no column text; the columns are body: name one with --column"),
         ('["' + 40 * "a" + '"]', "row 1: cannot be read (Unterminated string starting at: "),
     ):
         if 40 * "a" in text:
@@ -246,14 +247,14 @@ def test_data_that_is_read_as_one_text_is_named(tmp_path: Path, capsys: pytest.C
 def test_parquet_and_datasets_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     torn = parquet(tmp_path / "a.parquet")
     told = refused(tmp_path, str(torn), "--column", "body")
-    assert told == f"{torn}: no column body, it has id, text: name one with --column"
+    assert told == f"{torn}: no column body; the columns are id, text: name one with --column"
     whole = bytearray(torn.read_bytes())
     torn.write_bytes(whole[:-50])
     assert refused(tmp_path, str(torn)).startswith(f"{torn}, row 1: cannot be read (")
     folder = saved(tmp_path / "set")
     (folder / "data-00001-of-00002.arrow").unlink()
     assert refused(tmp_path, str(folder)) == (
-        f"{folder}/data-00001-of-00002.arrow: missing, state.json ; save the dataset again"
+        f"{folder}/data-00001-of-00002.arrow: missing, but listed in state.json; save the dataset again"
     )
     for name, content, told in (
         ("state.json", '{"_data_files": []}', "no files listed, so the dataset is empty; save the dataset again, or "
@@ -297,7 +298,7 @@ def test_what_a_killed_preparation_left_is_named(tmp_path: Path, capsys: pytest.
         folder.mkdir()
     rows = str(json_lines(tmp_path / "a.jsonl"))
     main(["prepare", "--out", str(tmp_path / "out"), rows, "--validation", "0.2"])
-    told = [line for line in capsys.readouterr().out.split("\n") if "did not end" in line]
+    told = [line for line in capsys.readouterr().out.split("\n") if "unfinished" in line]
     assert told == [f"{left} belongs to an unfinished preparation; remove it"]
 
 
@@ -342,9 +343,9 @@ def test_an_index_finds_shards_that_are_missing_swapped_or_foreign(tmp_path: Pat
     path = folder / "train-00000.shard"
     whole = path.read_bytes()
     (folder / "train-00001.shard").write_bytes(whole)
-    assert told() == f"{folder}/train-00001.shard: this shard is none that index.json lists; prepare it again"
+    assert told() == f"{folder}/train-00001.shard: this shard is not listed in index.json; prepare it again"
     path.rename(folder / "train-00001.shard")
-    assert "train-00000.shard: this shard is missing, index.json lists it; prepare it again" in told()
+    assert "train-00000.shard: this shard is missing, but listed in index.json; prepare it again" in told()
     (folder / "train-00001.shard").unlink()
     path.write_bytes((other / path.name).read_bytes())
     assert told().startswith(f"{path}: damaged or of another preparation, its header says ")

@@ -103,7 +103,7 @@ def test_a_sink_that_cannot_be_begun_is_left_out(tmp_path: Path) -> None:
     recorder.begin(0)
     recorder.validation(1, 2.0)
     assert said[0].startswith("WARNING: csv could not be written (Is a directory) and gets no further records until ")
-    assert said[1].startswith(f"{tmp_path}/loss.png could not be written ({tmp_path}/metrics.jsonl: no metrics there, ")
+    assert said[1].startswith(f"{tmp_path}/loss.png could not be written ({tmp_path}/metrics.jsonl: no metrics found, ")
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
 

@@ -166,9 +166,8 @@ def test_a_setting_that_reaches_no_linear_is_refused(setting):
     with pytest.raises(ValueError) as error:
         plan(block(odd=Conv1D(), norm=nn.LayerNorm(16)), {"match": ["blocks.*.{odd,norm}"], **setting})
     assert str(error.value) == (
-        f"layer group '0': {next(iter(setting))} is for linears, and the group matches none: the matched modules ( "
-        f"blocks.0.odd, is "
-        f"Conv1D, LayerNorm; replace these by nn.Linear, or remove {next(iter(setting))} from the group"
+        f"layer group '0': {next(iter(setting))} is for linears, and the group matches none: the matched modules "
+        f"(blocks.0.odd, ...) are Conv1D, LayerNorm; replace these by nn.Linear, or remove {next(iter(setting))} from the group"
     )
 
 

@@ -135,7 +135,7 @@ def test_odd_tokens_travel_in_high_precision_alike_on_every_rank_and_it_is_said(
         for what, error in errors.items():
             assert error < 2**-13, f"{name} {what}: {error}"  # what FP8 units keep of a sum, on two ranks
         expected = [
-            f"{t} columnwise ({name}) is gathered in high precision: 43 tokens a rank are no multiple of {unit}"
+            f"{t} columnwise ({name}) travels in high precision: 43 tokens a rank are no multiple of {unit}"
             for t in ("x", "dy")
         ]
         assert [text.partition(", a block")[0] for text in said] == (expected if unit else [])

@@ -181,8 +181,10 @@ def read_late() -> tuple[list[str], list[bool]]:
 @pytest.mark.ranks(2)
 def test_a_gpu_refuses_them_one_call_late(ranks):
     for (loss, embedding, again), nan in ranks(2).run(read_late):
-        assert loss.startswith("IndexError: cross_entropy: 32 is out of range in the previous call: targets are")
-        assert embedding.startswith("IndexError: embedding: 32 is out of range in the previous call: tokens are")
+        assert loss.startswith("IndexError: cross_entropy: 32 is out of range in the previous call: targets must be in")
+        assert embedding.startswith(
+            "IndexError: embedding: 32 is out of range in the previous call: token ids must be in"
+        )
         assert again == "no error" and all(nan)
 
 

@@ -408,7 +408,9 @@ def passed_on() -> list[tuple[str, list[str]]]:
 
 @pytest.mark.ranks(2)
 def test_who_reads_a_parameter_and_passes_it_on_is_named(ranks):
-    note = "0: a Relative reads parameters of other modules, which are DTensors now: a layer group with convert = false"
+    note = (
+        "0: a Relative reads parameters of other modules, which are DTensors now: leave the module out by a layer group"
+    )
     for (norm, first), (linear, second) in ranks(2).run(passed_on):
         assert norm.startswith("0.norm: the module is called with a DTensor, made from a parameter of another module")
         assert linear.startswith("0.proj: x is a DTensor, but layers read this rank's plain tensor")

@@ -231,7 +231,7 @@ def refused() -> dict[str, str]:
         "of fprop in another format than fp32": lambda: converted(
             tp, recipe={"name": "bf16", "wire": {"fprop": "fp8"}}
         ),
-        "inside a block of fp8_block": lambda: converted(tp, recipe="fp8_block"),
+        "tp splits a block of fp8_block": lambda: converted(tp, recipe="fp8_block"),
         "delay_wgrad = true": lambda: converted(tp, delay_wgrad=True),
         "overlap = 'chunked'": lambda: converted(tp, overlap="chunked"),
         "4 is a RMSNorm of dlp.ops": lambda: converted(tp, dlp.ops.RMSNorm(64)),

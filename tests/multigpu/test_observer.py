@@ -212,7 +212,7 @@ def unknown() -> str:
 
 @pytest.mark.ranks(2)
 def test_a_collective_that_cannot_be_counted_is_refused(ranks):
-    assert "the observer cannot count c10d::allreduce_" in ranks(2).run(unknown)[0]
+    assert "the observer cannot count the collective c10d::allreduce_" in ranks(2).run(unknown)[0]
 
 
 def test_every_collective_of_this_torch_is_in_the_table():

@@ -160,7 +160,7 @@ def as_torch_sends(quantizer: Any) -> bool:
     sums = values.clone()
     dist.all_reduce(sums)
     same = torch.equal(sums, 2 * values) and torch.equal(*scales)
-    with pytest.raises(ValueError, match="c10d.allreduce_.default would write into a weight that is held as"):
+    with pytest.raises(ValueError, match="c10d.allreduce_.default would write to a weight that is stored as"):
         dist.all_reduce(model[0].weight)
     expected = [layer.weight.dequantize() for layer in other]
     for each in expected:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dlp
-from dlp.parallel.linear import autograd
+from dlp.parallel.linear import autograd, opaque
 from launch.config.run_config import Config
 from launch.training.build import build
 from launch.training.wire_bytes import WARM
@@ -81,7 +81,7 @@ def runs(config: Config) -> dict[str, int]:
     built = build(config, mesh, torch.device(worker.device()))
     tokens = torch.zeros(1, config.train.sequence, dtype=torch.int64, device=built.device)
     counts: Counter[str] = Counter()
-    real = autograd.linear_forward
+    real = opaque.linear_forward
 
     def counted(*args: Any) -> Any:
         counts["linears"] += 1
@@ -92,11 +92,11 @@ def runs(config: Config) -> dict[str, int]:
 
     for block in built.model.model.layers:
         block.input_layernorm.register_forward_hook(norm)
-    autograd.linear_forward = counted
+    autograd.linear_forward = opaque.linear_forward = counted
     try:
         dlp.cross_entropy(built.model(tokens), tokens, mesh).backward()
     finally:
-        autograd.linear_forward = real
+        autograd.linear_forward = opaque.linear_forward = real
     return dict(counts)
 
 

@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 from dlp.kernels import gemms
 from dlp.kernels.ranges import named_range
 from dlp.kernels.table import runs_kernels
+from dlp.parallel.linear import functional
 from dlp.parallel.linear.capture import of_layer
-from dlp.parallel.linear.functional import contract_gemm, linear_backward, linear_forward
+from dlp.parallel.linear.functional import linear_backward, linear_forward
 from dlp.parallel.linear.plan import GradsWanted, keeps_x, reads_w, to_save
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, waits
@@ -308,4 +309,4 @@ def leave_wgrads(
 def _run(bound: BoundSpec, *arguments: Any, **more: Any) -> Tensor:
     """`contract_gemm`, in the named range of wgrad."""
     with named_range(f"{bound.spec.name}.wgrad"):
-        return contract_gemm(bound, *arguments, **more)
+        return functional.contract_gemm(bound, *arguments, **more)
