@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 
@@ -17,6 +18,7 @@ from launch.ranks import process_exit
 from launch.settings.schema import ConfigError
 from launch.training import optimizer
 from tests.command import command
+from tests.pool import forking
 
 
 def tps(tp: int) -> list[int]:
@@ -169,17 +171,20 @@ def test_torchruns_report_ends_with_the_sentence_of_a_refusal(tmp_path, monkeypa
     assert not process_exit.is_refusal(ProcessFailure(0, 1, 1, str(file)).error_file_data)
 
 
-def test_a_taken_port_is_one_sentence(monkeypatch):
-    with socket.create_server(("0.0.0.0", 0)) as taken:
+def connected(place: dict[str, str]) -> str:
+    """In a process of its own, which has no process group: the message of ranks that cannot connect at this place."""
+    os.environ.update(place)
+    with pytest.raises(ValueError) as error:
+        mesh.init_process_group("cpu")
+    return str(error.value)
+
+
+def test_a_taken_port_is_one_sentence():
+    with socket.create_server(("0.0.0.0", 0)) as taken, forking().Pool(1) as pool:
         port = str(taken.getsockname()[1])
         place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for name, value in place.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(mesh.dist, "is_initialized", lambda: False)
-        with pytest.raises(
-            ValueError, match=f"^the ranks cannot connect at 127.0.0.1:{port}: The server socket has failed to"
-        ):
-            mesh.init_process_group("cpu")
+        told = pool.apply(connected, (place,))
+    assert told.startswith(f"the ranks cannot connect at 127.0.0.1:{port}: The server socket has failed to")
 
 
 @pytest.mark.parametrize("ranks", ["0", "-2", "two", "²"])
