@@ -9,9 +9,8 @@
     linear    forward and backward of a column and a row, serial and chunked; against serial bf16
 
 Sizes are tokens of all ranks x features. Times are of the device: the host runs ahead behind a sleeping kernel;
-variants alternate, inputs rotate, and the printed time is the median over repetitions of the slowest rank. On CPUs
-(gloo) they are
-wall times, which only show that everything runs. Bytes are the bytes that a rank receives.
+variants alternate, inputs rotate, and the printed time is the median over repetitions of the slowest rank. On CPUs (gloo) they
+are wall times, which only show that everything runs. Bytes are the bytes that a rank receives.
 """
 
 from __future__ import annotations

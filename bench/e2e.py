@@ -13,14 +13,11 @@ CONFIG is `bench_8b` by default: eight blocks of 8B shape, one sequence of 8192 
     PEER:graph                     a peer whose step is captured in a CUDA graph, too
 
 Random tokens; the median of steps after a warm-up, timed on the device from step to step; peak memory of the steps, and
-the memory that the previous subject has left allocated. The power of a GEMM depends on its data, so subjects must have
-similar losses: at the default learning rate of 1e-7, the last losses
-must agree within 2 %. The losses of a recipe with both gathers must be bitwise equal; on GPUs this needs
-`--train.deterministic true`,
-since attention sums gradients in order of arrival. If losses or memory violate these rules, a line reports it and the
-exit code is 1.
-A subject that cannot be measured ends the program before the first subject, with exit code 2. Files are rewritten after
-each subject.
+the memory that the previous subject has left allocated. The power of a GEMM depends on its data, so subjects must have similar
+losses: at the default learning rate of 1e-7, the last losses must agree within 2 %. The losses of a recipe with both gathers
+must be bitwise equal; on GPUs this needs `--train.deterministic true`, since attention sums gradients in order of arrival. If
+losses or memory violate these rules, a line reports it and the exit code is 1. A subject that cannot be measured ends the
+program before the first subject, with exit code 2. Files are rewritten after each subject.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node N -m bench.e2e [CONFIG] --subjects peer_bf16,peer_tensorwise,peer_rowwise
 
-The script follows PyTorch's documentation: `fully_shard` gathers bf16 parameters and reduces gradients in fp32, each
-block is
+The script follows PyTorch's documentation: `fully_shard` gathers bf16 parameters and reduces gradients in fp32, each block is
 compiled, and AdamW is fused. The tensorwise recipe gathers weights in float8.
 """
 
@@ -34,9 +33,8 @@ def convert_to_float8(model: nn.Module, recipe: str) -> None:
 
 
 class Peer:
-    """A model and its step. `float8`: recipe of torchao, tensorwise or rowwise, or None for bf16; `capturable`: a CUDA
-    graph can capture
-    the step."""
+    """A model and its step. `float8`: recipe of torchao, tensorwise or rowwise, or None for bf16; `capturable`: a CUDA graph
+    can capture the step."""
 
     def __init__(
         self, config: Config, mesh: DeviceMesh, device: torch.device, *, float8: str | None = None, capturable: bool = False

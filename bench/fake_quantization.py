@@ -8,9 +8,8 @@ Nothing of dlp's casts, formats or GEMMs is used; only the random bits of stocha
 takes a matrix whose last dimension is the contraction, and returns the dequantized values. Both operands of NVFP4's
 wgrad stay in the Hadamard basis, which is orthogonal and cancels in the product. Weights are unsharded: tp = 1.
 
-Scales and sums are computed in fp32 in the order that the formats define: with FP4, the last bit of a tensor's scale
-makes 2 % of
-the error.
+Scales and sums are computed in fp32 in the order that the formats define: with FP4, the last bit of a tensor's scale makes 2 %
+of the error.
 """
 
 from __future__ import annotations

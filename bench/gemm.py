@@ -2,14 +2,11 @@
 
     python -m bench.gemm [--shapes 8192x4096x14336] [--recipes fp8_current] [--json FILE]
 
-Shapes are tokens x in_features x out_features. A GEMM gets quantized operands; its time includes the layout of scales
-and the
-decoding of operands. Operands rotate over more than four times the L2 cache, launches
-are captured as CUDA graphs, and each runs alone until clocks have settled under its own load. `x bf16` is the speed over
-that of torch.mm in bf16; `x torch` over that of torch._scaled_mm on the same codes and scales, if it supports them,
-with the same
-accumulation. `best` is the speed of the fastest of cuBLASLt's candidates relative to the selected kernel, both in
-bursts.
+Shapes are tokens x in_features x out_features. A GEMM gets quantized operands; its time includes the layout of scales and the
+decoding of operands. Operands rotate over more than four times the L2 cache, launches are captured as CUDA graphs, and each
+runs alone until clocks have settled under its own load. `x bf16` is the speed over that of torch.mm in bf16; `x torch` over
+that of torch._scaled_mm on the same codes and scales, if it supports them, with the same accumulation. `best` is the speed of
+the fastest of cuBLASLt's candidates relative to the selected kernel, both in bursts.
 """
 
 from __future__ import annotations

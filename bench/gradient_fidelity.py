@@ -3,19 +3,14 @@
     python -m bench.gradient_fidelity [CONFIG] [--section.key value ...]
 
 The model is trained as the config says, launch/configs/fidelity.toml by default, or taken from `--checkpoint.resume PATH`.
-Then all linears of the blocks run under each recipe, and the gradient of their weights over `--batches` batches is
-compared with
-the bf16 gradient: relative error |g - g0| / |g0|, cosine, gain <g, g0> / <g0, g0>, and the change of the loss. The
-error depends on the checkpoint. It is therefore compared with an independent fake quantization of the same model on the
-same batches
-(`bench.fake_quantization`): `apart` is the distance of both gradients, |g - f|, over the error of the fake, |f - g0|.
-It must not exceed LIMIT, and it must
-exceed LIMIT for negative controls, which show that errors are detected. The exit code is 1 if one of these conditions
-fails.
-With native GEMMs the limit is UNITS: tensor cores keep about 14 bits of a sum, and a value that moves by so little may
-get another
-code, which affects the next product.
-The program runs on one rank, since a fake linear has unsharded weights.
+Then all linears of the blocks run under each recipe, and the gradient of their weights over `--batches` batches is compared
+with the bf16 gradient: relative error |g - g0| / |g0|, cosine, gain <g, g0> / <g0, g0>, and the change of the loss. The error
+depends on the checkpoint. It is therefore compared with an independent fake quantization of the same model on the same batches
+(`bench.fake_quantization`): `apart` is the distance of both gradients, |g - f|, over the error of the fake, |f - g0|. It must
+not exceed LIMIT, and it must exceed LIMIT for negative controls, which show that errors are detected. The exit code is 1 if one
+of these conditions fails. With native GEMMs the limit is UNITS: tensor cores keep about 14 bits of a sum, and a value that
+moves by so little may get another code, which affects the next product. The program runs on one rank, since a fake linear has
+unsharded weights.
 """
 
 from __future__ import annotations

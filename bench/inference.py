@@ -5,9 +5,8 @@ eager and with blocks under torch.compile.
     python -m bench.inference --layers "**"                                 its head in FP8, too
     python -m bench.inference --config tiny --tokens 256 --repeats 2 --ways eager          on a CPU
 
-By default the linears of blocks are frozen, without the head. The exit code is 1 if a compiled frozen model is not
-`--least` times
-as fast as compiled bf16.
+By default the linears of blocks are frozen, without the head. The exit code is 1 if a compiled frozen model is not `--least`
+times as fast as compiled bf16.
 """
 
 from __future__ import annotations

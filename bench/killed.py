@@ -3,11 +3,9 @@
     python -m bench.killed [CONFIG] [--ranks 2] [--out FOLDER] [--section.key value ...]
 
 CONFIG is `llama3_1b` by default. Both runs are deterministic, recompute selectively and save while the next steps run. The
-first kill takes all processes at once, as when a host is lost, the second one rank; each kill happens while a
-checkpoint is written and
-an earlier checkpoint exists. The program prints the cost of saves and the first difference of the curves. The exit code
-is 1 if they
-differ, or if a resumed run did not start from the last finished checkpoint.
+first kill takes all processes at once, as when a host is lost, the second one rank; each kill happens while a checkpoint is
+written and an earlier checkpoint exists. The program prints the cost of saves and the first difference of the curves. The exit
+code is 1 if they differ, or if a resumed run did not start from the last finished checkpoint.
 """
 
 from __future__ import annotations

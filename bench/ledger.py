@@ -107,9 +107,8 @@ def weight_share(seen: observer.Observer, ours: Traffic, bf16: Traffic, group: s
 
 
 def gather_shares(seen: observer.Observer, bf16: Traffic, group: str) -> list[float]:
-    """Bytes of each gather of a quantized x or dy, relative to bf16. In bf16 a layer that gathers one side reduces the
-    other, so each pass
-    sends the same bytes."""
+    """Bytes of each gather of a quantized x or dy, relative to bf16. In bf16 a layer that gathers one side reduces the other,
+    so each pass sends the same bytes."""
     shares = []
     for key, nbytes in seen.sent.items():
         quantized = key.direction in GEMMS and key.kind == "all_gather" and key.precision not in HIGH_PRECISION

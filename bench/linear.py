@@ -2,8 +2,7 @@
 
     python -m bench.linear [--shapes 8192x4096x14336] [--recipes fp8_current] [--json FILE] [--plot FILE.png]
 
-An iteration is forward, backward with gradients of x and w, and the step boundary, which casts the weights: an
-optimizer step
+An iteration is forward, backward with gradients of x and w, and the step boundary, which casts the weights: an optimizer step
 without the update. Inputs rotate over more than four times the L2 cache.
 
     device     device time: eight iterations at a time are queued behind a kernel that keeps the device busy
@@ -15,16 +14,13 @@ without the update. Inputs rotate over more than four times the L2 cache.
     gemms      the three GEMMs alone, with the fastest of cuBLASLt's candidates
     floor      gemms + 1.15 x the minimum bytes of casts / the bandwidth of a copy
 
-Each time is followed by its ratio to nn.Linear's time. GEMMs run with the first algorithm of cuBLASLt's heuristic, the
-default for
-users; `RECIPE:tuned` runs the algorithm that `python -m dlp.kernels.tune` chooses for the shape. `RECIPE:fast`
-accumulates in the tensor core only (`accumulation`) in all three GEMMs; targets apply to the recipe's default
-accumulation.
+Each time is followed by its ratio to nn.Linear's time. GEMMs run with the first algorithm of cuBLASLt's heuristic, the default
+for users; `RECIPE:tuned` runs the algorithm that `python -m dlp.kernels.tune` chooses for the shape. `RECIPE:fast` accumulates
+in the tensor core only (`accumulation`) in all three GEMMs; targets apply to the recipe's default accumulation.
 
 Device time is compared three times, if applicable: its ratio with a target, at the end of a row `ok (0.87)` or
-`MISSED (0.87)`; against the floor, `floor ok` or `above floor by 1.0 %`; and, after all rows of a shape, with the
-fastest library with the same quantization,
-`0.950 of torchao`. The exit code is nonzero only if a measurement failed.
+`MISSED (0.87)`; against the floor, `floor ok` or `above floor by 1.0 %`; and, after all rows of a shape, with the fastest
+library with the same quantization, `0.950 of torchao`. The exit code is nonzero only if a measurement failed.
 
 Shapes are tokens x in_features x out_features. Each shape runs in a separate process (`bench.linear_shape`) with all
 subjects, so that torch.compile, which the peer needs, sees one shape and does not make it dynamic. `bench.host`

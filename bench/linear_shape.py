@@ -2,9 +2,8 @@
 
     python -m bench.linear_shape 8192x4096x4096 [--recipes fp8_current] [--where] [--json FILE]
 
-Each subject runs alone, at the clocks under its own load (`dlp.kernels.timing`); alternation would cool the device for
-the subject
-with the highest load. A subject that fails has a row with the reason.
+Each subject runs alone, at the clocks under its own load (`dlp.kernels.timing`); alternation would cool the device for the
+subject with the highest load. A subject that fails has a row with the reason.
 """
 
 from __future__ import annotations
@@ -84,9 +83,8 @@ def tuned_choices(recipe: str, shape: Shape) -> dict[GemmProblem, int]:
 def cast_bytes(recipe: str) -> tuple[float, float]:
     """Bytes that casts move per element of (x, dy) and of w.
 
-    Values are read, and read again if a scale needs all values before the first code; codes and scales of both
-    orientations are written;
-    if operands are decoded, codes are read again and decoded values are written."""
+    Values are read, and read again if a scale needs all values before the first code; codes and scales of both orientations are
+    written; if operands are decoded, codes are read again and decoded values are written."""
     of = recipe_of(recipe)
     pairs = [of.operands(which) for which in GEMMS]
     decoded = any(kernel_name(a.format, b.format, "cuda").startswith(DECODES) for a, b in pairs)

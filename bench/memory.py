@@ -3,9 +3,8 @@
     torchrun --nproc-per-node 2 -m bench.memory [--cases A,B,...] [--steps 3] [--section.key value ...]
 
 Settings apply to every case. Each case counts static memory tensor by tensor (also on a CPU); on a GPU also the peak of
-`max_memory_allocated` in forward, backward and update, and the memory allocated after each. The exit code is 1 if a
-peak differs from
-its prediction by more than 5 %. Random tokens; the model and the step are the launcher's.
+`max_memory_allocated` in forward, backward and update, and the memory allocated after each. The exit code is 1 if a peak
+differs from its prediction by more than 5 %. Random tokens; the model and the step are the launcher's.
 """
 
 from __future__ import annotations

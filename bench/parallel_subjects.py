@@ -1,14 +1,12 @@
-"""Subjects of `bench.tensor_parallel`: a column and a row linear, and a Llama layer, over tp with sequence parallelism,
-in plain
-torch, in dlp under a recipe and a strategy, and in Transformer Engine if it is installed.
+"""Subjects of `bench.tensor_parallel`: a column and a row linear, and a Llama layer, over tp with sequence parallelism, in
+plain torch, in dlp under a recipe and a strategy, and in Transformer Engine if it is installed.
 
     pair     4096x14336          K -> N -> K
     layer    4096x14336x32x8     hidden, ffn, heads, kv heads: RMSNorm, attention, RMSNorm, SwiGLU MLP; one sequence
 
 All begin and end with token shards [M/R, K] in bf16. A plain layer is the launcher's own block with the weights of one rank:
-its norms return gathered tokens, once for q, k, v and once for gate and up, and o and down scatter their results. Only
-dlp's model
-sums the gradients of norms, which cover a rank's tokens, over tp.
+its norms return gathered tokens, once for q, k, v and once for gate and up, and o and down scatter their results. Only dlp's
+model sums the gradients of norms, which cover a rank's tokens, over tp.
 """
 
 from __future__ import annotations

@@ -2,14 +2,11 @@
 
     python -m bench.quantize [--sizes 256 64 4] [--only block] [--json FILE] [--plot FILE.png]
 
-Useful bytes are those a quantizer cannot avoid: the input read once, codes and scales written once. The copy moves the
-same
-total, half read and half written, each rounded up to complete pages: an H200 copies other sizes a third slower, which
-would be an unfair
-baseline. The share is one bandwidth over the other. Both
-are captured as CUDA graphs of many launches over rotating buffers, more than four times the L2 cache in all, so that
-every launch finds its input cold; their replays alternate, and medians are printed. Sizes are MB of input. `host` is
-the host time of one call while the device is idle.
+Useful bytes are those a quantizer cannot avoid: the input read once, codes and scales written once. The copy moves the same
+total, half read and half written, each rounded up to complete pages: an H200 copies other sizes a third slower, which would be
+an unfair baseline. The share is one bandwidth over the other. Both are captured as CUDA graphs of many launches over rotating
+buffers, more than four times the L2 cache in all, so that every launch finds its input cold; their replays alternate, and
+medians are printed. Sizes are MB of input. `host` is the host time of one call while the device is idle.
 """
 
 from __future__ import annotations

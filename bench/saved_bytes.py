@@ -2,10 +2,8 @@
 
     python -m bench.saved_bytes [CONFIG] [--section.key value ...]        tiny by default; one sequence, without tp
 
-The program counts the tensors that autograd saves, by saved-tensor hooks, each storage once, without parameters and
-their cast
-operands from the step boundary. Nothing is allocated or computed: tensors are fake, so a block of any size is counted
-at once.
+The program counts the tensors that autograd saves, by saved-tensor hooks, each storage once, without parameters and their cast
+operands from the step boundary. Nothing is allocated or computed: tensors are fake, so a block of any size is counted at once.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     python -m bench.shapes CONFIG --layers      linears before tp cuts them, for `python -m dlp.parallel.tune`
     python -m bench.shapes --model package.module:factory [--input 4x2048]      linears of any model
 
-A GEMM is D [rows, cols] = A [rows, contraction] @ B [cols, contraction].T. The shapes come from the plan, without
-ranks. A model of --model runs
-once on the meta device, on int64 tokens of the shape `--input`, or on the inputs that the factory returns.
+A GEMM is D [rows, cols] = A [rows, contraction] @ B [cols, contraction].T. The shapes come from the plan, without ranks. A
+model of --model runs once on the meta device, on int64 tokens of the shape `--input`, or on the inputs that the factory
+returns.
 """
 
 from __future__ import annotations
@@ -138,9 +138,8 @@ class Linears(TorchFunctionMode):
 
 
 def of_model(factory: str, tokens: Sequence[int]) -> Counter[str]:
-    """Linears of the model that `factory`, "package.module:function", makes on the meta device: a module, which is
-    called with int64 tokens
-    of this shape, or (module, inputs).
+    """Linears of the model that `factory`, "package.module:function", makes on the meta device: a module, which is called with
+    int64 tokens of this shape, or (module, inputs).
 
     Raises ValueError if there is no such model, or if it does not run on the meta device."""
     package, _, name = factory.partition(":")

@@ -3,8 +3,7 @@
     python -m launch.advise CONFIG --world 64 --board h200 [--recipes fp8_current bf16] [--show 5] [--section.key value ...]
 
 The program tries every mesh of tp, dp_shard and dp_replicate that the model allows with each recipe and micro batch,
-and recomputation if nothing else fits in memory. No rank is started. The model is planned with few blocks; seconds and
-bytes
+and recomputation if nothing else fits in memory. No rank is started. The model is planned with few blocks; seconds and bytes
 are extended to all blocks, since both are linear in the number of equal blocks.
 """
 

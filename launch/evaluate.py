@@ -2,9 +2,8 @@
 
     python -m launch.evaluate CHECKPOINT [--data FOLDER] [--split train] [--batches N] [--section.key value ...]
 
-The program also runs under torchrun. The model uses the recipes of its training unless `--recipe` is given. It reads
-each sequence
-of `[train] sequence` tokens once, `global_batch` sequences at a time.
+The program also runs under torchrun. The model uses the recipes of its training unless `--recipe` is given. It reads each
+sequence of `[train] sequence` tokens once, `global_batch` sequences at a time.
 """
 
 from __future__ import annotations

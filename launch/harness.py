@@ -61,9 +61,8 @@ def longest(trained: Trained) -> int:
 def rolling_windows(text: Sequence[int], prefix: int, most: int) -> Iterator[tuple[list[int], list[int]]]:
     """Split a document into (context, continuation) windows as lm_eval does with a context of one token.
 
-    Every token is scored once, in windows of at most `most` tokens. The first window follows `prefix`; the last window
-    has the longest
-    context that fits."""
+    Every token is scored once, in windows of at most `most` tokens. The first window follows `prefix`; the last window has the
+    longest context that fits."""
     for start in range(0, len(text), most):
         end = min(start + most, len(text))
         context = text[end - most - 1 : start] if start else [prefix]

@@ -2,10 +2,9 @@
 
     python -m launch.local [--ranks N] [CONFIG] [--section.key value ...]
 
-The number of ranks and tp are chosen so that mesh and batch fit; every deviation from the config is printed. Values on
-the command
-line (--ranks, --mesh.tp) are used or rejected, never changed. Settings are checked here, before
-any rank starts, so that a mistake is one sentence and not a report by torchrun.
+The number of ranks and tp are chosen so that mesh and batch fit; every deviation from the config is printed. Values on the
+command line (--ranks, --mesh.tp) are used or rejected, never changed. Settings are checked here, before any rank starts, so
+that a mistake is one sentence and not a report by torchrun.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ def remarks(config: Config, chosen: tuple[int, int], devices: int, kind: str) ->
 
 
 def check_here(config: Config) -> None:
-    """Raise ValueError for errors that the ranks of this machine would raise: a setting for another device, a missing
-    package, missing
-    data, or an invalid checkpoint."""
+    """Raise ValueError for errors that the ranks of this machine would raise: a setting for another device, a missing package,
+    missing data, or an invalid checkpoint."""
     check_device(config, "cuda" if torch.cuda.is_available() else "cpu")
     metric_sinks.check(config.run.metrics)
     open_sources(config.data.path, config.model.vocab, config.data.validation)
@@ -68,9 +66,8 @@ def check_here(config: Config) -> None:
 
 
 def train(ranks: int, arguments: Sequence[str]) -> int:
-    """Run `launch.train` on this number of ranks of this machine, and return the exit code: 128 + signal number if a
-    signal stopped
-    torchrun, 1 if a rank failed."""
+    """Run `launch.train` on this number of ranks of this machine, and return the exit code: 128 + signal number if a signal
+    stopped torchrun, 1 if a rank failed."""
     meet_on_loopback()
     meeting = [f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={HOST}", "--nnodes=1"]
     command = [*meeting, f"--nproc-per-node={ranks}", "-m", "launch.train", *arguments]

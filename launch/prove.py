@@ -3,9 +3,8 @@
     python -m launch.prove [CONFIG] [--meshes tp2 tp2+sp dp2 ...] [--steps N] [--exact] [--layers N] [--width N]
                            [--section.key value ...]
 
-The model is shrunk: `--layers` blocks, a hidden size of `--width`, and the other sizes in proportion; kv_heads stay, so
-that the same tp sizes
-are possible as in the full model. Tokens are random. The exit code is 1 if a mesh differs from one rank.
+The model is shrunk: `--layers` blocks, a hidden size of `--width`, and the other sizes in proportion; kv_heads stay, so that
+the same tp sizes are possible as in the full model. Tokens are random. The exit code is 1 if a mesh differs from one rank.
 """
 
 from __future__ import annotations

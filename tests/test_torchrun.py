@@ -2,10 +2,10 @@
 
 One run fails on two "hosts", is resumed on one and killed, resumed and stopped, and resumed by ranks without torchrun to its
 end; its losses must be those of a run that was left alone. Those ranks meet in one store, one run after the other, as ranks do
-that torchrun starts anew. Blocks are sequences of dlp.ops. The rest of what a run does
-is tested in the pool (tests/multigpu), where a run costs less than a second. The import of torch, dlp and launch costs a new
-interpreter six seconds of the CPU. Therefore only the run on two "hosts" has ranks that are new interpreters; torchrun starts
-the other ranks as forks (`ForkedRank`).
+that torchrun starts anew. Blocks are sequences of dlp.ops. The rest of what a run does is tested in the pool (tests/multigpu),
+where a run costs less than a second. The import of torch, dlp and launch costs a new interpreter six seconds of the CPU.
+Therefore only the run on two "hosts" has ranks that are new interpreters; torchrun starts the other ranks as forks
+(`ForkedRank`).
 """
 
 from __future__ import annotations

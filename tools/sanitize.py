@@ -2,8 +2,7 @@
 
     python -m tools.sanitize [TOOL ...] [--cases 8]
 
-A tool must first show on this device that it works: it reports nothing for a correct kernel, and an error for a faulty
-kernel
+A tool must first show on this device that it works: it reports nothing for a correct kernel, and an error for a faulty kernel
 (tools/sanitize_probe.cu). A tool that does not is named and skipped, and the exit code is 3.
 
 memcheck and racecheck take two minutes, initcheck, which must watch torch's kernels too, ten; with pytest-xdist installed,
@@ -106,9 +105,8 @@ def check(tool: str, probe: str, cases: int) -> int:
 
 
 def verdict(done: Done) -> tuple[int, str]:
-    """Exit code of a run of pytest under a tool, and the findings. Some findings are warnings, for which a tool may
-    have no exit code; a run
-    in which no test ran has no findings to report."""
+    """Exit code of a run of pytest under a tool, and the findings. Some findings are warnings, for which a tool may have no
+    exit code; a run in which no test ran has no findings to report."""
     if found := findings(done.output):
         return 1, "; ".join(found)
     if done.code != FOUND and re.search(r"\b[1-9]\d* (passed|failed)", last_line(done.output)) is None:

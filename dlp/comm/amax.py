@@ -26,8 +26,7 @@ _MAX.reduceOp, _MAX.asyncOp = dist.ReduceOp.MAX, False  # type: ignore[assignmen
 def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """Return the elementwise maxima over `group` of fp32 tensors, which have the same shapes on all ranks.
 
-    One kernel computes the maxima where the ranks map each other's memory (`dlp.comm.mapped`), one all-reduce
-    elsewhere. The
+    One kernel computes the maxima where the ranks map each other's memory (`dlp.comm.mapped`), one all-reduce elsewhere. The
     inputs are not changed. Every rank of the group must call `agree`, also a rank with an empty shard.
     """
     if group.size() == 1 or not observed:

@@ -8,9 +8,8 @@
 
 Sums do not depend on the order of arrival: the contributions to one rank's rows are exchanged (all-to-all), summed there in
 fp32 in rank order and rounded once. NCCL's and gloo's own reductions round the running sum of a bf16 tensor at every hop, in an
-another order. A `ReduceCodec` defines how contributions are encoded for the transfer. Everything is sent as bytes: gloo
-has no FP8 dtype,
-and a grouped gather of several dtypes would silently promote them to one.
+another order. A `ReduceCodec` defines how contributions are encoded for the transfer. Everything is sent as bytes: gloo has no
+FP8 dtype, and a grouped gather of several dtypes would silently promote them to one.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ _GATHER.asyncOp = _EXCHANGE.asyncOp = True
 
 
 class Pending(Generic[T]):
-    """Result of a transfer in flight. `wait()` orders the current stream after the transfer and returns the result; it
-    can be
+    """Result of a transfer in flight. `wait()` orders the current stream after the transfer and returns the result; it can be
     called any number of times."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], T]) -> None:
@@ -86,9 +84,8 @@ class ReduceCodec(NamedTuple):
     """Encoding of the contributions to a sum over R ranks.
 
     pack    encodes chunks [R, ...], one for each rank, as parts whose first dimension is R
-    total   sums the parts of all ranks in rank order, and rounds the sum once to the given dtype; if this rank's parts
-            are stored
-            elsewhere, they are passed together with the rank
+    total   sums the parts of all ranks in rank order, and rounds the sum once to the given dtype; if this rank's parts are
+            stored elsewhere, they are passed together with the rank
     kinds   maps shape and dtype of the chunks to shapes and dtypes of the parts
     """
 
@@ -137,15 +134,12 @@ def all_gather(
     group: ProcessGroup,
     into: Sequence[Tensor | None] | None = None,
 ) -> Pending[Parts]:
-    """Gather part i of every rank of `group` along dimension dims[i]. A part whose dim is None is equal on all ranks
-    and is not
+    """Gather part i of every rank of `group` along dimension dims[i]. A part whose dim is None is equal on all ranks and is not
     sent. NCCL gathers all parts in one launch.
 
-    `into`: storage allocated by `room`; parts that are this rank's segments of the storage are not copied. A part
-    gathered along
-    dimension 0 is complete when it has arrived. A part gathered along another dimension arrives rank by rank as well,
-    and one
-    copy rearranges it, since no kernel that dlp calls reads the contraction dimension in slabs.
+    `into`: storage allocated by `room`; parts that are this rank's segments of the storage are not copied. A part gathered
+    along dimension 0 is complete when it has arrived. A part gathered along another dimension arrives rank by rank as well, and
+    one copy rearranges it, since no kernel that dlp calls reads the contraction dimension in slabs.
     """
     if group.size() == 1:
         return done(tuple(parts))
@@ -181,8 +175,7 @@ def as_bytes(x: Tensor) -> Tensor:
 def _start_gathers(group: ProcessGroup, *tensors: Tensor) -> list[Any]:
     """Start the all-gathers of (storage, part, storage, part, ...), all as bytes.
 
-    NCCL runs them as one group, gloo one after the other: gloo's grouped all-gather corrupts the heap when two are in
-    flight
+    NCCL runs them as one group, gloo one after the other: gloo's grouped all-gather corrupts the heap when two are in flight
     (pytorch#65231)."""
     places, first = range(0, len(tensors), 2), tensors[0]
     if len(tensors) <= 2 or not (first.is_cuda and group._get_backend(first.device).supports_coalescing):
@@ -245,8 +238,7 @@ def record(parts: Sequence[Tensor]) -> int:
 def all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> Pending[Parts]:
     """Send chunk j of each part [R, ...] to rank j. In the result [R, ...], chunk j came from rank j.
 
-    The exchange is one launch: several parts are first copied into one record per rank, and the results are views of
-    the
+    The exchange is one launch: several parts are first copied into one record per rank, and the results are views of the
     received records."""
     if group.size() == 1:
         return done(tuple(parts))
@@ -297,9 +289,8 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS
 
 
 def _summed(chunks: Tensor, group: ProcessGroup, codec: ReduceCodec) -> tuple[list[Any], Callable[[], Tensor]]:
-    """Start the exchange of chunks [R, ...]. Returns the works, and a function that returns this rank's chunk, summed
-    over ranks in
-    rank order, when they are done."""
+    """Start the exchange of chunks [R, ...]. Returns the works, and a function that returns this rank's chunk, summed over
+    ranks in rank order, when they are done."""
     works, arrived = _exchanged(codec.pack(chunks), group)
     return works, lambda: codec.total(arrived(), chunks.dtype)
 
@@ -323,8 +314,7 @@ def shares(part: Tensor, world: int) -> Tensor:
     """Split a part into `world` equal shares [world, ...].
 
     The part is split by rows, so that a codec that scales along features sees whole rows. If the number of rows is not
-    divisible,
-    the elements are split, with zeros appended."""
+    divisible, the elements are split, with zeros appended."""
     rows = part.reshape(-1, part.shape[-1]) if part.dim() > 1 and part.shape[-1] else part.reshape(-1)
     if rows.dim() == 1 or len(rows) % world:
         rows = F.pad(part.reshape(-1), (0, -part.numel() % world))

@@ -4,15 +4,12 @@ A rank with fewer tokens, fewer microbatches or an empty batch leaves the other 
 an error.
 Two checks detect this:
 
-first step    before each forward of the model and before the first optimizer step, ranks exchange a description of the
-              next
+first step    before each forward of the model and before the first optimizer step, ranks exchange a description of the next
               action. If the descriptions differ, every rank raises RuntimeError that names the action of each rank
-later steps   a thread watches the training threads. If a training thread stays at the same place inside of a pass for
-              PATIENCE
+later steps   a thread watches the training threads. If a training thread stays at the same place inside of a pass for PATIENCE
               seconds, the log names this place and the layer that ran last
 
-The exchange costs one small gather per forward and a wait for the device, in the first step only. The thread costs the
-training
+The exchange costs one small gather per forward and a wait for the device, in the first step only. The thread costs the training
 thread nothing.
 """
 
@@ -108,8 +105,7 @@ def _said(numbers: list[int]) -> str:
 
 def check_alike(mine: Mapping[str, str], group: ProcessGroup | None, who: str) -> None:
     """Raise ValueError on all ranks of the group if ranks plan different things, since they would exchange operands in
-    different
-    formats.
+    different formats.
 
     mine: this rank's plan by name of the layer. who: the caller's name, for the message."""
     if group is None or group.size() == 1:

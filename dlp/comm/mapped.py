@@ -3,28 +3,20 @@
     current stream    ─ write parts ─┐                  ┌─ read received parts ─ release
     side stream       begin ─────────└─ push ─ barrier ─┘
 
-A `Slot` is a buffer of such memory on each rank of a group. `begin` waits until the peers have read the previous
-contents of
-their slots; `meet` is a barrier that waits until all peers have pushed into this rank's slot. Copy engines make the
-copies, on a
-side stream (`dlp.kernels.launches`). The launches of a transfer are the same in every step, so that
-`dlp.runtime.capture` and
+A `Slot` is a buffer of such memory on each rank of a group. `begin` waits until the peers have read the previous contents of
+their slots; `meet` is a barrier that waits until all peers have pushed into this rank's slot. Copy engines make the copies, on
+a side stream (`dlp.kernels.launches`). The launches of a transfer are the same in every step, so that `dlp.runtime.capture` and
 CUDA graphs can capture them.
 
-A direction of a layer (forward or backward) calls `start`, makes the transfers, reads the results and calls `finish`.
-All ranks
-of a group run directions in the same order. The slot of a transfer follows from its size, the style of the layer and
-the
-number of the transfer in the direction; these are equal on all ranks, whatever each rank has captured. Layers of column
-and of
-row style alternate in a model and use different slots, so that peers have long read a slot when it is used again.
+A direction of a layer (forward or backward) calls `start`, makes the transfers, reads the results and calls `finish`. All ranks
+of a group run directions in the same order. The slot of a transfer follows from its size, the style of the layer and the number
+of the transfer in the direction; these are equal on all ranks, whatever each rank has captured. Layers of column and of row
+style alternate in a model and use different slots, so that peers have long read a slot when it is used again.
 
-An amax agreement is one kernel that computes the maxima of a few numbers over the ranks: it writes the numbers to all
-peers,
+An amax agreement is one kernel that computes the maxima of a few numbers over the ranks: it writes the numbers to all peers,
 waits for the numbers of the peers, and compares.
 
-Each use of a slot has a number, which identifies the layer, the direction, the transfer and the piece. Ranks write the
-number
+Each use of a slot has a number, which identifies the layer, the direction, the transfer and the piece. Ranks write the number
 to the headers of slots, so that during a hang the headers tell which rank waits for which transfer.
 """
 
@@ -82,9 +74,8 @@ class Transport:
     def begin(self, nbytes: int, piece: int = 0, of: int = 0) -> Slot:
         """Return the slot of the next transfer of the current direction, or of piece `piece` > 0 of transfer `of`.
 
-        From here on peers may write to the slot. Pieces do not count as transfers, so that later transfers use the same
-        slots as in a
-        layer that sends its parts in one piece."""
+        From here on peers may write to the slot. Pieces do not count as transfers, so that later transfers use the same slots
+        as in a layer that sends its parts in one piece."""
         self.transfers += not piece
         transfer = of or self.transfers
         slot = self._slot(slot_bytes(nbytes), self._style, transfer, piece)
@@ -198,9 +189,8 @@ class Transport:
         return f"{what}, a slot of {size} bytes: rank {a} waits for rank {b}, which {awaited}{other}"
 
     def complaint(self) -> str | None:
-        """Message of a kernel, an amax agreement or a GEMM, that waited longer than PATIENCE and ended the program of
-        its GPU: it names
-        the rank that waited and the rank that it waited for. None if there is no such kernel."""
+        """Message of a kernel, an amax agreement or a GEMM, that waited longer than PATIENCE and ended the program of its GPU:
+        it names the rank that waited and the rank that it waited for. None if there is no such kernel."""
         found = next((found for slot in self.slots if (found := slot.complaint()) is not None), None)
         if found is None:
             return None

@@ -4,12 +4,10 @@
     seen.sent                                          Counter of bytes by Key
 
 The observer knows no plan. It reads the arguments of the collectives that torch executes, so that it also counts the
-collectives
-of FSDP, DTensor, user code and opaque ops. Code that moves bytes by other means (copies into memory of a peer) calls
-`copies`.
+collectives of FSDP, DTensor, user code and opaque ops. Code that moves bytes by other means (copies into memory of a peer)
+calls `copies`.
 
-The count is the bytes that this rank sends to other ranks, for R ranks and n elements of s bytes, as the least traffic
-of each
+The count is the bytes that this rank sends to other ranks, for R ranks and n elements of s bytes, as the least traffic of each
 kind:
 
     all_gather       (R-1) n s                the shard goes to every other rank
@@ -222,9 +220,8 @@ class Observer(TorchDispatchMode):
     names        maps ranks of a group to a name, see `ParallelDims.group_names`
     unlabelled   maps (group, kind) to the direction of transfers without a label, such as the transfers of FSDP
 
-    Compiled code that exists runs unchanged; code that would be compiled in this context runs eagerly. Raises
-    RuntimeError for a
-    collective that the observer cannot count.
+    Compiled code that exists runs unchanged; code that would be compiled in this context runs eagerly. Raises RuntimeError for
+    a collective that the observer cannot count.
     """
 
     def __init__(

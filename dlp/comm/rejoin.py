@@ -1,12 +1,9 @@
 """The store of ranks that torchrun may have restarted.
 
-torchrun's agents keep one store for all attempts, and torch writes the same keys in each attempt: ranks of a second
-attempt would
-read the addresses of the first attempt, and wait half an hour for an answer. Each agent counts restarts separately, so
-that no
-number given to the ranks identifies an attempt. The ranks therefore agree on a new name, which becomes the prefix of
-the group's
-keys:
+torchrun's agents keep one store for all attempts, and torch writes the same keys in each attempt: ranks of a second attempt
+would read the addresses of the first attempt, and wait half an hour for an answer. Each agent counts restarts separately, so
+that no number given to the ranks identifies an attempt. The ranks therefore agree on a new name, which becomes the prefix of
+the group's keys:
 
     rank 0     session = S, a new random name
     rank r     reads S, and writes joined/r = S and a new random name; again whenever it reads another S
@@ -30,9 +27,8 @@ LOOK = 0.02  # seconds between two reads
 
 
 def store_of_attempt() -> dist.Store | None:
-    """Store for the keys of this attempt's group, if torchrun's agents keep one store for all attempts. None elsewhere:
-    torch then
-    finds the store. Raises TimeoutError that names the missing rank."""
+    """Store for the keys of this attempt's group, if torchrun's agents keep one store for all attempts. None elsewhere: torch
+    then finds the store. Raises TimeoutError that names the missing rank."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

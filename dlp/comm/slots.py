@@ -8,8 +8,7 @@
 
 All ranks use a slot in the same order. They signal by flags in the header of the slot
 (`dlp/kernels/csrc/transport.cu`). The
-values of the flags do not depend on the step, so that each call is a launch that can be captured. Torch's symmetric
-memory
+values of the flags do not depend on the step, so that each call is a launch that can be captured. Torch's symmetric memory
 allocates the buffers and exchanges addresses; multicast is not needed.
 """
 
@@ -157,9 +156,8 @@ class CudaSlot:
         return [self.payload]
 
     def complaint(self) -> tuple[Wait, int, int] | None:
-        """Report of a kernel that waited longer than PATIENCE and ended the program of this GPU: the pair of ranks, the
-        value that the
-        kernel waited for, and the last value that the kernel read. None if there is no report."""
+        """Report of a kernel that waited longer than PATIENCE and ended the program of this GPU: the pair of ranks, the value
+        that the kernel waited for, and the last value that the kernel read. None if there is no report."""
         reported, rank, peer, what, wanted, seen, use, _ = self._report.tolist()
         return (Wait(rank, peer, what, use), wanted, seen) if reported else None
 

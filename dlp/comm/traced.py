@@ -4,8 +4,7 @@
     reduce_scatter   x [R*m, ...] -> [m, ...]
     all_reduce       x [...]      -> [...]
 
-Dynamo cannot trace the calls of `dlp.comm.collectives`. Eager code calls these collectives directly. Compiled code
-calls
+Dynamo cannot trace the calls of `dlp.comm.collectives`. Eager code calls these collectives directly. Compiled code calls
 `dlp::collective`, which calls the same functions.
 """
 

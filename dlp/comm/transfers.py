@@ -1,8 +1,7 @@
 """The two transfers of `dlp.comm.mapped`: a `Gathering` of parts along a dimension, and an `Exchange` of chunks
 (all-to-all).
 
-A gathering sends full shards, or pieces of shards that arrive one after the other. An exchange sends each chunk as soon
-as the
+A gathering sends full shards, or pieces of shards that arrive one after the other. An exchange sends each chunk as soon as the
 chunk has been computed.
 """
 

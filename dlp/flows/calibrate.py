@@ -5,9 +5,8 @@
             model(batch)
     dlp.freeze(model, "**", "fp8_current", mode="static")
 
-The table of delayed scaling is the observer: each layer has a slot, whose staged amax enters a history after every
-forward of the
-model, once the ranks that share scales have agreed on the amax. `observer` computes the scale from the history, as
+The table of delayed scaling is the observer: each layer has a slot, whose staged amax enters a history after every forward of
+the model, once the ranks that share scales have agreed on the amax. `observer` computes the scale from the history, as
 `amax_compute_algo` does for delayed scaling. The model itself runs unchanged.
 """
 

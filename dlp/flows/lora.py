@@ -5,9 +5,8 @@
     dlp.lora(model, rank=16, layers="**.{q,v}_proj", base="nvfp4")       quantized base and adapters, one GPU or FSDP2
     dlp.lora(model, ...); dlp.convert(model, dlp.lora_groups(model, groups), mesh)      tp and sequence parallelism
 
-Under tp an adapter is sharded like its base, so that no further full-width collective is needed: for a column-parallel
-base lora_A
-is local and lora_B column-parallel; for a row-parallel base lora_A is row-parallel and lora_B local.
+Under tp an adapter is sharded like its base, so that no further full-width collective is needed: for a column-parallel base
+lora_A is local and lora_B column-parallel; for a row-parallel base lora_A is row-parallel and lora_B local.
 
 Adapters are saved in the file format of Hugging Face's PEFT (adapter_config.json, adapter_model.safetensors).
 

@@ -5,12 +5,9 @@
         scale   [.., K/block]         fp32
     or fp32 [.., K], for the reason that `Encoding.keeps_fp32` returns
 
-These are plain tensors, or DTensors if the parameter is a DTensor, so that checkpoints hold codes and scales by name:
-encoding
-decoded values again would give other codes. A block lies within a row of a rank's shard, so codes and scales are
-sharded like the
-parameter, on every mesh whose shards have rows of complete blocks. torchao's tensors are views of them during an
-update.
+These are plain tensors, or DTensors if the parameter is a DTensor, so that checkpoints hold codes and scales by name: encoding
+decoded values again would give other codes. A block lies within a row of a rank's shard, so codes and scales are sharded like
+the parameter, on every mesh whose shards have rows of complete blocks. torchao's tensors are views of them during an update.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
     grad_scale   fp32 []; gradients are divided by it
     found_inf    fp32 []; 1 leaves all bits of parameters and states unchanged. Both are set before `step`
 
-torchao's own optimizers ignore both, and count steps on the host. This code does not wait for the device, so a CUDA
-graph can
-capture a step. On GPUs a step is compiled once for each number of elements of a parameter on a rank; on a CPU the
-minute of
+torchao's own optimizers ignore both, and count steps on the host. This code does not wait for the device, so a CUDA graph can
+capture a step. On GPUs a step is compiled once for each number of elements of a parameter on a rank; on a CPU the minute of
 compilation does not pay off.
 """
 
@@ -26,9 +24,8 @@ from dlp.parallel.weight.local import local_values
 
 
 class LowBitAdamW(Optimizer):
-    """AdamW of fp32 parameters on one device, with averages stored in `encoding`. The learning rate of a group is a
-    tensor, which every
-    step reads."""
+    """AdamW of fp32 parameters on one device, with averages stored in `encoding`. The learning rate of a group is a tensor,
+    which every step reads."""
 
     def __init__(
         self, params: Iterable[Any], encoding: Encoding, *, lr: float, betas: tuple[float, float], eps: float,

@@ -5,11 +5,9 @@
     w -= lr (wd w + 0.2 sqrt(max(rows, columns)) u)
 
 so that lr and weight decay are AdamW's (Jordan et al., "Muon", 2024; Liu et al., arXiv 2502.16982, section 2.2). The values
-are those of torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), which supports neither shards nor clipping nor skipping.
-A shard cannot be
-orthogonalized alone: each rank gathers u of a matrix in bf16, the dtype of NS, and computes the complete NS. The cost
-of NS therefore
-does not fall with the number of ranks, and a step sends 2 bytes for each element of these matrices.
+are those of torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), which supports neither shards nor clipping nor skipping. A shard
+cannot be orthogonalized alone: each rank gathers u of a matrix in bf16, the dtype of NS, and computes the complete NS. The cost
+of NS therefore does not fall with the number of ranks, and a step sends 2 bytes for each element of these matrices.
 """
 
 from __future__ import annotations

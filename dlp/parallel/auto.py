@@ -2,16 +2,12 @@
 
     python -m dlp.parallel.tune CONFIG ──► Times, a table (JSON) ──► `choose` ──► names of strategies in the rows of the plan
 
-A table has the times of the directions of layers under each strategy, for one GPU, number of ranks and transport. For a
-layer in
-the table, `choose` takes the strategy with the lowest measured time; for another layer, the strategy with the lowest
-time
-predicted from the table's rates of GEMMs and links. The strategy must be faster than `serial` by a margin, and a
-measured
+A table has the times of the directions of layers under each strategy, for one GPU, number of ranks and transport. For a layer
+in the table, `choose` takes the strategy with the lowest measured time; for another layer, the strategy with the lowest time
+predicted from the table's rates of GEMMs and links. The strategy must be faster than `serial` by a margin, and a measured
 difference must exceed the noise.
 
-dlp ships tables (`dlp/parallel/tables`). `shipped` finds the table of a GPU; for another number of ranks only the rates
-are
+dlp ships tables (`dlp/parallel/tables`). `shipped` finds the table of a GPU; for another number of ranks only the rates are
 used. Without a table of this GPU every strategy is `serial`, and the plan states the reason.
 """
 
@@ -77,9 +73,8 @@ class Problem(NamedTuple):
 class Choice(NamedTuple):
     """The strategy of one GEMM of a layer, with times in milliseconds under this strategy and under serial.
 
-    A time is of the direction if it was measured, else of the GEMM and its transfer by the model. `why`: the reason for
-    serial without
-    a comparison of times."""
+    A time is of the direction if it was measured, else of the GEMM and its transfer by the model. `why`: the reason for serial
+    without a comparison of times."""
 
     gemm: str
     strategy: str
@@ -122,9 +117,8 @@ class Row:
 class Machine(NamedTuple):
     """The machine of a measurement or of a plan.
 
-    kind: one of `dlp.quant.gemm.DEVICES`. device: name of the device, or a word of the name. The other fields are
-    versions. "": not
-    known."""
+    kind: one of `dlp.quant.gemm.DEVICES`. device: name of the device, or a word of the name. The other fields are versions. "":
+    not known."""
 
     kind: str
     device: str = ""
@@ -325,9 +319,8 @@ def shipped(here: Machine, ranks: int, transport: str) -> tuple[Times | None, st
 
 
 def at_construction(asked: Asked, problem: Problem, group: ProcessGroup | None, device_type: str) -> Asked:
-    """Strategies of an explicitly constructed layer: the strategies in `asked`, or, for "auto", the choice by `shipped`
-    times for the
-    tokens of `problem`."""
+    """Strategies of an explicitly constructed layer: the strategies in `asked`, or, for "auto", the choice by `shipped` times
+    for the tokens of `problem`."""
     if group is None or group.size() == 1:
         return choose(asked, None, None, NOTHING)[0]
     if AUTO not in ([asked] if isinstance(asked, str) else asked.values()):

@@ -12,15 +12,11 @@
     cast       cast into new storage, or into given storage
 
 x and dy are cast when the layer runs (`make_casts`). Weights are cast all together at the step boundary, into operands whose
-memory stays the same (`CastBatch`): matrices that share a quantizer are observed in one launch and cast in another.
-Such a launch
-reads a table of addresses in device memory, which is rewritten when a matrix, an operand or a delayed scale has moved:
-in the
-first steps, after a load, after a recipe change. All other steps only launch, so that a CUDA graph can capture them. A
-matrix is
-observed and cast separately, with equal bits, if the quantizer has no batch, the operands have no storage yet, or no
-kernel can
-read the matrix.
+memory stays the same (`CastBatch`): matrices that share a quantizer are observed in one launch and cast in another. Such a
+launch reads a table of addresses in device memory, which is rewritten when a matrix, an operand or a delayed scale has moved:
+in the first steps, after a load, after a recipe change. All other steps only launch, so that a CUDA graph can capture them. A
+matrix is observed and cast separately, with equal bits, if the quantizer has no batch, the operands have no storage yet, or no
+kernel can read the matrix.
 
 This file knows no layers. A layer passes delayed scales, random-number origins and flags in a `CastContext`, from
 `dlp.parallel.linear.state`.
@@ -105,8 +101,7 @@ def operand_shape(recipe: Recipe, tensor: str, shape: Sequence[int], columnwise:
 
 
 def _units(recipe: Recipe, tensor: str) -> tuple[int, int]:
-    """Multiples to which rows and columns of a stored tensor are padded. Tokens are padded only as a contraction
-    dimension, to
+    """Multiples to which rows and columns of a stored tensor are padded. Tokens are padded only as a contraction dimension, to
     `CastPlan.contracted`."""
     _, n, k = recipe.units
     return {"x": (1, k), "w": (n, k), "dy": (1, n)}.get(tensor, (1, 1))
@@ -484,9 +479,8 @@ def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[
 
 
 def _gate_grads(casts: Sequence[Cast]) -> ops.GatedGrads | None:
-    """The lazy pair of gradients of gate and up that these two casts read, if one kernel can produce all four operands
-    from one read of
-    the pair; else None."""
+    """The lazy pair of gradients of gate and up that these two casts read, if one kernel can produce all four operands from one
+    read of the pair; else None."""
     first, second = casts
     gate, up, read = first.matrix, second.matrix, first.read
     if not (isinstance(gate, ops.GatedGrad) and isinstance(up, ops.GatedGrad) and gate.of_both(up)):

@@ -4,19 +4,16 @@
                                 [--recipes bf16 fp8_current] [--tokens 4096 8192] [--strategies serial chunked chunked:2]
                                 [--rounds 5] [--add]
 
-The config defines layers, tokens, tp and transport; `torchrun` starts the ranks, on GPUs if there are any. Each
-problem, a linear or
-siblings, is measured under its recipe in the config, or under all recipes of --recipes:
+The config defines layers, tokens, tp and transport; `torchrun` starts the ranks, on GPUs if there are any. Each problem, a
+linear or siblings, is measured under its recipe in the config, or under all recipes of --recipes:
 
     fprop    the forward of the layer under each strategy
     dgrad    the backward of the layer including wgrad, which may overlap the reduction of dgrad
     alone    each GEMM of the layer without a transfer, for the model of other sizes (`dlp.parallel.auto`)
 
-On GPUs each pass is captured in a CUDA graph, so times are device times: the median over rounds of consecutive replays
-on the
-slowest rank, with strategies in alternation. After each problem rank 0 prints a line and rewrites the file. `--add`
-keeps existing
-rows of the file, which must be from the same kind of machine.
+On GPUs each pass is captured in a CUDA graph, so times are device times: the median over rounds of consecutive replays on the
+slowest rank, with strategies in alternation. After each problem rank 0 prints a line and rewrites the file. `--add` keeps
+existing rows of the file, which must be from the same kind of machine.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ def table(recipes_path: str | Path | None = None) -> str:
     """Return the support table as text, one row per recipe.
 
     "native" means the device's own unit for the format; "emulated" means decoded values or the plain-torch reference, with "
-    "the same
-    numerics. A cell lists the GEMMs if the GEMMs differ.
+    "the same numerics. A cell lists the GEMMs if the GEMMs differ.
     """
     rows = [["recipe", *DEVICES]]
     for name in names(recipes_path):

@@ -79,9 +79,8 @@ def joined(results: Any, count: int) -> Any:
 def on_tokens(forward: Callable[[Any], Any], x: Any, sharded: bool) -> Any:
     """Call `forward` on tokens.
 
-    sharded: x [S / tp, B, K] is a shard of a sequence, as in TE; layers of dlp take token shards [S / tp * B, K].
-    Results get the dimension B
-    back."""
+    sharded: x [S / tp, B, K] is a shard of a sequence, as in TE; layers of dlp take token shards [S / tp * B, K]. Results get
+    the dimension B back."""
     if not sharded or not isinstance(x, Tensor) or x.dim() != 3:
         return forward(x)
     batch, results = x.shape[1], forward(x.flatten(0, 1))

@@ -1,9 +1,7 @@
 """Loss of counting models, as a baseline for training: a bigram model, or a unigram model for large vocabularies.
 
-A transformer with broken attention still learns the bigram, so a validation loss below the bigram loss shows that
-attention
-works. The bigram table has vocabulary^2 entries, so it is used for bytes. Larger vocabularies use the unigram, which
-uses no
+A transformer with broken attention still learns the bigram, so a validation loss below the bigram loss shows that attention
+works. The bigram table has vocabulary^2 entries, so it is used for bytes. Larger vocabularies use the unigram, which uses no
 context: a model that has learned anything has a lower loss.
 """
 
@@ -49,9 +47,8 @@ def baseline(train: Sequence[Shard], validation: Sequence[Shard]) -> Baseline:
 def bigram_loss(train: Sequence[Shard], validation: Sequence[Shard], smoothing: float = 0.05) -> float:
     """Cross entropy on the validation tokens of the best model with one token of context, in nats per token.
 
-    The model uses pair counts of the training tokens plus `smoothing` for every pair; among values from 1 to 0.001 the
-    default is best on
-    the standard library, by less than 0.003. Memory is 8 bytes x vocabulary^2.
+    The model uses pair counts of the training tokens plus `smoothing` for every pair; among values from 1 to 0.001 the default
+    is best on the standard library, by less than 0.003. Memory is 8 bytes x vocabulary^2.
     """
     size = _symbols((*train, *validation))
     pairs, seen = (_count(shards, size * size, lambda t: t[:-1] * size + t[1:]) for shards in (validation, train))
@@ -61,9 +58,8 @@ def bigram_loss(train: Sequence[Shard], validation: Sequence[Shard], smoothing: 
 
 
 def unigram_loss(train: Sequence[Shard], validation: Sequence[Shard], smoothing: float = 1.0) -> float:
-    """Cross entropy on the validation tokens under the frequencies of the training tokens, in nats per token. Memory is
-    8 bytes x
-    vocabulary."""
+    """Cross entropy on the validation tokens under the frequencies of the training tokens, in nats per token. Memory is 8 bytes
+    x vocabulary."""
     size = _symbols((*train, *validation))
     tokens, seen = (_count(shards, size, lambda t: t[1:]) for shards in (validation, train))
     counts = seen + smoothing

@@ -1,8 +1,7 @@
 """Documents of files: a text file is one document, and each row of JSON lines, a JSON array, Parquet or Arrow is one.
 
-A Hugging Face dataset that was saved to disk is a folder of Arrow files, listed in its state.json; only pyarrow is
-needed to read it. Rows are
-read as a stream, so files of any size can be read.
+A Hugging Face dataset that was saved to disk is a folder of Arrow files, listed in its state.json; only pyarrow is needed to
+read it. Rows are read as a stream, so files of any size can be read.
 """
 
 from __future__ import annotations
@@ -131,9 +130,8 @@ def _reader(path: Path, column: str) -> Callable[[Path, str], Iterator[Row]] | N
 def _json_reader(path: Path, column: str) -> Callable[[Path, str], Iterator[Row]] | None:
     """Reader of a .json file.
 
-    The file is JSON lines if the first line is an object that has the column or is followed by more lines; or an array
-    of objects or
-    strings. None for any other JSON, such as the settings of a program."""
+    The file is JSON lines if the first line is an object that has the column or is followed by more lines; or an array of
+    objects or strings. None for any other JSON, such as the settings of a program."""
     try:
         with _opened(path) as file:
             head = file.read(HEAD).removeprefix(codecs.BOM_UTF8).lstrip()

@@ -11,11 +11,9 @@
     72      8 x documents  first token of each document, int64, ascending from 0
     ...     size x tokens  the tokens
 
-Opening a shard checks everything except the hash and the tokens, for which the whole file must be read: `verify` checks
-both, and
-every run calls it before the first step (`shard_check.py`). Checkpoints identify the data by the digest in the header.
-`.npy` files
-can be mapped as well, but hold no vocabulary, documents or hash.
+Opening a shard checks everything except the hash and the tokens, for which the whole file must be read: `verify` checks both,
+and every run calls it before the first step (`shard_check.py`). Checkpoints identify the data by the digest in the header.
+`.npy` files can be mapped as well, but hold no vocabulary, documents or hash.
 """
 
 import hashlib

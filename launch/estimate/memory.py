@@ -1,9 +1,8 @@
 """Memory of a rank during a step, computed from a config: `--plan` prints the table, `--device` rejects a config that
 cannot fit.
 
-    static      parameters, cached operands of the step boundary, optimizer, accumulated gradients, workspaces,
-                symmetric memory,
-                and, with a CUDA graph of the step, the memory of a validation
+    static      parameters, cached operands of the step boundary, optimizer, accumulated gradients, workspaces, symmetric
+                memory, and, with a CUDA graph of the step, the memory of a validation
     temporary   saved activations, gathered weights, and the working memory of a moment
 
 The peak of a step is at one of four moments:
@@ -210,11 +209,9 @@ class _Estimate:
     def _symmetric(self) -> float:
         """Upper bound of the slots that tp ranks map (`dlp.comm.mapped`).
 
-        For each row of the table of styles and each size there is one slot per transfer of a direction (at most two),
-        one slot of the
-        smallest size for each further piece of a gather that is read in pieces, and one slot for amax agreements. Each
-        slot is mapped in
-        multiples of the granularity."""
+        For each row of the table of styles and each size there is one slot per transfer of a direction (at most two), one slot
+        of the smallest size for each further piece of a gather that is read in pieces, and one slot for amax agreements. Each
+        slot is mapped in multiples of the granularity."""
         ranks = self.load.ranks(TP)
         if ranks == 1 or transport_name(self.config.mesh.transport, self.load.dims, self.plan.device_type) != MAPPED:
             return 0.0
@@ -299,9 +296,8 @@ class _Estimate:
         return layout.format.nbytes(layout.of(shape), self.load.dtype)
 
     def _work(self) -> dict[str, float]:
-        """Working memory of a moment: logits and their gradient, a recomputed block and the temporaries of its
-        backward, gradients on their way
-        to FSDP's reduction, the sum of an embedding's gradients."""
+        """Working memory of a moment: logits and their gradient, a recomputed block and the temporaries of its backward,
+        gradients on their way to FSDP's reduction, the sum of an embedding's gradients."""
         unit = max(self._sum(lambda p: prod(p.shape), block) for block in self.blocks)
         head = max((prod(p.shape) for p in self.units[""]), default=0)
         made = self.load.weight_dtype.itemsize if self.fsdp else 4

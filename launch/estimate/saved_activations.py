@@ -1,12 +1,9 @@
 """Bytes that the forward of a model saves for backward, by block, and the size of the logits.
 
-The model runs on meta tensors with a rank's share of heads, features and tokens. An opaque operation of a real run is
-replaced by a
-stand-in that saves the same tensors: a linear saves the tensors of its `LinearPlan`, attention its inputs, output and
-log-sum-exp, a
-norm its input and rstd. The count covers all tensors that autograd saves, each storage once. torch.compile saves the
-inputs and
-outputs of opaque operations of a block, and recomputes the pointwise operations.
+The model runs on meta tensors with a rank's share of heads, features and tokens. An opaque operation of a real run is replaced
+by a stand-in that saves the same tensors: a linear saves the tensors of its `LinearPlan`, attention its inputs, output and
+log-sum-exp, a norm its input and rstd. The count covers all tensors that autograd saves, each storage once. torch.compile saves
+the inputs and outputs of opaque operations of a block, and recomputes the pointwise operations.
 """
 
 from __future__ import annotations
@@ -29,9 +26,8 @@ REST = ""  # tensors that are saved outside of blocks
 
 @dataclass
 class Saved:
-    """Bytes by name of the block that saves them, REST outside of blocks; also the bytes with torch.compile, and the
-    bytes of the outputs
-    of linears and attention only.
+    """Bytes by name of the block that saves them, REST outside of blocks; also the bytes with torch.compile, and the bytes of
+    the outputs of linears and attention only.
 
     inputs     bytes of each block's input
     logits     bytes of the model's output

@@ -4,8 +4,7 @@
     tp            ▓▓▓▓▓▓                  transfers between tp ranks
     dp        ▓▓▓▓▓▓▓▓▓▓▓▓                FSDP's collectives
 
-An operation starts when its stream is free and every operation that it waits for has ended. Time in which the compute
-stream
+An operation starts when its stream is free and every operation that it waits for has ended. Time in which the compute stream
 waits for a transfer is exposed communication.
 """
 

@@ -102,9 +102,8 @@ def fill(path: Path, config: Config, mesh: DeviceMesh) -> Trained:
 def quantized(trained: Trained, recipe: str | None, mode: str, calibrate: Callable[[], object]) -> Trained:
     """Freeze the blocks of the model (`dlp.freeze`) if a recipe is requested; its remarks report the size.
 
-    `calibrate` runs the model for static scales. Raises ValueError for a recipe that does not support the mode, and for
-    weights that FSDP
-    shards."""
+    `calibrate` runs the model for static scales. Raises ValueError for a recipe that does not support the mode, and for weights
+    that FSDP shards."""
     if recipe is None:
         return trained
     if mode == "static":

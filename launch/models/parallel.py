@@ -51,9 +51,8 @@ def describe_fused(config: Model) -> list[str]:
 def check_plan(plan: Plan, config: Model) -> None:
     """Raise ValueError for layer groups that this model cannot run.
 
-    The model does not split or join tokens inside, attention reads complete sequences, the loss reads
-    vocabulary-sharded logits, and fused
-    blocks need matching groups of linears."""
+    The model does not split or join tokens inside, attention reads complete sequences, the loss reads vocabulary-sharded
+    logits, and fused blocks need matching groups of linears."""
     if config.fused:
         _check_fused(plan)
     cut = next(row for row in plan.layers if row.name.endswith("o_proj")).sequence_parallel

@@ -1,9 +1,8 @@
 """Detection of hanging ranks: the run ends with a report of where each rank is.
 
 A thread of each rank records once a second where the rank is (completed steps, last layer, innermost Python frame of the main
-thread) and shares the record through the store of the run. The training thread only stores the name of the layer, and
-the thread runs
-while the training thread waits in a collective. The record of a stopped process is no longer updated.
+thread) and shares the record through the store of the run. The training thread only stores the name of the layer, and the
+thread runs while the training thread waits in a collective. The record of a stopped process is no longer updated.
 
 A run hangs when every rank has made no progress for longer than `Place.patience` allows at its place: if one rank makes
 progress, or compiles, the other ranks may be waiting for that rank. With mapped memory (`dlp.comm.mapped`) the report also

@@ -5,9 +5,8 @@
     exposed          ████
 
 `[train] profile = N` profiles step N of a run and writes the numbers with the metrics, beside a trace for chrome://tracing or
-Perfetto. On GPUs transfers are NCCL's kernels and copies between devices, on CPUs gloo's operations. Profiling slows
-the step down, mainly on
-the host; therefore the duration of the step is reported too.
+Perfetto. On GPUs transfers are NCCL's kernels and copies between devices, on CPUs gloo's operations. Profiling slows the step
+down, mainly on the host; therefore the duration of the step is reported too.
 """
 
 from __future__ import annotations

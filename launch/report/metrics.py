@@ -24,13 +24,10 @@ from launch.models.settings import Model
 def flops_per_token(model: Model, sequence: int) -> float:
     """Model FLOPs of one token, forward and backward, without recomputation: 6 x matmul parameters + attention.
 
-    A matmul parameter takes a multiplication and an addition once in forward and twice in backward, 6 operations. The
-    embedding is a
-    lookup and does not count; the head counts, tied or not. Attention scores and their product with v take 2 x 2 x
-    sequence x heads x
-    head_dim in forward and twice as much in backward, 12 in total. As in PaLM (arXiv 2204.02311, appendix B), positions
-    hidden by the
-    causal mask are not subtracted, so that MFU is comparable with published numbers.
+    A matmul parameter takes a multiplication and an addition once in forward and twice in backward, 6 operations. The embedding
+    is a lookup and does not count; the head counts, tied or not. Attention scores and their product with v take 2 x 2 x
+    sequence x heads x head_dim in forward and twice as much in backward, 12 in total. As in PaLM (arXiv 2204.02311, appendix
+    B), positions hidden by the causal mask are not subtracted, so that MFU is comparable with published numbers.
     """
     q_size, kv_size = model.heads * model.head_dim, model.kv_heads * model.head_dim
     block = model.hidden * (2 * q_size + 2 * kv_size + 3 * model.ffn)
@@ -106,9 +103,8 @@ def tell(text: str) -> None:
 class Progress:
     """Progress of a run from step `first` to `steps`.
 
-    A bar if stdout and stderr are terminals. Otherwise lines on stdout, in order with the other output of the run, for
-    the first step,
-    every `every`-th step and the last step. Both show the estimated remaining time."""
+    A bar if stdout and stderr are terminals. Otherwise lines on stdout, in order with the other output of the run, for the
+    first step, every `every`-th step and the last step. Both show the estimated remaining time."""
 
     def __init__(self, steps: int, first: int = 0, every: int = 1) -> None:
         self._steps, self._first, self._every, self._began = steps, first, every, time.monotonic()

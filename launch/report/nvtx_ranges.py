@@ -2,9 +2,8 @@
 
     nsys profile --capture-range=cudaProfilerApi --pytorch=none torchrun ... --train.profile 20 --train.profiler nvtx
 
-Only the step between cudaProfilerStart and cudaProfilerStop is captured. Hooks that exist in this step only mark
-layers; compiled
-blocks have no ranges inside.
+Only the step between cudaProfilerStart and cudaProfilerStop is captured. Hooks that exist in this step only mark layers;
+compiled blocks have no ranges inside.
 """
 
 from __future__ import annotations

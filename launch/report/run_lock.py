@@ -1,10 +1,8 @@
 """Lock of a run folder: one run at a time, and all ranks must see the same folder.
 
-Rank 0 locks the file `.lock` and writes its host and process into the file. The other ranks read the file, so that a
-host with
-another disk is detected before anything else is written. The system releases the lock when the process ends, and, under
-POSIX, when
-the process closes any descriptor of the file; therefore rank 0 opens the file once.
+Rank 0 locks the file `.lock` and writes its host and process into the file. The other ranks read the file, so that a host with
+another disk is detected before anything else is written. The system releases the lock when the process ends, and, under POSIX,
+when the process closes any descriptor of the file; therefore rank 0 opens the file once.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Settings from the command line: `--section.key value`, `--groups.NAME.key value` and `--recipe X`.
 
 An override edits the TOML tables before the sections are built, so all later checks see one configuration. A value is
-read as TOML (`0.1`, `true`, `["layers.**"]`); if the setting does not accept the TOML value, the text itself is used,
-so that
-`--recipe bf16` and `--run.dir 2024` need no quotes. argparse cannot parse overrides: its options are fixed before the
-file is
-read, and it would take the value of an unknown option for the config's name. argparse parses the other options
-(`make_parser`).
+read as TOML (`0.1`, `true`, `["layers.**"]`); if the setting does not accept the TOML value, the text itself is used, so that
+`--recipe bf16` and `--run.dir 2024` need no quotes. argparse cannot parse overrides: its options are fixed before the file is
+read, and it would take the value of an unknown option for the config's name. argparse parses the other options (`make_parser`).
 """
 
 import argparse

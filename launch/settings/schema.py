@@ -1,9 +1,9 @@
 """Typed settings: one declaration gives the check, the error, the TOML text and the documentation.
 
 A section of a config file is a frozen dataclass derived from `Section`; each of its fields is made by
-`setting(rule, doc, default)`. The rule holds both the words of an error and the test, so that documentation and check
-cannot disagree. Values are checked when the dataclass is built, whether they came from
-a file, from the command line or from Python, and every error is one sentence that starts with the section and key.
+`setting(rule, doc, default)`. The rule holds both the words of an error and the test, so that documentation and check cannot
+disagree. Values are checked when the dataclass is built, whether they came from a file, from the command line or from Python,
+and every error is one sentence that starts with the section and key.
 
 No settings library is used: the common libraries are large or compiled, and only a few rules are needed.
 """

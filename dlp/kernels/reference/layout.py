@@ -32,8 +32,8 @@ def swizzle_128x4(scales: Tensor, lines: int | None = None, lines_each: int = 1)
     lines        number of lines of the operand; by default the number of rows of scales
     lines_each   number of lines that share a scale
 
-    The scale of line r and block c is at ((r/128) * tiles across + c/4) * 512 + (r%32) * 16 + ((r%128)/32) * 4 + c%4.
-    (cuBLAS documentation, "scaling factors layouts".)
+    The scale of line r and block c is at ((r/128) * tiles across + c/4) * 512 + (r%32) * 16 + ((r%128)/32) * 4 + c%4. (cuBLAS
+    documentation, "scaling factors layouts".)
     """
     each = scales.repeat_interleave(lines_each, 0)[:lines] if lines_each > 1 else scales[:lines]
     padded = pad_scales(each, 128, 4)

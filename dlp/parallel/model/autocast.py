@@ -4,16 +4,13 @@
         y = model(x)
     y.sum().backward()                    # outside: backward follows the recipe that forward ran under
 
-The region is a context variable, which a layer looks up once per forward. Regions nest; the innermost region decides. A
-forward that
-is recomputed in backward (activation checkpointing) uses the recipe of the first run, also if backward runs outside the
+The region is a context variable, which a layer looks up once per forward. Regions nest; the innermost region decides. A forward
+that is recomputed in backward (activation checkpointing) uses the recipe of the first run, also if backward runs outside the
 region.
 
-Without an attached optimizer there is no step boundary. Delayed scales are then updated as in Transformer Engine: the
-scales of x
-and w when the outermost region ends, if gradients are enabled, and the scales of dy when the backward of the region's
-layers ends.
-Scales of layers that run outside of all regions are updated by `dlp.end_step`.
+Without an attached optimizer there is no step boundary. Delayed scales are then updated as in Transformer Engine: the scales of
+x and w when the outermost region ends, if gradients are enabled, and the scales of dy when the backward of the region's layers
+ends. Scales of layers that run outside of all regions are updated by `dlp.end_step`.
 """
 
 from __future__ import annotations

@@ -1,34 +1,26 @@
 """The step boundary: the only place where state changes between steps. Forward and backward only read the state.
 
-    before a step   check that no backward is running, no wgrad is delayed, partial gradients are summed, and replicas
-                    of
+    before a step   check that no backward is running, no wgrad is delayed, partial gradients are summed, and replicas of
                     parameters are equal
     step            with a closure: cast the weights before each evaluation, and repeat the checks after it
-    after a step    bump the version counters of parameters, so that a backward that still needs old values raises; then
-                    run the
+    after a step    bump the version counters of parameters, so that a backward that still needs old values raises; then run the
                     boundary in this order:
       scales          one all-reduce of the amaxes of all microbatches, then an update of all delayed scales
       recipe changes  all changes that are due; before the casts, so that no weight is cast for its old recipe
-      casts           all weights in one batch, with one amax agreement: full weights in both orientations into
-                      persistent
+      casts           all weights in one batch, with one amax agreement: full weights in both orientations into persistent
                       operands, FSDP weights as this rank's shards
       flags           the flags of non-finite values are copied, and read one step later
 
-`attach` installs the boundary as a post-hook of the optimizer's step; `end_step` runs the boundary directly. Without a
-boundary
+`attach` installs the boundary as a post-hook of the optimizer's step; `end_step` runs the boundary directly. Without a boundary
 nothing is kept between calls, and weights are cast where they are used.
 
-**Recipe changes**: `set_recipe` changes the recipes of chosen layers, at once or on a schedule. Only these layers get a
-new spec,
-which the next forward uses; a forward whose backward has not run yet keeps the old spec. Delayed scales of the old
-recipe are
-dropped, scales of the new recipe start without history, and all other scales stay. The session lists the changes that
-were made,
-for checkpoints and logs.
+**Recipe changes**: `set_recipe` changes the recipes of chosen layers, at once or on a schedule. Only these layers get a new
+spec, which the next forward uses; a forward whose backward has not run yet keeps the old spec. Delayed scales of the old recipe
+are dropped, scales of the new recipe start without history, and all other scales stay. The session lists the changes that were
+made, for checkpoints and logs.
 
-**Statistics** of casts (`dlp.quant.stats`) are a recipe change as well: the new recipe wraps the layer's recipe, and
-its quantizers
-measure while they cast:
+**Statistics** of casts (`dlp.quant.stats`) are a recipe change as well: the new recipe wraps the layer's recipe, and its
+quantizers measure while they cast:
 
     dlp.record_stats(model, "layers.0.**")
     ...                                        steps
@@ -228,9 +220,8 @@ class AttachedOptimizer:
         return with_closure(args, kwargs, self._checked(closure))
 
     def _checked(self, closure: Closure) -> Closure:
-        """Wrap a closure: cast the weights before each evaluation, and check afterwards. An optimizer may call the
-        closure several times in
-        a step, with different weights."""
+        """Wrap a closure: cast the weights before each evaluation, and check afterwards. An optimizer may call the closure
+        several times in a step, with different weights."""
 
         def evaluate() -> Any:
             self._recast()
@@ -267,9 +258,8 @@ def _records(model: nn.Module) -> dict[LinearCore, list[Managed | None]]:
 def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
     """Raise ValueError for a layer in `model` that another step boundary would cast.
 
-    This is a layer outside of the converted module `root`, in another converted model, or sharded by a `fully_shard` of
-    a module
-    around `model`. root None: all layers were constructed explicitly."""
+    This is a layer outside of the converted module `root`, in another converted model, or sharded by a `fully_shard` of a
+    module around `model`. root None: all layers were constructed explicitly."""
     inside = set(cores(root or model))
     for core, records in _records(model).items():
         name = core.spec.members[0]
@@ -440,9 +430,8 @@ def recipes_of(model: nn.Module) -> dict[str, str]:
 def repeat(model: nn.Module, session: StepState, swaps: Sequence[Swap]) -> list[str]:
     """Repeat the recipe changes of a checkpoint on a model that has the recipes of its configuration.
 
-    Returns lines for the log: scheduled changes whose step is over and that were not made. Raises ValueError for a
-    change to a recipe
-    made in Python, which cannot be repeated, unless the layers have that recipe already."""
+    Returns lines for the log: scheduled changes whose step is over and that were not made. Raises ValueError for a change to a
+    recipe made in Python, which cannot be repeated, unless the layers have that recipe already."""
     for swap in swaps:
         if swap.asked is not None:
             _apply(model, swap, recipes.as_recipe(swap.asked))

@@ -2,20 +2,16 @@
 
     names and lengths of the model  ──►  groups.resolve  ──►  a Plan of rows  ──►  modules change in place
 
-The plan is made and checked before the model changes; `plan(...)` prints the result of `convert(...)` without ranks.
-Layers
-that no group matches become local bf16 linears, and the plan lists them. Embeddings with style "column" are cut along
-the
-vocabulary; every other module that owns parameters is replicated on tp. `dlp.parallel.model.survey` decides how a
-module is treated, and
-which modules are refused. Modules remain the same objects and change their class, so that hooks, attributes and names
-remain.
+The plan is made and checked before the model changes; `plan(...)` prints the result of `convert(...)` without ranks. Layers
+that no group matches become local bf16 linears, and the plan lists them. Embeddings with style "column" are cut along the
+vocabulary; every other module that owns parameters is replicated on tp. `dlp.parallel.model.survey` decides how a module is
+treated, and which modules are refused. Modules remain the same objects and change their class, so that hooks, attributes and
+names remain.
 
 **Replicated modules** are those that tp does not cut: norms, embeddings, a user's own parameters. Their parameters become
 DTensors, replicated on tp, but their code computes on plain tensors, so `replicate` gives each a subclass of its own class
 whose forward sees this rank's tensors instead of the DTensors. In a sequence-parallel region a rank sees only its own
-tokens, after a column-parallel linear only its own features. There gradients are partial (`tp_partial`), and are summed
-over tp
+tokens, after a column-parallel linear only its own features. There gradients are partial (`tp_partial`), and are summed over tp
 at the end of backward (`dlp.parallel.model.grads`).
 
 **Left-out modules** (`convert = false`) are replicated, too. Such a module may read parameters of modules inside it, so its
@@ -83,9 +79,8 @@ class _Target:
 
 
 def amax_process_group(dims: ParallelDims, amax_group: str | ProcessGroup) -> ProcessGroup | None:
-    """Return the amax process group: None for "auto" (the style table decides), the named group for "tp", "tp+dp" and
-    "world", and a
-    ProcessGroup unchanged."""
+    """Return the amax process group: None for "auto" (the style table decides), the named group for "tp", "tp+dp" and "world",
+    and a ProcessGroup unchanged."""
     if not isinstance(amax_group, str):
         return amax_group
     if amax_group == "auto":
@@ -301,9 +296,8 @@ class ReplicatedMixin(SpreadModule):
                 self._parameters[name] = parameter
 
     def _check_tokens(self, x: Tensor | None) -> None:
-        """Raise ValueError for a module outside of the sequence-parallel groups that is called with token shards, or a
-        module inside that is
-        called with all tokens.
+        """Raise ValueError for a module outside of the sequence-parallel groups that is called with token shards, or a module
+        inside that is called with all tokens.
 
         x: first tensor argument, features [M/tp, H] or, for embeddings, token ids [M/tp]."""
         if self.token_rows is None or x is None:

@@ -1,8 +1,7 @@
 """Vocab-parallel embedding and cross entropy, and entry and exit of the sequence-parallel region.
 
-The vocabulary V is sharded over tp; rank r holds rows [r*V/tp, (r+1)*V/tp). Tokens are the flattened [B*S] = M
-dimension; rank r
-holds the contiguous slice [r*M/tp, (r+1)*M/tp).
+The vocabulary V is sharded over tp; rank r holds rows [r*V/tp, (r+1)*V/tp). Tokens are the flattened [B*S] = M dimension; rank
+r holds the contiguous slice [r*M/tp, (r+1)*M/tp).
 
     VocabParallelEmbedding   tokens [B, S]              -> [B, S, H], or [M/tp, H]
     scatter_tokens           x [B, S, H] or [M, H]      -> [M/tp, H]      backward gathers
@@ -52,11 +51,9 @@ class _ReduceTokens(torch.autograd.Function):
 class _Lookup(torch.autograd.Function):
     """Look up rows of `weight` [V/tp, H], which holds the vocabulary rows from `first` on, for `tokens` [M].
 
-    A row that another rank holds is zero; a row that no rank holds is NaN (`wrong`, bool [M]). The row of `padding_idx`
-    gets no
-    gradient. The gradients of equal tokens are summed in fp32 and rounded once: tokens repeat so often that a bf16 sum
-    would lose
-    several percent."""
+    A row that another rank holds is zero; a row that no rank holds is NaN (`wrong`, bool [M]). The row of `padding_idx` gets no
+    gradient. The gradients of equal tokens are summed in fp32 and rounded once: tokens repeat so often that a bf16 sum would
+    lose several percent."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tokens: Tensor, wrong: Tensor, first: int, padding_idx: int | None) -> Tensor:
@@ -152,8 +149,7 @@ _CLASSES: dict[type, type] = {}  # one class per class of embedding
 
 
 def cut_vocabulary(module: nn.Embedding, tp: DeviceMesh, sequence_parallel: bool, name: str) -> None:
-    """Make an embedding vocab-parallel in place; tp shards its weight along V. A user-defined class keeps its forward,
-    in which
+    """Make an embedding vocab-parallel in place; tp shards its weight along V. A user-defined class keeps its forward, in which
     super().forward(tokens) is the vocab-parallel lookup."""
     cls = type(module)
     if not isinstance(module, VocabParallelEmbedding):
@@ -247,9 +243,8 @@ def gather_tokens(x: Tensor, tp: DeviceMesh | ProcessGroup) -> Tensor:
 class _CrossEntropy(torch.autograd.Function):
     """Sum over tokens of `counts` * (lse - logits[target] + z_loss lse^2), lse = logsumexp(logits).
 
-    `counts`, fp32 [M], is 1, 0 for an ignored token, or NaN for a target outside of the vocabulary. Saves the logits
-    and two fp32
-    numbers per token."""
+    `counts`, fp32 [M], is 1, 0 for an ignored token, or NaN for a target outside of the vocabulary. Saves the logits and two
+    fp32 numbers per token."""
 
     @staticmethod
     def forward(

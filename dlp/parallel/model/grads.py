@@ -2,19 +2,14 @@
 
 **tp-partial gradients**: one coalesced sum over tp at the end of every backward (`PartialGradients`).
 
-Norms and biases of a sequence-parallel region, and replicated linears on token shards, have on each rank the gradient
-of the
-rank's tokens; norms on sharded features have the gradient of the rank's features. Summing each gradient where it is
-computed would
-cost one small all-reduce per parameter. Instead, all partial gradients are sent as one buffer, after the last of them
-has been
-computed (and after FSDP's reductions). A parameter has the same offset in the buffer on all ranks; a rank without a
-gradient of
-the parameter sends zeros.
+Norms and biases of a sequence-parallel region, and replicated linears on token shards, have on each rank the gradient of the
+rank's tokens; norms on sharded features have the gradient of the rank's features. Summing each gradient where it is computed
+would cost one small all-reduce per parameter. Instead, all partial gradients are sent as one buffer, after the last of them has
+been computed (and after FSDP's reductions). A parameter has the same offset in the buffer on all ranks; a rank without a
+gradient of the parameter sends zeros.
 
-Gradients may accumulate over several backwards. To sum only new contributions, every tp rank except the first clears
-its gradients when a
-backward begins:
+Gradients may accumulate over several backwards. To sum only new contributions, every tp rank except the first clears its
+gradients when a backward begins:
 
     rank 0   T + p0 ┐
     rank 1   0 + p1 ┴ sum ──► T + p0 + p1 on both          T: the total so far, p: this backward's contributions
@@ -29,10 +24,8 @@ All other replicated parameters should get equal gradients on all tp ranks; `dlp
     backward       dx of every such layer, and both operands of its wgrad, quantized and gathered
     backward_dw    dw = dy.T @ x for all queued wgrads, in the order of the backwards, into the parameters' gradients
 
-A pipeline stage can thus send dx to the previous stage, and compute wgrads while the previous stage works. The queue
-holds the
-operands dy and x of wgrad in the low precision of the recipe. The gradients are bitwise equal to gradients without
-delay.
+A pipeline stage can thus send dx to the previous stage, and compute wgrads while the previous stage works. The queue holds the
+operands dy and x of wgrad in the low precision of the recipe. The gradients are bitwise equal to gradients without delay.
 
 **Main gradients**: `add_main_grads` decides which wgrad GEMMs may accumulate into gradients, and gives the reason for
 the others.
@@ -166,9 +159,8 @@ class PartialGradients:
         )
 
     def _is_taken(self, slot: Slot) -> bool:
-        """Whether the running backward leaves a gradient in this parameter. Raises RuntimeError if
-        `torch.autograd.grad` returns the
-        gradient."""
+        """Whether the running backward leaves a gradient in this parameter. Raises RuntimeError if `torch.autograd.grad`
+        returns the gradient."""
         parameter = self._computed_with(slot)
         if not parameter.requires_grad:
             return False
@@ -345,9 +337,8 @@ def check_none_waits(session: Session) -> None:
 def add_main_grads(
     session: Session, model: nn.Module, records: Mapping[Any, Sequence[Managed | None]], mode: str
 ) -> None:
-    """Let wgrad GEMMs accumulate into gradients where possible, and log the reason where not. `records`: FSDP's records
-    of each layer's
-    weights."""
+    """Let wgrad GEMMs accumulate into gradients where possible, and log the reason where not. `records`: FSDP's records of each
+    layer's weights."""
     shared, left = _shared_parameters(model), dict[str, list[str]]()
     for core, its in records.items():
         found: list[MainGrad | None] = []

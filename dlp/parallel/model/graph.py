@@ -1,9 +1,7 @@
 """Training steps as a CUDA graph: captured once, replayed with new batches.
 
-One call launches all device work of a step (forward, backward, collectives, clipping, the optimizer, the step boundary
-of the
-recipes) instead of thousands of calls. Decisions of Python are made at capture, so they must be the same in every step.
-Numbers
+One call launches all device work of a step (forward, backward, collectives, clipping, the optimizer, the step boundary of the
+recipes) instead of thousands of calls. Decisions of Python are made at capture, so they must be the same in every step. Numbers
 that change, the batch and the learning rate, are read from memory.
 
     3 eager steps, capture, replay, replay, ..., one eager step (a recipe change at its boundary), 3 eager, capture, replay, ...
@@ -78,9 +76,8 @@ def _describe(leaves: Sequence[Any]) -> str:
 class Replays:
     """Decide which steps of a training are replayed, and keep the graph.
 
-    A graph holds the decisions of recipes. The step whose boundary changes a recipe is eager, and so are the next
-    WARM_UP steps; then
-    the step is captured again.
+    A graph holds the decisions of recipes. The step whose boundary changes a recipe is eager, and so are the next WARM_UP
+    steps; then the step is captured again.
 
     Args:
         sessions: sessions of the models that the step trains; more may be appended later.

@@ -29,8 +29,7 @@ class LayerFields(LayerOptions):
     siblings           whether layers that read the same x become one layer
     overlap            a strategy's name, or a table by GEMM {"fprop": ..., "dgrad": ..., "wgrad": ...}
     return_bias        forward returns (y without bias, bias)
-    convert            False: matching modules, and all modules in them, are left out: they run their own code,
-                       replicated on
+    convert            False: matching modules, and all modules in them, are left out: they run their own code, replicated on
                        tp. True: a subclass of nn.Linear is converted, and loses its own forward
 
     The switches of `dlp.parallel.linear.spec.LayerOptions` are further fields.

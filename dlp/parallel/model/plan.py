@@ -4,9 +4,8 @@
     make_plan      modules and groups ──► rows ──► checks of rows against each other
     check_flow     checks that the styles of layers fit each other
 
-No rank, device or process group is needed, so a plan for any world can be printed on a laptop. Styles fit if each
-sharded output is the input of
-a layer that expects this sharding:
+No rank, device or process group is needed, so a plan for any world can be printed on a laptop. Styles fit if each sharded
+output is the input of a layer that expects this sharding:
 
                             tokens          features
     LOCAL  LOCAL_SP         unchanged       full -> full
@@ -15,10 +14,8 @@ a layer that expects this sharding:
     COLUMN_SP               sharded -> full  full -> sharded
     ROW_SP                  full -> sharded  sharded -> full
 
-A plan knows no dataflow, so the check looks at blocks, the children of a ModuleList: each block needs both column and
-row
-layers, which agree on whether tokens are sharded between blocks. Outside of blocks a model may split and join tokens
-anywhere.
+A plan knows no dataflow, so the check looks at blocks, the children of a ModuleList: each block needs both column and row
+layers, which agree on whether tokens are sharded between blocks. Outside of blocks a model may split and join tokens anywhere.
 There, style and sequence_parallel count as one choice: a later group that overrides one of them must set both.
 """
 
@@ -262,9 +259,8 @@ def _check_ties(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan], o
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """Names of the blocks that `check_flow` checks one at a time: each child of a ModuleList whose children have one
-    class, else the
-    whole list."""
+    """Names of the blocks that `check_flow` checks one at a time: each child of a ModuleList whose children have one class,
+    else the whole list."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
@@ -438,9 +434,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def fold(rows: Sequence[Row]) -> list[Row]:
-    """Merge rows of the children 3, 4, 5 of a container into one row "name.3:6" (a slice, and a pattern of layer
-    groups) if all rows
-    below them are otherwise equal. Other rows are kept, in order."""
+    """Merge rows of the children 3, 4, 5 of a container into one row "name.3:6" (a slice, and a pattern of layer groups) if all
+    rows below them are otherwise equal. Other rows are kept, in order."""
     paths = [(tuple(row[0].split(".")), tuple(row[1:])) for row in rows]
     return [(".".join(parts), *cells) for parts, cells in _fold(paths)]
 

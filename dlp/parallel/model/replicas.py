@@ -179,9 +179,8 @@ def is_replicated(parameter: Tensor, axis: str) -> bool:
 def digest(tensors: Iterable[Tensor], absent: Sequence[bool] | None = None) -> Tensor:
     """Numbers by which ranks compare tensors, or this rank's shards of them, fp64 [tensors, 2 + 2 PARTS].
 
-    The numbers are the norm, the sums of consecutive and of interleaved parts, and the sum of the remainder; each sum
-    is divided by the
-    root of its count. `absent`: tensors for which the numbers are zero."""
+    The numbers are the norm, the sums of consecutive and of interleaved parts, and the sum of the remainder; each sum is
+    divided by the root of its count. `absent`: tensors for which the numbers are zero."""
     rows = []
     for place, tensor in enumerate(tensors):
         flat = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)

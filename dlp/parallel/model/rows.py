@@ -1,13 +1,11 @@
 """The rows of a plan: the conversion of each layer, decided from its module and its layer groups.
 
-    LayerPlan       a linear of the model, or an explicitly constructed layer of dlp, which keeps its style, and keeps
-                    its
+    LayerPlan       a linear of the model, or an explicitly constructed layer of dlp, which keeps its style, and keeps its
                     recipe and overlap unless a group sets them
     OtherPlan       any other module with parameters
     ParameterPlan   a parameter: the shape on a tp rank, and whether the gradient is partial there
 
-The notes of a layer tell where the layer deviates from the name of its recipe: an operand is gathered in high
-precision, a GEMM
+The notes of a layer tell where the layer deviates from the name of its recipe: an operand is gathered in high precision, a GEMM
 decodes an operand because the other operand is not quantized, results are rounded, codes depend on tp although
 `amax_scope="all"`. A note also tells how the device runs the recipe.
 """
@@ -109,9 +107,8 @@ class OtherPlan:
 class ParameterPlan:
     """Row of a parameter, by its first name.
 
-    shape: on a tp rank, before FSDP. partial: the gradient on a tp rank covers only the rank's own tokens. shared:
-    several modules
-    have the parameter."""
+    shape: on a tp rank, before FSDP. partial: the gradient on a tp rank covers only the rank's own tokens. shared: several
+    modules have the parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -121,9 +118,8 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class Place:
-    """The setting of a plan: the number of tp ranks, the device type, (B, S) of a microbatch, the times for choosing
-    strategies or the
-    reason why there are none, and the carrier of transfers over tp, as in `make_plan`."""
+    """The setting of a plan: the number of tp ranks, the device type, (B, S) of a microbatch, the times for choosing strategies
+    or the reason why there are none, and the carrier of transfers over tp, as in `make_plan`."""
 
     tp: int
     device_type: str
@@ -310,9 +306,8 @@ def plan_parameters(
 ) -> tuple[ParameterPlan, ...]:  # fmt: skip
     """Each parameter of these modules once.
 
-    linears: style of each linear. vocabulary: embeddings that tp shards. partial: other modules whose gradients on a tp
-    rank are partial
-    sums."""
+    linears: style of each linear. vocabulary: embeddings that tp shards. partial: other modules whose gradients on a tp rank
+    are partial sums."""
     found: dict[int, ParameterPlan] = {}
     for name, module in modules.items():
         for key, parameter in module._parameters.items():

@@ -10,8 +10,7 @@
                                           if the weight is a DTensor
 
 Slots are equal on all ranks where all ranks share scales (the default), so that a checkpoint loads on any mesh. With a
-narrower amax group they have a leading dimension of ranks; on the same mesh each rank loads its own slots, on another
-mesh each
+narrower amax group they have a leading dimension of ranks; on the same mesh each rank loads its own slots, on another mesh each
 rank loads the maximum of the histories, and the scales computed from the maximum.
 
 A value that is saved once must be equal on the ranks that share it; `check_scales` and `check_replicas` verify this
@@ -183,9 +182,8 @@ def _is_valid(values: Tensor, kind: str) -> bool:
 
 
 def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
-    """Read recipe changes from their JSON. Raises ValueError for other bytes, and for a recipe file that the checkpoint
-    names and
-    `recipe_files` does not list."""
+    """Read recipe changes from their JSON. Raises ValueError for other bytes, and for a recipe file that the checkpoint names
+    and `recipe_files` does not list."""
     try:
         swaps = [Swap(**{**each, "layers": tuple(each["layers"])}) for each in json.loads(bytes(saved.tolist()))]
     except (ValueError, TypeError, KeyError) as error:
@@ -236,9 +234,8 @@ def _sessions(model: nn.Module) -> list[NamedSession]:
 def _load_slots(named: NamedSession, state: SlotState) -> list[str]:
     """Load the slots that both the session and the checkpoint have.
 
-    Returns sentences about the slots that are missing or differ in the checkpoint. Slots of autocast regions are loaded
-    when their
-    region runs."""
+    Returns sentences about the slots that are missing or differ in the checkpoint. Slots of autocast regions are loaded when
+    their region runs."""
     session = named.session
     saved = state if named.members is None else _own(named, state)
     table = session.scaling.table if session.has_slots() else SlotTable({})

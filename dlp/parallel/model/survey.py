@@ -7,9 +7,8 @@
     anything with parameters     replicated on tp: its forward sees plain tensors
     convert = false              left out: replicated as well, for the module and all modules in it
 
-The attribute `dlp_made` of dlp's modules tells their origin: "by hand" (constructed explicitly), "by convert", or
-"vocabulary" for
-an embedding; so this file imports no layer. A module that reads parameters of another module would see DTensors. If the
+The attribute `dlp_made` of dlp's modules tells their origin: "by hand" (constructed explicitly), "by convert", or "vocabulary"
+for an embedding; so this file imports no layer. A module that reads parameters of another module would see DTensors. If the
 class shows
 this, the module is rejected by name; otherwise the error of the first forward gets a note (`explain`).
 
@@ -95,9 +94,8 @@ def made_by_hand(module: nn.Module) -> bool:
 
 
 def _owns_parameters(module: nn.Module) -> bool:
-    """Whether conversion treats a module: the module owns parameters, or has a parameter that a parametrization
-    computes, and is not an
-    explicitly constructed embedding of dlp."""
+    """Whether conversion treats a module: the module owns parameters, or has a parameter that a parametrization computes, and
+    is not an explicitly constructed embedding of dlp."""
     if getattr(module, "dlp_made", None) == "vocabulary":
         return False
     return isinstance(module, nn.Linear) or any(parameter is not None for parameter in module._parameters.values())

@@ -1,11 +1,9 @@
 """Tokens and targets outside of the vocabulary. torch raises for such tokens; a vocabulary-sharded layer must check
 them itself.
 
-On a CPU the check raises at once. On a GPU, where reading a value would wait for the device, the largest invalid token
-is copied to
-the host, and the next call of the same layer raises. Until then the results are NaN: rows of an embedding, the loss and
-its gradient.
-Compiled code and replays of CUDA graphs only produce the NaN.
+On a CPU the check raises at once. On a GPU, where reading a value would wait for the device, the largest invalid token is
+copied to the host, and the next call of the same layer raises. Until then the results are NaN: rows of an embedding, the loss
+and its gradient. Compiled code and replays of CUDA graphs only produce the NaN.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A strategy decides *when* transfers and GEMMs are issued. A GEMM is a value (`Gemm`, run on rows of A), so a strategy
 may run the GEMM once or chunk by chunk. A strategy knows no formats and no layers.
-Strategies are modules of this folder with a module-level `STRATEGY`; `load("serial")` imports a strategy by name. The
-number of
+Strategies are modules of this folder with a module-level `STRATEGY`; `load("serial")` imports a strategy by name. The number of
 chunks follows the name, as in `load("chunked:2")`, if the strategy has a function `in_chunks`.
 """
 

@@ -4,22 +4,16 @@
     gemm     own   │ on rank - 1's rows │ on rank - 2's rows         gemm    for rank + 1 │ for rank + 2 │ own
                                                                      send                 to rank + 1 ─►│ to rank + 2 ─►│ sum
 
-For a gathered operand, the GEMM runs on this rank's rows first, then on the other shards in the order of arrival. For a
-result
-that is summed over ranks, the rows of each other rank are computed and sent at once, and this rank's rows are computed
-last;
-contributions are summed in fp32 in rank order, as in `serial`. A gathered contraction dimension (of wgrad) arrives in
-the same way,
-and one GEMM contracts all of it.
+For a gathered operand, the GEMM runs on this rank's rows first, then on the other shards in the order of arrival. For a result
+that is summed over ranks, the rows of each other rank are computed and sent at once, and this rank's rows are computed last;
+contributions are summed in fp32 in rank order, as in `serial`. A gathered contraction dimension (of wgrad) arrives in the same
+way, and one GEMM contracts all of it.
 
-`chunked:2` splits the transfer to or from each other rank in two (`pieces`), so that the first GEMM or the first send
-begins
-earlier; `chunked` is `chunked:1`. A rank's own rows are one GEMM, and a contraction dimension is not split. Pieces end
-between
+`chunked:2` splits the transfer to or from each other rank in two (`pieces`), so that the first GEMM or the first send begins
+earlier; `chunked` is `chunked:1`. A rank's own rows are one GEMM, and a contraction dimension is not split. Pieces end between
 blocks of the format and, if there are enough rows, between tiles of a GEMM, so there may be fewer pieces.
 
-Shards are sent through mapped memory (`dlp.comm.mapped`). Over several hosts and between CPU ranks, complete shards are
-sent by
+Shards are sent through mapped memory (`dlp.comm.mapped`). Over several hosts and between CPU ranks, complete shards are sent by
 sends and receives.
 """
 
@@ -177,9 +171,8 @@ def pieces(rows: int, chunks: int, unit: int, columns: int = 0, processors: int 
     """Split rows into at most `count` pieces, each but the last a multiple of `unit` rows, and of complete tiles if
     there are enough rows.
 
-    If a GEMM with `columns` runs on a known number of SMs, the first pieces are complete waves of tiles, since a
-    partial wave would leave
-    SMs idle."""
+    If a GEMM with `columns` runs on a known number of SMs, the first pieces are complete waves of tiles, since a partial wave
+    would leave SMs idle."""
     tiled, across = lcm(unit, TILE[0]), -(-columns // TILE[1])
     step = tiled if rows >= chunks * tiled else unit
     size = -(-rows // chunks)

@@ -7,10 +7,8 @@
     boundary     amax agreements of whole weights, delayed scales, partial gradients
     FSDP         weights, rowwise in forward and columnwise in backward; gradients; amax agreements of shards
 
-Formats define the bytes of an operand and the parts that are gathered; quantizers, called with meta tensors, define the
-amaxes on
-which ranks agree; strategies define the bytes of their reductions. Separate code counts the bytes that are actually
-sent
+Formats define the bytes of an operand and the parts that are gathered; quantizers, called with meta tensors, define the amaxes
+on which ranks agree; strategies define the bytes of their reductions. Separate code counts the bytes that are actually sent
 (`dlp.comm.observer`), and the ledger compares both (`dlp.parallel.traffic.ledger`).
 
 Bytes are those that one rank sends, as `dlp.comm.observer` defines them. All parameters are taken to have gradients.
@@ -397,9 +395,8 @@ def _delayed(plan: Plan, load: Workload) -> Sends:
 
 
 def _partial_gradients(plan: Plan, load: Workload) -> Sends:
-    """Bytes of partial gradients, summed over tp in fp32 at the end of each backward that leaves some, with one flag
-    per parameter that
-    tells whether it has a gradient. Under FSDP these are the backwards that reduce."""
+    """Bytes of partial gradients, summed over tp in fp32 at the end of each backward that leaves some, with one flag per
+    parameter that tells whether it has a gradient. Under FSDP these are the backwards that reduce."""
     partial = [p for p in plan.weights if p.partial]
     if not partial:
         return
@@ -474,9 +471,8 @@ def fsdp_gradients(plan: Plan, load: Workload) -> Counter[Sent]:
 
 
 def _agreements(plan: Plan, load: Workload) -> Sends:
-    """Bytes of the step boundary's all-reduces of amaxes of shards: over dp_shard, over a wider group, and over
-    dp_shard for delayed
-    amaxes on which no wider group agrees."""
+    """Bytes of the step boundary's all-reduces of amaxes of shards: over dp_shard, over a wider group, and over dp_shard for
+    delayed amaxes on which no wider group agrees."""
     shards, wider, staged = 0, 0, 0
     for (style, recipe, layouts, shape), count in Counter(_reads(plan, load)).items():
         delayed = [caps_of(layout.quantizer).slot is not None for layout in layouts if layout is not None]
@@ -491,9 +487,8 @@ def _agreements(plan: Plan, load: Workload) -> Sends:
 
 
 def _reads(plan: Plan, load: Workload) -> Iterator[tuple[ParallelStyle, Recipe, ShardRead, tuple[int, ...]]]:
-    """Reads of weights sharded over dp_shard at a step boundary: style and recipe of the linear, layouts, shape of the
-    shard. Equal
-    layers have equal reads."""
+    """Reads of weights sharded over dp_shard at a step boundary: style and recipe of the linear, layouts, shape of the shard.
+    Equal layers have equal reads."""
     if not load.units or load.ranks(DP_SHARD) == 1:
         return
     for row, parameter in linear_weights(plan).values():

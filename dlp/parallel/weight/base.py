@@ -23,11 +23,9 @@ autograd.
                 `overwrite_main_grad` is true it replaces that. `grad_added_to_main_grad` is then set to True, and autograd gets
                 zeros where `zero_out_wgrad` is true, for hooks that wait for a gradient
 
-In fp32 the result is bitwise equal to autograd's sum, except for nvfp4 on a GPU, which scales the sum of products and
-adds it with
-one rounding, where autograd rounds twice. `torch.autograd.grad`, which leaves no gradients in parameters, always gets
-gradients
-from autograd.
+In fp32 the result is bitwise equal to autograd's sum, except for nvfp4 on a GPU, which scales the sum of products and adds it
+with one rounding, where autograd rounds twice. `torch.autograd.grad`, which leaves no gradients in parameters, always gets
+gradients from autograd.
 """
 
 from __future__ import annotations
@@ -350,9 +348,8 @@ class LayerWeights:
         self, bound: BoundSpec, used: Sequence[int], values: Sequence[Tensor], dtype: torch.dtype, *, columnwise: bool,
         record: bool,
     ) -> Sequence[Tensor]:  # fmt: skip
-        """Flat parts of one orientation of the `used` weights, if FSDP gathers operands for the pass; empty if the pass
-        casts the weights, with
-        one agreement for all."""
+        """Flat parts of one orientation of the `used` weights, if FSDP gathers operands for the pass; empty if the pass casts
+        the weights, with one agreement for all."""
         if not self._gathered:
             return ()
         parts: list[Tensor] = []
@@ -384,9 +381,8 @@ class LayerWeights:
             weight.check(recipe)
 
     def check_in_place(self, parameters: Sequence[Any]) -> None:
-        """Raise ValueError if a module holds a tensor that the layer would not compute with. `parameters`: parameters
-        of the modules, in the
-        order of members."""
+        """Raise ValueError if a module holds a tensor that the layer would not compute with. `parameters`: parameters of the
+        modules, in the order of members."""
         for weight, parameter in zip(self.members, parameters, strict=False):
             weight.check_in_place(parameter)
 
@@ -437,9 +433,8 @@ class Values:
         self._requested: dict[str, tuple[Tensor, Tensor]] = {}  # since the last `renew`: (copy, weight)
 
     def of(self, name: str, weight: Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
-        """Return the weight [N, K] in `dtype`, zero-padded to `shape`: the weight itself if it fits, else a copy, which
-        the next `renew`
-        fills."""
+        """Return the weight [N, K] in `dtype`, zero-padded to `shape`: the weight itself if it fits, else a copy, which the
+        next `renew` fills."""
         if weight.dtype == dtype and weight.shape == shape:
             return weight
         copy = self._copies.get(name)

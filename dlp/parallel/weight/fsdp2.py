@@ -1,10 +1,9 @@
 """fully_shard: PyTorch's fully_shard on the data-parallel axes of the mesh, with quantized gathers of weights.
 
 FSDP2 calls two methods on the local tensor of a sharded parameter, if it has them: `fsdp_pre_all_gather` returns the
-tensors to gather, and `fsdp_post_all_gather` receives the gathered tensors. `dlp.attach` sets both as attributes of a
-plain tensor, so that state dicts,
-optimizers and checkpoints see plain DTensors under every recipe. (A tensor subclass, the usual place of these methods,
-would have to be unwrapped by all of these users.)
+tensors to gather, and `fsdp_post_all_gather` receives the gathered tensors. `dlp.attach` sets both as attributes of a plain
+tensor, so that state dicts, optimizers and checkpoints see plain DTensors under every recipe. (A tensor subclass, the usual
+place of these methods, would have to be unwrapped by all of these users.)
 
     hooked      fsdp_pre_all_gather: the cast shard ─► one all-gather for each FSDP unit ─► fsdp_post_all_gather
     unhooked    FSDP gathers the values without hooks, in `mp_policy.param_dtype`
@@ -171,9 +170,8 @@ def _check_values(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
 def _with_integer(module: nn.Module, ranks: int, from_master: bool, keywords: dict[str, Any]) -> dict[str, Any]:
     """Replace an integer `reshard_after_forward` of 1 or `ranks` by False or True.
 
-    Raises ValueError for another integer if FSDP2 does not support it: parameters that are resharded to some of the
-    ranks must be plain
-    tensors that FSDP gathers without hooks."""
+    Raises ValueError for another integer if FSDP2 does not support it: parameters that are resharded to some of the ranks must
+    be plain tensors that FSDP gathers without hooks."""
     reshard = keywords.get("reshard_after_forward")
     if not _is_integer(reshard) or reshard in (1, ranks):
         return keywords | ({"reshard_after_forward": reshard != 1} if _is_integer(reshard) else {})
@@ -270,9 +268,8 @@ class _Gather:
         return padded
 
     def _update(self, changed: bool) -> None:
-        """Hook the parameter if it is gathered quantized, else remove the hooks. `changed`: the layouts have changed,
-        so that FSDP2 must
-        allocate new buffers."""
+        """Hook the parameter if it is gathered quantized, else remove the hooks. `changed`: the layouts have changed, so that
+        FSDP2 must allocate new buffers."""
         hook = self.weight.layouts is not None
         if changed or hook != self._hooked:
             self._module.reshard()  # type: ignore[operator]
@@ -480,9 +477,8 @@ def _owners(param: Any) -> list[tuple[int, str]]:
 class CodecReduceScatter(ReduceScatter):
     """FSDP2's reduce-scatter as an exchange and a sum of contributions packed by `codec`.
 
-    FSDP passes the gradients of a unit as one flat tensor, with a part for each rank; blocks of 128 lie along it. Sums
-    are
-    fp32 in rank order, divided by the number of ranks and rounded once to the dtype of the reduction (`reduce_dtype`).
+    FSDP passes the gradients of a unit as one flat tensor, with a part for each rank; blocks of 128 lie along it. Sums are fp32
+    in rank order, divided by the number of ranks and rounded once to the dtype of the reduction (`reduce_dtype`).
 
     Args:
         codec: packs and sums the contributions.
@@ -524,9 +520,8 @@ def set_grad_wire(model: nn.Module, wire: str, computed: torch.dtype | None = No
     Args:
         wire: "hp", "bf16" or "fp8".
         computed: with "hp", the dtype of all gradients when FSDP reduces them. Gradients are sent in this dtype and
-            summed in fp32, so that over two ranks the sum has the bits of FSDP's own fp32 reduction (over more ranks,
-            the sum is in rank
-            order). Only for gradients that FSDP has not accumulated over microbatches in the dtype of the reduction.
+            summed in fp32, so that over two ranks the sum has the bits of FSDP's own fp32 reduction (over more ranks, the sum
+            is in rank order). Only for gradients that FSDP has not accumulated over microbatches in the dtype of the reduction.
 
     Raises ValueError for another wire, and for `computed` with another wire than "hp".
     """

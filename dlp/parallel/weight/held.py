@@ -218,9 +218,8 @@ class HeldWeight(LocalWeight):
 
     @torch.no_grad()
     def _load(self, values: Tensor) -> None:
-        """Quantize loaded values and make them the master. If the values equal the decoded codes, then codes, master
-        and `initial`, which may be
-        more precise, remain."""
+        """Quantize loaded values and make them the master. If the values equal the decoded codes, then codes, master and
+        `initial`, which may be more precise, remain."""
         decoded = self.decoded()
         if decoded.dtype == values.dtype and torch.equal(decoded, values):
             return
@@ -239,9 +238,8 @@ class HeldWeight(LocalWeight):
 
     @torch.no_grad()
     def move(self, apply: Callable[[Tensor], Tensor]) -> None:
-        """Apply `Module.to`, `half`, `to_empty` and the like to a parameter: the codes move to the device of `apply`,
-        and values are read in its
-        dtype from then on; the codes stay the same."""
+        """Apply `Module.to`, `half`, `to_empty` and the like to a parameter: the codes move to the device of `apply`, and
+        values are read in its dtype from then on; the codes stay the same."""
         now, grad = apply(self._local.new_empty(0)), self.parameter.grad
         self.parts = [part.to(now.device) for part in self.parts]
         self.owner.collect()

@@ -155,9 +155,8 @@ def check_whole(parameter: Any, axes: int, name: str) -> None:
 
 
 def held(parameter: Any) -> Any:
-    """This rank's tensor of a parameter, or None: the tp shard or, while FSDP has the parameter resharded, a shard of
-    it, which must not be
-    used in computations (`check_whole`)."""
+    """This rank's tensor of a parameter, or None: the tp shard or, while FSDP has the parameter resharded, a shard of it, which
+    must not be used in computations (`check_whole`)."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 

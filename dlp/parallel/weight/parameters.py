@@ -9,8 +9,7 @@ A parameter gets such a class by `take_class`, and stays the same object, which 
 the classes is part of a checkpoint: state dicts, copies and pickles hold plain parameters.
 
 The checks at the end apply to weights that are converted or quantized. `convert`, `quantized_model_init`, `freeze` and
-`quantize_`
-share these checks, so that all of them reject the same weights with the same message.
+`quantize_` share these checks, so that all of them reject the same weights with the same message.
 """
 
 from __future__ import annotations
@@ -264,9 +263,8 @@ def take_class(parameter: Any, cls: type) -> Any:
 
 
 def show_values(parameter: Any, values: Tensor) -> None:
-    """Replace the tensor of a parameter on this rank by a tensor with values. The parameter object remains, since a
-    backward may still lead
-    to it."""
+    """Replace the tensor of a parameter on this rank by a tensor with values. The parameter object remains, since a backward
+    may still lead to it."""
     spread = isinstance(parameter, DTensor)
     if is_placeholder(parameter):
         take_class(parameter, getattr(parameter, "dlp_class", PlacedParameter if spread else nn.Parameter))

@@ -6,17 +6,13 @@
     forward         rowwise operands are gathered                                        ─► w [N, K]    for fprop
     backward        columnwise operands are gathered, or rowwise ones and transposed     ─► w.T [K, N]  for dgrad
 
-The gathered operand is bitwise equal to the cast of the full weight. If this is not possible (`weight_obstacle`), the
-weight is
-gathered in high precision and cast where it is used. FSDP's hooks (`dlp.parallel.weight.fsdp2`) move the bytes: before
-a gather
+The gathered operand is bitwise equal to the cast of the full weight. If this is not possible (`weight_obstacle`), the weight is
+gathered in high precision and cast where it is used. FSDP's hooks (`dlp.parallel.weight.fsdp2`) move the bytes: before a gather
 they call `depart` for this rank's parts, after the gather `arrive` with the parts of all ranks.
 
 A pass may read an orientation that was not gathered for it: a backward with activation checkpointing runs forwards again, and
-weights may stay gathered from forward to backward. That orientation is then gathered when it is read, and from the next
-pass on
-together with the other orientation. A layer that runs under another recipe than its own (`dlp.autocast`, or a backward
-whose
+weights may stay gathered from forward to backward. That orientation is then gathered when it is read, and from the next pass on
+together with the other orientation. A layer that runs under another recipe than its own (`dlp.autocast`, or a backward whose
 forward ran before a recipe change) gathers the values and casts them.
 """
 
@@ -49,9 +45,8 @@ class ShardLayout:
     """Cast and gather of one orientation of a weight with sharded rows.
 
     quantizer    casts the shard [n, K] of a rank, or the transposed shard [K, n]
-    transposed   the quantizer casts the transposed shard. A columnwise operand of a format with transposable payload is
-                 cast and
-                 gathered as [n, K], and transposed afterwards
+    transposed   the quantizer casts the transposed shard. A columnwise operand of a format with transposable payload is cast
+                 and gathered as [n, K], and transposed afterwards
     columnwise   the orientation. Layouts of both orientations that are otherwise equal share one cast and one gather
     """
 
@@ -105,9 +100,8 @@ def read_of(layouts: ShardRead, groups: tuple[Groups, Groups] = (NOBODY, NOBODY)
 
 
 def agreed_over(layout: ShardLayout | None, style: ParallelStyle, recipe: Recipe, own_group: bool) -> tuple[bool, bool]:
-    """Whether ranks of dp_shard agree on the amaxes of one layout, since a scale spans their rows; and whether they
-    then agree over the
-    layer's amax group (`agrees`)."""
+    """Whether ranks of dp_shard agree on the amaxes of one layout, since a scale spans their rows; and whether they then agree
+    over the layer's amax group (`agrees`)."""
     if layout is None:
         return False, False
     return layout.spans_rows, agrees(style, recipe, "w", layout.quantizer, layout.transposed, own_group=own_group)
@@ -142,9 +136,8 @@ def weight_obstacle(recipe: Recipe, shape: tuple[int, int], ranks: int, own_grou
 def weight_layouts(
     recipe: Recipe, shape: tuple[int, int], ranks: int, *, refused: str | None, own_group: bool
 ) -> tuple[ShardLayouts | None, str | None]:
-    """Layouts in which a weight [N, K] (of one tp rank) is gathered over `ranks`, None: in high precision; and the
-    reason, if the recipe
-    quantizes w.
+    """Layouts in which a weight [N, K] (of one tp rank) is gathered over `ranks`, None: in high precision; and the reason, if
+    the recipe quantizes w.
 
     `refused`: a reason that is known before; `own_group`: see `weight_obstacle`."""
     if recipe.w.keeps_source:
@@ -259,8 +252,7 @@ class ShardedWeight(MemberWeight):
 
     def staged(self) -> tuple[ProcessGroup, list[Tensor]] | None:
         """Staged amaxes of this shard, with dp_shard, if not all ranks of dp_shard share delayed scales; otherwise
-        `ScalingState` agrees on
-        them."""
+        `ScalingState` agrees on them."""
         slots = [slot for row, col in self.reads if (slot := self._slot(row or col)) is not None]
         scales_group, shards_group = self.bound.session.amax_group, self.rows.group
         if scales_group is not None and self.bound.spec.recipe.reduce_amax:
