@@ -151,6 +151,14 @@ class LinearSpec:
                 f"save_original_input = true quantizes again, would get other codes; call dlp.attach, or leave it out"
             )
 
+    def check_recipe_may_change(self, remedy: str) -> None:
+        """ValueError for an invariant layer, whose recipe stays; `remedy` ends the message."""
+        if self.invariant:
+            raise ValueError(
+                f"{self.name}: invariant = true: dlp.convert checks where tp cuts blocks of a recipe, and recipes do not "
+                f"change afterwards; {remedy}"
+            )
+
     @property
     def tp(self) -> int:
         return 1 if self.group is None else self.group.size()

@@ -105,11 +105,8 @@ class RecipeRegion(Region):
 
     def _variant(self, core: LayerState) -> LinearSpec:
         own, its = core.spec, plain(core.spec.recipe)
-        if own.invariant and self.recipe is not None:
-            raise ValueError(
-                f"{own.name}: invariant = true: dlp.convert checks where tp cuts blocks of a recipe, and recipes do not change "
-                f"afterwards: leave recipe out of dlp.autocast"
-            )
+        if self.recipe is not None:
+            own.check_recipe_may_change("leave recipe out of dlp.autocast")
         recipe = its if self.recipe is None else self.recipe.for_layer(own.members[0])
         suffix = "" if recipe == its else f"[{recipe}]"
         if not self.enabled:

@@ -464,11 +464,7 @@ def _new_specs(model: nn.Module, layers: Sequence[str], resolved: Any) -> list[t
     modules = _by_own_name(model)
     found = list(dict.fromkeys(modules[name].core for name in layers))
     for core in found:
-        if core.spec.invariant:
-            raise ValueError(
-                f"{core.spec.name}: invariant = true: dlp.convert checks where tp cuts blocks of a recipe, and recipes do not "
-                f"change afterwards: set the recipe by the layer group"
-            )
+        core.spec.check_recipe_may_change("set the recipe by the layer group")
         check_siblings(core, modules, layers)
     return [(core, core.with_recipe(_one_recipe(core.spec.members, resolved))) for core in found]
 

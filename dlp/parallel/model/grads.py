@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -74,6 +74,14 @@ class Slot(NamedTuple):
     path: str
     module: nn.Module
     name: str
+
+
+def call_in_backward(output: Any, begin: Callable[[Tensor], None]) -> None:
+    """Call `begin` in a backward that reaches an output of a model, once for each output."""
+    if torch.is_grad_enabled():
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(begin)
 
 
 class PartialGradients:
@@ -203,10 +211,8 @@ class PartialGradients:
         return self._stored(slot).requires_grad and (record is None or record.reduces)
 
     def _watch(self, model: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and self.slots:
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self._begin)
+        if self.slots:
+            call_in_backward(output, self._begin)
 
     def _begin(self, grad: Tensor) -> None:
         """Clear gradients and queue the sum, once per backward, when the backward reaches an output of the model."""

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_leaves
 
 from dlp.comm.mesh import ParallelDims
+from dlp.comm.wire_checks import checksum
 from dlp.kernels import canonical
 from dlp.parallel.linear.canonical import RANKS, all_reduce
 from dlp.parallel.linear.state import in_backward
-from dlp.parallel.model.grads import local_grad, set_grad
+from dlp.parallel.model.grads import call_in_backward, local_grad, set_grad
 from dlp.parallel.model.plan import Plan
 from dlp.parallel.model.rows import HELD, LayerPlan, scope_notes
 from dlp.parallel.model.session import Session
@@ -291,10 +291,7 @@ class GradientTree:
             self._stacks, self._given = {}, {}
 
     def _watch(self, model: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self._begin)
+        call_in_backward(output, self._begin)
 
     def _begin(self, grad: Tensor) -> None:
         """The backward reached an output of the model: once per backward, take the sums back from the parameters."""
@@ -349,8 +346,8 @@ def _check_units(model: nn.Module) -> None:
 
 
 def _checksum(grad: Tensor) -> int:
-    """A sum of the bits of a gradient; version counters do not see what happens to DTensors."""
-    return int(grad.contiguous().view(-1).view(torch.uint8 if grad.element_size() % 4 else torch.int32).sum())
+    """Checksum of a gradient; version counters do not see changes of DTensors."""
+    return int(checksum(grad))
 
 
 def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
