@@ -57,7 +57,7 @@ class Row:
 
 
 def rows(branches: Sequence[Branch]) -> Iterator[Row]:
-    """Of every measure, subject by subject; the second baseline against the first comes first."""
+    """Rows of every measure, subject by subject; the second baseline against the first comes first."""
     present = {branch.subject for branch in branches}
     names = tuple(name for name in NAMES if name in present)
     if not names or names[0] != NAMES[0]:

@@ -1,4 +1,4 @@
-"""What a fuser remembers between calls, and the state of one call.
+"""Records that a fuser keeps between calls, and the state of one call.
 
     FuserPlan    which ops run in which direction; one for each state of the fuser (recipes, who needs gradients, dtype, ...)
     FuserCall    one for each set of shapes, strides and dtypes: its plan, its linears, its captured launches
@@ -33,7 +33,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class FuserPlan:
-    """What a fuser runs in one of its states.
+    """Operations that a fuser runs in one of its states.
 
     forward, backward   the ops of each direction, in the order of forward
     needs_dx            by basic op: whether the gradient of its input is needed
@@ -92,7 +92,7 @@ class ResultLayout(NamedTuple):
 
 @dataclass(eq=False)
 class FuserCall:
-    """What calls of a fuser with tensors of equal shapes, strides and dtypes have in common. It holds no tensors.
+    """Record that calls of a fuser with tensors of equal shapes, strides and dtypes share. The record holds no tensors.
 
     members             the basic ops (`dlp.ops.passes.Members`)
     dtype               of x

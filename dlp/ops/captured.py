@@ -34,7 +34,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class ReplayResults:
-    """What the ops returned when their launches were recorded, without tensors.
+    """Results of the ops when their launches were recorded, without tensors.
 
     places       of each result of the flat list
     shapes       (index, shape) of the results that are views of another shape
@@ -144,7 +144,7 @@ class Direction:
         return recorded[0].flat(allocated, reads), entry
 
     def _directions(self, bounds: Sequence[Any], x: Tensor) -> CapturedDirections:
-        """What is captured so far; nothing if a linear has dropped it."""
+        """Captured launches so far; new ones if a linear has dropped them."""
         captured = self.captured
         if captured is not None:
             for bound in bounds:
@@ -199,8 +199,8 @@ def _results_of(
 def _left_in(
     ctxs: Sequence[Any], before: Sequence[set[str]], reads: Sequence[Tensor]
 ) -> tuple[tuple[int, ...], tuple[dict[str, Any], ...]]:
-    """What the ops have left in their contexts: the indices of tensors that they wrote to, and by context the attributes that
-    were set. NotPlain for a tensor among these, and for a write to a tensor that is not among `reads`."""
+    """Changes that the ops made in their contexts: the indices of tensors that they wrote to, and by context the attributes
+    that were set. NotPlain for a tensor among these, and for a write to a tensor that is not among `reads`."""
     dirty, attributes = list[int](), []
     for ctx, had in zip(ctxs, before, strict=True):
         own = {name: value for name, value in vars(ctx).items() if name not in had and name not in OWN}
@@ -219,7 +219,7 @@ def _index_of(tensor: Tensor, reads: Sequence[Tensor]) -> int:
 
 
 def _place(result: Tensor | None, allocated: list[Tensor], reads: Sequence[Tensor]) -> Place:
-    """Where a result is: among the tensors that are read, or among those allocated, to which a new one is appended."""
+    """Place of a result: among the tensors that are read, or among those allocated, to which a new one is appended."""
     if result is None:
         return None
     for tensors, first, step in ((reads, -1, -1), (allocated, 0, 1)):

@@ -236,8 +236,8 @@ class BasicOperation(FusibleOperation):
         return grads[0], [grads[1]], [()]
 
     def check_tokens(self, input_: Value) -> None:
-        """Of an op that conversion has replicated over tp: ValueError if it gets a token shard and its layer group says whole
-        tokens, or the other way round."""
+        """Check an op that conversion has replicated over tp: ValueError if the op gets a token shard and its layer group says
+        whole tokens, or the other way round."""
         for value in each(input_) if self.token_rows is not None else ():
             tensor = value if isinstance(value, Tensor) else torch.empty(value.shape, dtype=value.dtype, device="meta")
             self._check_tokens(tensor)  # type: ignore[operator]  # set by conversion

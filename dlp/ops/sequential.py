@@ -173,7 +173,7 @@ class Sequential(nn.Module):
         return groups
 
     def plan(self) -> SequencePlan:
-        """Which ops run in which groups, forward and backward, in the last call; before the first, without knowledge of recipes
+        """Groups of ops, forward and backward, in the last call; before the first, without knowledge of recipes
         and gradients."""
         lines, at = [], iter(zip(self._modules.items(), [_why_called(module) for module in self], strict=True))
         for group in self._groups_now():

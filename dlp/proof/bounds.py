@@ -255,8 +255,8 @@ def _gradient(trace: Trace, key: Key, call: int) -> Terms | None:
 
 
 class Spread(NamedTuple):
-    """Of one tensor on one rank, in its shape: `casts`, the variance because of casts, and `squares`, the sum of squared terms,
-    of a contraction of `length`."""
+    """Terms of one tensor on one rank, in the shape of the tensor: `casts`, the variance because of casts, and `squares`, the
+    sum of squared terms, of a contraction of `length`."""
 
     casts: Tensor | float
     squares: Tensor

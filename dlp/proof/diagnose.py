@@ -1,4 +1,4 @@
-"""What kind of mistake makes a tensor differ: hypotheses, each a tensor that a known mistake would give, tried in order.
+"""Kinds of mistakes that make a tensor differ: hypotheses, each a tensor that a known mistake would give, tried in order.
 
 A contraction is cut into shares by the ranks that hold its terms: over tp (features, or tokens under sequence parallelism) and
 over the pieces of the global batch. The tensor of a rank is fitted by the shares P_q of the contraction, found = sum c_q P_q:

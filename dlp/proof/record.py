@@ -160,8 +160,8 @@ def plain_name(name: str) -> str:
 
 
 class Trace:
-    """What one rank computed, in order. `values` by key; `links`: the tensors between modules; `modules`: of the model, by
-    name."""
+    """Tensors that one rank computed, in order. `values` by key; `links`: the tensors between modules; `modules`: of the model,
+    by name."""
 
     def __init__(self, model: nn.Module) -> None:
         self.values: dict[Key, Tensor] = {}

@@ -67,7 +67,7 @@ def direction(key: Key) -> str:
 
 @dataclass
 class MeshResult:
-    """What was found on one mesh.
+    """Findings on one mesh.
 
     compared, equal     tensors of all ranks, and how many of them have the bits of one rank
     worst, worst_key    the largest difference over its bound, and its tensor

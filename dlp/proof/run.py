@@ -47,7 +47,7 @@ WARM = 2  # steps before the bytes of a step are counted: by then weights are ca
 
 
 class Program(NamedTuple):
-    """What is proved: the arguments of `prove`."""
+    """Program to prove: the arguments of `prove`."""
 
     build: Build
     batch: Any
@@ -216,7 +216,7 @@ def on_mesh(program: Program, bounds: Bounds, case: MeshCase) -> MeshResult:
 
 
 class Told(NamedTuple):
-    """What a rank says of its comparison; see `Follower`."""
+    """Result of the comparison on one rank; see `Follower`."""
 
     compared: int
     equal: int

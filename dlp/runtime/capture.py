@@ -91,7 +91,7 @@ class _Watch(TorchDispatchMode):
 
 
 class CapturedLaunches:
-    """What `record` returns.
+    """Launches that `record` returns.
 
     between    bytes of the intermediate tensors, which share one allocation
     segments   a letter for each segment: "L" for launches in one native call, "C" for the start of a call between launches,
@@ -174,7 +174,7 @@ def _segments(launched: Launched, memory: Sequence[Memory], count: int) -> Itera
 
 
 def _place(address: int, kind: Kind, memory: Sequence[Memory]) -> tuple[int, int, Kind]:
-    """Where a tensor of a call is in a later run: the index among the tensors of the run, the offset from the first element
+    """Place of a tensor of a call in a later run: the index among the tensors of the run, the offset from the first element
     of that tensor in bytes, and the kind. NotPlain for fixed memory and for memory that the recording does not know."""
     for start, size, base, offset in memory:
         if start <= address < start + size and base != _FIXED:

@@ -215,7 +215,7 @@ class WireWatch:
             self._counts.replayed(self._captured, 1)
 
     def planned(self) -> Traffic | None:
-        """Of a step of the model as it is now; None where its plan does not tell, and `unforeseen` says why."""
+        """Bytes of a step of the model as it is now; None where the plan does not tell, and `unforeseen` says why."""
         if not self._told:
             self._told = True
             try:

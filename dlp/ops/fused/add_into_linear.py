@@ -49,7 +49,7 @@ class LinearIntoExtraInput(InnerFused):
 
 
 def _y_shape(ctx: OperationContext, x: Value) -> Sequence[int]:
-    """Of y: tokens as x has them; [tokens, N] where ranks gather them."""
+    """Shape of y: tokens as in x; [tokens, N] where ranks gather them."""
     spec, features = ctx.bound.spec, ctx.pass_tensors[0][0].shape[0]
     return (*x.shape[:-1], features) if spec.style.gathers is None else (x.shape[0] * spec.tp, features)
 

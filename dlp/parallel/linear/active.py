@@ -95,7 +95,7 @@ def _checkpoint(pack: Any) -> Checkpoint | None:
 
 
 class Ran(NamedTuple):
-    """What a forward of a layer ran under: its bound spec, delayed scales, and the state for its backward."""
+    """Conditions of a forward of a layer: the bound spec, delayed scales, and the state for its backward."""
 
     bound: BoundSpec
     scales: ForwardScales | None
@@ -103,7 +103,7 @@ class Ran(NamedTuple):
 
 
 class LayerRuns:
-    """What the forwards of one layer in checkpoints ran under.
+    """Conditions of the forwards of one layer in checkpoints.
 
     learned_in_region  one ran in a region that was entered with gradients enabled
     recipe_changed     the recipe has changed since the last forward
@@ -125,7 +125,7 @@ class LayerRuns:
                 self._ran.setdefault(each.frame, []).append(ran)
 
     def next(self, checkpoints: Sequence[Checkpoint]) -> Ran | None:
-        """What the forward ran under that the innermost recomputation now repeats; None: not known."""
+        """Conditions of the forward that the innermost recomputation now repeats; None: not known."""
         again = next((each for each in reversed(checkpoints) if each.again), None)
         if again is None:
             return None

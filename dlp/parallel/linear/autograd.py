@@ -54,7 +54,7 @@ def check_features(spec: LinearSpec, x: Tensor, weight: Tensor) -> None:
 
 
 class BoundCall:
-    """What stays the same between calls of a layer with tensors of equal shapes, strides, dtypes and `requires_grad`. It holds
+    """Record that calls of a layer with tensors of equal shapes, strides, dtypes and `requires_grad` share. The record holds
     no tensors.
 
     differentiable   there will be a backward
@@ -77,7 +77,7 @@ class BoundCall:
         self.wanted: dict[Key, tuple[GradsWanted, list[int]]] = {}
 
     def wants(self, needs_dx: bool, needs: tuple[bool, ...], has_dy: tuple[bool, ...]) -> tuple[GradsWanted, list[int]]:
-        """Which gradients a backward computes, and the index of each among the gradients of [x, *weights, *biases], in the
+        """Gradients that a backward computes, and the index of each among the gradients of [x, *weights, *biases], in the
         order dx, dw_i, db_i. needs: whether each weight and each bias needs one; has_dy: which y_i have a gradient."""
         key = needs_dx, needs, has_dy
         found = self.wanted.get(key)
@@ -217,7 +217,7 @@ LINEAR = Directions(forward, backward)
 
 
 def _targets(call: BoundCall, wanted: GradsWanted, weights: Sequence[Tensor]) -> list[Target | None]:
-    """Where each wgrad of the used members is written, None for one that goes to autograd; empty where all do: delayed ones,
+    """Targets of the wgrads of the used members, None for a wgrad that goes to autograd; empty where all do: delayed ones,
     and those of a backward that something watches."""
     if waits(call.bound.spec.options.delay_wgrad, wanted.dx) or torch._C._len_torch_dispatch_stack() > 0:
         return []

@@ -1,4 +1,4 @@
-"""Which directions of a linear, forward and backward, are captured launches (`dlp.runtime.capture`), and why others are not.
+"""Captured launches (`dlp.runtime.capture`) of the directions of a linear, and the reasons against them.
 
 For inputs of equal shapes, strides and alignment a direction launches the same kernels; only addresses differ. If a direction
 does nothing but launch, it is captured. So casts and GEMMs must be kernels of this package, and what is communicated must go

@@ -258,7 +258,7 @@ class ParallelLinear(SpreadModule):
     tp_partial: tuple[str, ...] = ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelLinear:
-        """What `to`, `half`, `to_empty` and the like do: weights that are held as codes move by themselves."""
+        """Apply `to`, `half`, `to_empty` and the like; quantized-only weights move by themselves."""
         held = {weight.member.weight: weight for weight in self.core.weights if _is_held(weight, self)}
         for weight in held.values():
             weight.check_move(fn(torch.empty(0, device=self.core.device)).device)

@@ -453,7 +453,7 @@ def obstacle(recipe: Recipe, name: str, columnwise: bool, tokens: int | None) ->
 
 
 def _kept(recipe: Recipe, style: ParallelStyle, tokens: int) -> str:
-    """What forward saves of x.
+    """Tensors of x that forward saves.
 
     values       wgrad reads x in high precision, or x is gathered in high precision for it
     rowwise      its payload may be transposed, by a view, or, where x is gathered again in backward, after that

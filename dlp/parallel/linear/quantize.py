@@ -221,7 +221,7 @@ def _transposed(gather: Gather) -> QuantizedTensor:
 
 
 def other_microbatch(tokens: int, expected: int) -> str:
-    """What to do about a token shard of a microbatch of another size, for the message of a layer that gets one."""
+    """Advice on a token shard of a microbatch of another size, for the message of a layer that gets one."""
     return (
         f"If that is a shard of a microbatch of {tokens} tokens: dlp.convert was called with batch = (B, S) of {expected} "
         f"tokens, and every microbatch needs as many. Leave out a smaller last one (DataLoader(drop_last=True)), or pad it "
@@ -367,7 +367,7 @@ def _tensor_id(name: str) -> int:
 def _origin(
     bound: BoundSpec, plan: CastPlan, member: str, shape: Sequence[int], padded: Sequence[int], columnwise: bool
 ) -> Origin:
-    """Where this rank's matrix lies in the unsharded one, which tp cuts along a dimension and data parallelism along the
+    """Place of this rank's matrix in the unsharded matrix, which tp cuts along a dimension and data parallelism along the
     tokens; `columnwise`: where its transpose lies in the transposed one."""
     spec, session, tensor = bound.spec, bound.session, plan.tensor
     cut = None if plan.whole else spec.style.cut(tensor)

@@ -74,7 +74,7 @@ class LayerOptions:
 
     @property
     def keeps(self) -> str:
-        """What forward must save of x for wgrad (`LinearPlan.kept`); "": the plan decides."""
+        """Tensors of x that forward must save for wgrad (`LinearPlan.kept`); "": the plan decides."""
         return "values" if self.save_original_input else ""
 
     def settled(self, style: ParallelStyle) -> LayerOptions:

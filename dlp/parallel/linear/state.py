@@ -1,4 +1,4 @@
-"""What a pass reads of its layer and of the model.
+"""State of a layer and of the model that a pass reads.
 
     StepState    what all layers of a model share: delayed scales, flags, random counters, which the step boundary changes
     BoundSpec    a spec as one layer runs it, with the StepState, and with all that was decided for calls under the spec
@@ -105,7 +105,7 @@ class Swap:
 
 
 class StepState:
-    """What passes of the layers of one model read of the model, and the step boundary changes.
+    """State of a model that passes of the layers read, and the step boundary changes.
 
     seed         of stochastic rounding
     dp           (rank, size): which tokens of a global microbatch this rank has
@@ -383,8 +383,8 @@ class StepState:
         vars(self).update(vars(type(self)()) | state)
 
     def _taken(self) -> dict[str, Any]:
-        """What a copy of the model takes along: layers and their scales; neither attached optimizers, nor what is cached for
-        the next calls."""
+        """State that a copy of the model takes along: layers and their scales; neither attached optimizers, nor what is cached
+        for the next calls."""
         names = ("cores", "steps", "swaps", "scheduled", "noted", "draws", "_scaling")
         return {name: getattr(self, name) for name in (*names, *(["counter"] if "counter" in vars(self) else []))}
 
