@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 -m launch.measure ...     the same, and the bandwidth of NCCL between the ranks
 
 Measure a table with `python -m dlp.parallel.tune` first: it holds the times of GEMMs and of mapped memory. This program adds
-the bandwidth of pointwise kernels, of AdamW and of the gradient norm, causal attention forward and backward, and the gap
-between two kernels of a CUDA graph.
+the bandwidth of pointwise kernels, of AdamW and of the gradient norm, causal attention forward and backward, the gap
+between two kernels of a CUDA graph, and the share of its speed that a GEMM keeps under a steady load.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SHAPES = (
     (1, 8192, 16, 128),
 )  # batch, sequence, heads, head_dim
 KERNELS = 200  # of the graph whose gaps are measured
+GEMM, BURST, LOAD = 8192, 8, 3.0  # rows of a square bf16 GEMM, GEMMs after a pause, seconds of GEMMs without a pause
 # Derived from complete runs of llama3_1b on two H200 (bench/results/predict.json); a short program cannot measure
 # these.
 FROM_RUNS = {"replay": 0.8e-3, "host": 6e-5, "host_collective": 1.7e-4, "nccl_slowdown": 0.05}
@@ -109,6 +110,29 @@ def kernel_gap(device: str) -> float:
     return seconds_of(graph.replay, device) / KERNELS
 
 
+def sustained(device: str, size: int, load: float) -> float:
+    """Speed of a bf16 GEMM at the end of `load` seconds of GEMMs, as a share of its speed after a pause; at most 1."""
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    out = torch.empty_like(a)
+
+    def rate() -> float:
+        done()
+        began = time.perf_counter()
+        for _ in range(BURST):
+            torch.mm(a, b, out=out)
+        done()
+        return 1 / (time.perf_counter() - began)
+
+    done = torch.cuda.synchronize if device == "cuda" else bool
+    rate()
+    time.sleep(min(load, 1.0))
+    burst, under_load, end = rate(), [], time.perf_counter() + load
+    while not under_load or time.perf_counter() < end:
+        under_load.append(rate())
+    last = under_load[-max(1, len(under_load) // 4) :]
+    return min(1.0, sum(last) / len(last) / burst)
+
+
 def nccl_bandwidth(device: str, nbytes: int) -> float:
     """Bytes per second that a rank sends in an all-gather of NCCL."""
     own = torch.ones(nbytes // world_size(), dtype=torch.uint8, device=device)
@@ -119,6 +143,7 @@ def nccl_bandwidth(device: str, nbytes: int) -> float:
 
 def measure(board: str, overlap_table: str, device: str, nbytes: int = LARGE) -> dict[str, Any]:
     """The entries of a file of `launch/estimate/tables`."""
+    size, load = (GEMM, LOAD) if device == "cuda" else (64, 0.0)
     update, norm = optimizer_bandwidths(device, nbytes)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     shapes = SHAPES if device == "cuda" else [(1, 64, 2, 16)]
@@ -130,6 +155,7 @@ def measure(board: str, overlap_table: str, device: str, nbytes: int = LARGE) ->
         "norm": norm,
         "gap": kernel_gap(device),
         **FROM_RUNS,
+        "sustained": sustained(device, size, load),
         "nccl": nccl_bandwidth(device, nbytes) if world_size() > 1 else 0.0,
         "attention": [attention_rate(device, *shape) for shape in shapes],
     }

@@ -45,6 +45,8 @@ class Rates:
     host_collective the same per collective of NCCL between ranks of tp
     nccl            bytes per second that a rank sends by NCCL's ring inside a host, alone
     nccl_slowdown   share of the speed of computation that is lost while NCCL's kernels run
+    sustained       share of the measured speed of GEMMs and attention that remains in a run: tables are measured in short
+                    bursts, and a GPU under a steady load lowers its clocks at the power limit
     link, meeting   bytes per second and seconds per transfer between ranks of tp that map each other's memory
     """
 
@@ -58,6 +60,7 @@ class Rates:
     host_collective: float
     nccl: float
     nccl_slowdown: float
+    sustained: float
     link: float
     meeting: float
     attention: tuple[AttentionRate, ...]
@@ -86,7 +89,7 @@ class Rates:
 
     def gemm(self, recipe: Recipe, gemm: str, sizes: Sizes) -> float:
         """Seconds of a GEMM of (M, N, K)."""
-        return 2.0 * prod(sizes) / self.gemm_rate(recipe, gemm, sizes)
+        return 2.0 * prod(sizes) / (self.gemm_rate(recipe, gemm, sizes) * self.sustained)
 
     def attention_rate(self, sequence: int, head_dim: int) -> AttentionRate:
         """The rates at the nearest measured sequence length and head_dim."""
