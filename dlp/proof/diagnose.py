@@ -234,7 +234,7 @@ def _shares(case: Case) -> Guess | None:
     c = {share: _simple(float(each)) for share, each in zip(parts, solved.flatten(), strict=True)}
     if any(each is None for each in c.values()):
         return None
-    fitted = matrix @ torch.tensor([[float(each or 0)] for each in c.values()], dtype=torch.float64)
+    fitted = matrix @ matrix.new_tensor([[float(each or 0)] for each in c.values()])
     if not case.explained(fitted.float()):
         return None
     return _pattern(case.place, {share: each for share, each in c.items() if each is not None})

@@ -49,15 +49,15 @@ def trained(config: Config, until: int) -> dict[str, Tensor]:
     return {name: whole(p) for name, p in named.items()} | momenta
 
 
-@torch.no_grad()
 def shards_and_back(config: Config) -> list[bool]:
     trainer, _ = training.trainer(config)
     found = []
     optimizer = trainer.built.optimizer
-    for parameter in [p for group in optimizer.param_groups if group.get("matrices") for p in group["params"]]:
-        matrix = muon.whole(parameter.to_local(), parameter)
-        found.append(torch.equal(muon.shard_of(matrix, parameter), parameter.to_local()))
-        found.append(torch.equal(matrix, whole(parameter)))
+    with torch.no_grad():
+        for parameter in [p for group in optimizer.param_groups if group.get("matrices") for p in group["params"]]:
+            matrix = muon.whole(parameter.to_local(), parameter)
+            found.append(torch.equal(muon.shard_of(matrix, parameter), parameter.to_local()))
+            found.append(torch.equal(matrix, whole(parameter)))
     return found
 
 
