@@ -11,7 +11,7 @@ from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from launch.config.run_config import load
 from launch.config.sections import Train
-from launch.models.attention import ORDERS, Documents, attend, mask
+from launch.models.attention import ORDERS, Documents, attend, attend_by_head, mask
 from launch.models.initial_weights import init_weights
 from launch.models.modules import Llama
 from launch.models.settings import Model
@@ -61,6 +61,24 @@ def test_a_cuda_graph_refuses_documents() -> None:
         match=r"cuda_graph = true: the number of documents changes with each step; set \[data\] reset_attention",
     ):
         load("tiny", ["--train.cuda_graph", "true", "--data.reset_attention", "true"])
+
+
+def test_attention_by_head_is_attention_with_groups_in_place() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 9, 8, requires_grad=True) for heads in (6, 3, 3))
+    for expected, found in zip(
+        (y := attend(q, k, v), *torch.autograd.grad(y.square().sum(), (q, k, v))),
+        (y := attend_by_head(q, k, v, None, None), *torch.autograd.grad(y.square().sum(), (q, k, v))),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+def test_invariant_runs_name_the_backend_that_they_need() -> None:
+    assert choose(train(invariant=True), 128, False, "sm_90").by_head
+    assert not choose(train(invariant=True), 128, False, "cpu").by_head
+    with pytest.raises(ValueError, match=r'expected attention = "flash".*backward of cudnn is not deterministic'):
+        choose(train(invariant=True, attention="cudnn"), 128, False, "sm_90")
 
 
 def train(**settings: Any) -> Train:

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from dlp.kernels import canonical
-from dlp.kernels.canonical import CHUNK, pairwise, products, row_sums, segments_on_rank, square_sums, tree
+from dlp.kernels.canonical import (
+    CHUNK,
+    pairwise,
+    products,
+    row_sums,
+    segments_on_rank,
+    square_sums,
+    sums_by_index,
+    tree,
+)
 
 
 def operands(terms: int, rows: int = 48, cols: int = 33) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,6 +54,20 @@ def test_ranks_that_own_subtrees_give_the_bits_of_one():
     assert torch.allclose(row_sums(x, 8), x.sum(0), atol=1e-5)
     with pytest.raises(ValueError, match="3 ranks cannot share"):
         segments_on_rank(32, 3)
+
+
+@pytest.mark.parametrize("order", ["given", "reversed"])
+def test_sums_of_equal_indices_have_no_order_and_no_trace_of_rows_that_do_not_count(order):
+    torch.manual_seed(0)
+    x = torch.randn(5000, 6) * torch.logspace(-3, 3, 6)
+    index, counts = torch.randint(7, (5000,)), torch.rand(5000) < 0.7
+    found = sums_by_index(x, index, counts, 7)
+    exact = torch.zeros(7, 6, dtype=torch.float64).index_add_(0, index[counts], x[counts].double())
+    assert ((found - exact).abs() <= 2**-24 * exact.abs() + 2**-30 * x.abs().amax(0)).all()
+    places = torch.arange(5000) if order == "given" else torch.arange(5000).flip(0)
+    half = index[places] < 3  # a rank with another part of the rows
+    other = torch.where(half, index[places], 0)
+    assert torch.equal(sums_by_index(x[places], other, counts[places] & half, 3), found[:3])
 
 
 def test_sums_of_pieces_that_ranks_share_nest():

@@ -113,8 +113,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 def row_sums(x: Tensor, segments: int) -> Tensor:
     """x [rows, features] summed over rows, which are cut into `segments` segments -> fp32 [features]."""
     length = len(x) // segments
-    bits = min(40, MANTISSA - max(length - 1, 0).bit_length())
-    sums = []
+    bits, sums = _bits_of_sum(length), []
     for part in x.split(max(length, 1)):
         if len(part):
             integers, unit = _integers(part.t(), bits)
@@ -122,6 +121,21 @@ def row_sums(x: Tensor, segments: int) -> Tensor:
     if not sums:
         return x.new_zeros(x.shape[1], dtype=torch.float32)
     return tree(sums)
+
+
+def sums_by_index(x: Tensor, index: Tensor, counts: Tensor, rows: int) -> Tensor:
+    """Sum the rows of x [M, features] with `counts`, bool [M], that have equal `index`, int64 [M] -> fp32 [rows, features].
+
+    Exact for values that are rounded, as in `row_sums`, by the largest of each feature in all rows of x."""
+    integers, unit = _integers(x.t(), _bits_of_sum(len(x)))
+    chosen = torch.where(counts[:, None], integers.t(), 0.0)
+    sums = chosen.new_zeros(rows, x.shape[1]).index_add_(0, index, chosen)
+    return sums.mul_(unit[:, 0]).float()
+
+
+def _bits_of_sum(terms: int) -> int:
+    """Bits of integers such that so many add up exactly in fp64."""
+    return min(40, MANTISSA - max(terms - 1, 0).bit_length())
 
 
 def square_sums(tensors: Sequence[Tensor], largest: Tensor) -> Tensor:

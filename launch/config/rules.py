@@ -145,6 +145,8 @@ def cannot_capture(config: Settings) -> str:
         return f"statistics are read in each step of group {', '.join(measured)}; leave stats out of the group"
     if config.data.reset_attention:
         return "the number of documents changes with each step; set [data] reset_attention = false"
+    if config.train.invariant:
+        return "the sums of invariant = true read checksums of gradients on the host; set [train] invariant = false"
     if config.train.sentinel:
         return "the sentinel looks at each module of some steps; set [train] sentinel = 0"
     return ""

@@ -209,7 +209,7 @@ class Train(Section):
     deterministic: bool = setting(flag(), "equal bits in every run, on GPUs as well; slower", False)
     invariant: bool = setting(
         flag(),
-        "equal bits on every mesh of CPU ranks, with up to 8 ranks of tp and of dp_shard, and 2 of dp_replicate; slower, see "
+        "equal bits on every mesh, with up to 8 ranks of tp and of dp_shard, and 2 of dp_replicate; slower, see "
         "prove.md",
         False,
     )

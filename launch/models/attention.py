@@ -38,14 +38,23 @@ class Documents(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """Backend of attention over complete rows: a key of ORDERS, or None if torch chooses; and the reason."""
+    """Backend of attention over complete rows: a key of ORDERS, or None if torch chooses; and the reason. by_head: kernels
+    get one head of k and v at a time."""
 
     backend: str | None
     reason: str
+    by_head: bool = False
 
     def describe(self) -> str:
         """Return the line of the plan."""
         return f"attention: {self.backend or 'chosen by torch'} ({self.reason})"
+
+
+def attend_by_head(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, backend: str | None) -> Tensor:
+    """`attend`, in which kernels get one head of k and v at a time: CUDA kernels divide their work, and with the work their
+    sums, by the number of heads."""
+    heads = zip(q.chunk(k.shape[1], 1), k.split(1, 1), v.split(1, 1), strict=True)
+    return torch.cat([attend(*each, documents, backend) for each in heads], 1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, backend: str | None = None) -> Tensor:

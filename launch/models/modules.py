@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlp import ops
-from launch.models.attention import Documents, attend
+from launch.models.attention import Documents, attend, attend_by_head
 from launch.models.families import FAMILIES
 from launch.models.kv_cache import KeyValues
 from launch.models.rope import rotary_table, rotate
@@ -38,10 +38,11 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. `backend`: backend of attention over complete rows, decided by
+    """Grouped-query attention. `backend`, `by_head`: how attention runs over complete rows, decided by
     `launch.training.attention_backend.choose`."""
 
     backend: str | None = None
+    by_head: bool = False
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -81,7 +82,8 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if past is not None:
             k, v = past.extend(k, v)
-        return attend(q, k, v, documents, self.backend).transpose(1, 2).flatten(2)
+        run = attend_by_head if self.by_head else attend
+        return run(q, k, v, documents, self.backend).transpose(1, 2).flatten(2)
 
 
 class Gated(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dlp import LayerGroup, Plan
 from launch.models.attention import Choice
 from launch.models.families import FAMILIES
-from launch.models.modules import Llama
+from launch.models.modules import Attention, Llama
 from launch.models.settings import Model
 
 
@@ -33,7 +33,8 @@ def fuse(model: Llama) -> None:
 def set_attention(model: Llama, choice: Choice) -> None:
     """Let every block run attention by the chosen backend."""
     for block in model.model.layers:
-        block.self_attn.backend = choice.backend  # type: ignore[union-attr]
+        attention: Attention = block.self_attn  # type: ignore[assignment]
+        attention.backend, attention.by_head = choice.backend, choice.by_head
 
 
 def describe_fused(config: Model) -> list[str]:

@@ -8,6 +8,7 @@ from launch.config.sections import Train
 from launch.models.attention import Choice
 
 CUDNN, CUDNN_HEAD_DIM = 91501, 128  # the oldest version of cuDNN, and the largest head
+INVARIANT = "flash"
 FASTEST = "cudnn"  # on GPUs with kernels of this package, by bench.attention
 
 
@@ -24,12 +25,24 @@ def choose(train: Train, head_dim: int, documents: bool, kind: str) -> Choice:
         ValueError: for a named backend that cannot run in this configuration.
     """
     asked = train.attention
+    if train.invariant and kind != "cpu":
+        return _invariant(train, documents, kind)
     obstacle = _obstacle(FASTEST if asked == "auto" else asked, train, head_dim, documents, kind)
     if obstacle is None:
         return Choice(*((FASTEST, "auto: the fastest by measurement") if asked == "auto" else (asked, "as set")))
     if asked != "auto":
         raise ValueError(f"[train] attention: expected auto, got {asked}: {obstacle}")
     return Choice(None, f"auto: {obstacle}")
+
+
+def _invariant(train: Train, documents: bool, kind: str) -> Choice:
+    """The backend whose backward can be deterministic, for one head of k and v at a time."""
+    obstacle = _obstacle(INVARIANT, train, 0, documents, kind)
+    if train.attention not in ("auto", INVARIANT):
+        obstacle = f"the backward of {train.attention} is not deterministic"
+    if obstacle is not None:
+        raise ValueError(f'[train] invariant = true: expected attention = "{INVARIANT}" to run on this GPU: {obstacle}')
+    return Choice(INVARIANT, "invariant: one head of k and v at a time, so that sums do not depend on tp", by_head=True)
 
 
 def _obstacle(backend: str, train: Train, head_dim: int, documents: bool, kind: str) -> str | None:

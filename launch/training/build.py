@@ -30,7 +30,7 @@ from launch.models.modules import DTYPES, Llama
 from launch.models.parallel import check_plan, fuse, parallel_groups, set_attention
 from launch.ranks.links import transport_name
 from launch.settings.schema import ConfigError
-from launch.training import recipe_schedule
+from launch.training import deterministic, recipe_schedule
 from launch.training.attention_backend import choose
 from launch.training.cuda_graph import replays_steps
 from launch.training.gradient_accumulation import Accumulation, accumulation, gradient_wire, memory_here
@@ -153,7 +153,7 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     """Build everything that a training loop needs. Raises ValueError if configuration, model and mesh do not fit."""
     graph = check_device(config, device.type)
     if config.train.invariant:
-        torch.set_num_threads(1)  # sums of torch depend on the number of threads
+        deterministic.fix_sums(device)
     model, plan, batch = parallel_model(config, mesh)
     model.to_empty(device=device)
     if config.train.init_from is None:  # else they are loaded

@@ -26,12 +26,24 @@ def switch_on(device: torch.device, work: Callable[[], None]) -> str:
         return "deterministic: free on a CPU, where every run repeats its bits"
     with torch.random.fork_rng([device]):
         before = _seconds(work)
-        torch.use_deterministic_algorithms(True)
-        # filling is a debugging aid, and it is on by default
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        _use_deterministic_algorithms()
         after = _seconds(work)
     slower = f"{1e3 * after:.1f} ms instead of {1e3 * before:.1f} ms ({after / before - 1:+.1%})"
     return f"deterministic: a microbatch takes {slower}"
+
+
+def fix_sums(device: torch.device) -> None:
+    """Fix the order of sums inside torch on this process, for `[train] invariant`. Call before the first use of a GPU."""
+    torch.set_num_threads(1)  # on CPUs sums depend on the number of threads
+    if device.type == "cuda":
+        prepare()
+        _use_deterministic_algorithms()
+
+
+def _use_deterministic_algorithms() -> None:
+    torch.use_deterministic_algorithms(True)
+    # filling is a debugging aid, and it is on by default
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _seconds(work: Callable[[], None]) -> float:

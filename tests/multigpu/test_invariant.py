@@ -26,6 +26,7 @@ from dlp.proof.cases import MeshCase
 from launch.config.run_config import load
 from launch.training.build import build
 from launch.training.step_update import Update
+from tests import pool as worker
 from tests import training
 
 SMALL = ("layers=1", "hidden=128", "ffn=128", "heads=4", "kv_heads=4", "head_dim=32", "vocab=128")
@@ -55,14 +56,14 @@ class Bits(NamedTuple):
 @functools.cache
 def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
     """The mesh of these sizes, in equal copies."""
-    return init_device_mesh("cpu", (dist.get_world_size() // prod(sizes), *sizes), mesh_dim_names=("copies", *AXES))[
-        AXES
-    ]
+    shape = (dist.get_world_size() // prod(sizes), *sizes)
+    return init_device_mesh(worker.device().type, shape, mesh_dim_names=("copies", *AXES))[AXES]
 
 
 def bits(tensor: Tensor) -> str:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return hashlib.sha256(whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    stored = whole.detach().contiguous().view(-1).view(torch.uint8).cpu()
+    return hashlib.sha256(stored.numpy().tobytes()).hexdigest()[:16]
 
 
 def trained(name: str, recipe: str, model: tuple[str, ...], steps: int) -> Bits:
@@ -80,12 +81,13 @@ def trained(name: str, recipe: str, model: tuple[str, ...], steps: int) -> Bits:
     ]
     arguments = [part for each in settings for part in f"--{each}".split("=", 1)]
     config = load("tiny", [*arguments, "--recipe", recipe])
-    mesh = mesh_of(sizes)
-    built = build(config, mesh, torch.device("cpu"))
+    mesh, device = mesh_of(sizes), worker.device()
+    built = build(config, mesh, device)
     update = Update(built.model, built.optimizer, config.train, built.device)
     found = Bits({}, {})
     for step in range(steps):
         tokens = torch.randint(0, config.model.vocab, (BATCH, 33), generator=torch.Generator().manual_seed(step))
+        tokens = tokens.to(device)
         for micro in range(built.batch.num_micro):
             piece = micro * case.dp + built.dims.dp_rank
             batch = tokens.chunk(built.batch.num_micro * case.dp)[piece]
@@ -113,7 +115,10 @@ def compare(expected: Bits, ranks: list[Bits], name: str) -> None:
 
 
 def run(names: tuple[str, ...], recipe: str, model: tuple[str, ...], steps: int) -> list[Bits]:
-    return [trained(name, recipe, model, steps) for name in names]
+    try:
+        return [trained(name, recipe, model, steps) for name in names]
+    finally:
+        training.end_determinism()
 
 
 TWO, FOUR = ("tp2", "tp2+sp", "dp2"), ("tp4+sp", "tp2xdp2+sp", "hsdp2x2")
@@ -123,10 +128,12 @@ TWO, FOUR = ("tp2", "tp2+sp", "dp2"), ("tp4+sp", "tp2xdp2+sp", "hsdp2x2")
     ("recipe", "model", "world", "names"),
     [
         ("fp8_current", SMALL, 2, TWO),
+        pytest.param("bf16", QWEN3, 2, TWO, marks=pytest.mark.full),
+        pytest.param("fp8_block", BLOCKS, 2, TWO, marks=pytest.mark.full),
         ("nvfp4", SMALL, 2, ("tp2+sp", "dp2")),  # stochastic rounding
         ("fp8_delayed", QWEN3, 4, FOUR),
     ],
-    ids=["fp8_current", "nvfp4", "fp8_delayed"],
+    ids=["fp8_current", "bf16", "fp8_block", "nvfp4", "fp8_delayed"],
 )
 def test_every_mesh_has_the_bits_of_one_rank(ranks, recipe, model, world, names):
     told = ranks(world).run(run, ("tp1", *names), recipe, model, 2)
@@ -273,5 +280,7 @@ def test_what_is_not_invariant_is_refused_by_name(ranks):
         check_mesh(ParallelDims(tp=3), "cpu", "auto")
     with pytest.raises(ValueError, match="dp_replicate = 4: FSDP adds"):
         check_mesh(ParallelDims(dp_replicate=4), "cpu", "auto")
-    with pytest.raises(ValueError, match="this mesh is on cuda"):
+    with pytest.raises(ValueError, match="call torch.use_deterministic_algorithms"):
         check_mesh(ParallelDims(), "cuda", "auto")
+    with pytest.raises(ValueError, match="this mesh is on xpu"):
+        check_mesh(ParallelDims(), "xpu", "auto")

@@ -53,6 +53,8 @@ def of_layer(bound: BoundSpec, x: Tensor) -> CapturedDirections:
 def obstacle(bound: BoundSpec, direction: str) -> str:
     """Why this direction is never captured: a quantizer is not pure, a GEMM is not of this package, or something is
     communicated neither by launches nor by collectives. Empty: it can be captured."""
+    if bound.spec.invariant:
+        return "invariant = true: exact sums are operations of torch"
     return bound.spec.recipe.beyond_launches or _sends_otherwise(bound.spec, direction)
 
 

@@ -113,7 +113,7 @@ def convert(
         seed: seed of stochastic rounding.
         overlap_table: times by which overlap = "auto" is decided: a file of `dlp.parallel.tune`, which rank 0 reads, or
             `Times` that all ranks have read; None: "auto" is "serial".
-        invariant: equal bits on every mesh of CPU ranks, see docs/prove.md. `dlp.fully_shard` then sums gradients instead of
+        invariant: equal bits on every mesh, see docs/prove.md. `dlp.fully_shard` then sums gradients instead of
             averaging. Pass `invariant=True` to `dlp.cross_entropy` as well.
 
     Returns:
@@ -174,7 +174,7 @@ def convert(
     if invariant:
         for module in model.modules():
             vars(module)["dlp_invariant"] = True
-        runtime.check_gradients = GradientTree(model).check_announced
+        runtime.check_gradients = GradientTree(model, mesh.device_type).check_announced
     runtime.replicas = Replicas(model, [slot.path for slot in runtime.sums.slots], groups_of_axes)
     model.register_forward_hook(explain(names), always_call=True)
     runtime.plan = plan

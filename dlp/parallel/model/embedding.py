@@ -52,27 +52,32 @@ class _Lookup(torch.autograd.Function):
     """Look up rows of `weight` [V/tp, H], which holds the vocabulary rows from `first` on, for `tokens` [M].
 
     A row that another rank holds is zero; a row that no rank holds is NaN (`wrong`, bool [M]). The row of `padding_idx` gets no
-    gradient. The gradients of equal tokens are summed in fp32 and rounded once: tokens repeat so often that a bf16 sum would
-    lose several percent."""
+    gradient. The gradients of equal tokens are summed in fp32, or exactly if `invariant`, and rounded once: tokens repeat so
+    often that a bf16 sum would lose several percent."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, tokens: Tensor, wrong: Tensor, first: int, padding_idx: int | None) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, tokens: Tensor, wrong: Tensor, first: int, padding_idx: int | None, invariant: bool
+    ) -> Tensor:  # fmt: skip
         index = tokens - first
         mine = ~outside(index, len(weight))
         index = torch.where(mine, index, 0)
         learns = mine if padding_idx is None else mine & (tokens != padding_idx)
         ctx.save_for_backward(index, learns)
-        ctx.vocabulary, ctx.dtype = len(weight), weight.dtype
+        ctx.vocabulary, ctx.dtype, ctx.invariant = len(weight), weight.dtype, invariant
         others = torch.where(wrong, torch.nan, 0.0).to(weight.dtype)
         return torch.where(mine.unsqueeze(-1), F.embedding(index, weight), others.unsqueeze(-1))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         index, learns = ctx.saved_tensors
-        rows = torch.where(learns.unsqueeze(-1), grad.float(), 0.0)
-        summed = torch.ops.aten.embedding_dense_backward(rows, index, ctx.vocabulary, -1, False)
-        return summed.to(ctx.dtype), None, None, None, None
+        if ctx.invariant:
+            summed = canonical.sums_by_index(grad, index, learns, ctx.vocabulary)
+        else:
+            rows = torch.where(learns.unsqueeze(-1), grad.float(), 0.0)
+            summed = torch.ops.aten.embedding_dense_backward(rows, index, ctx.vocabulary, -1, False)
+        return summed.to(ctx.dtype), None, None, None, None, None
 
 
 class VocabParallelEmbedding(SpreadModule, nn.Embedding):
@@ -130,7 +135,8 @@ class VocabParallelEmbedding(SpreadModule, nn.Embedding):
         wrong = outside(flat, vocabulary)
         refuse(self.name, flat, wrong, f"token ids must be in [0, {vocabulary}), the rows of the embedding")
         first = self.group.rank() * weight.shape[0]
-        rows: Tensor = _Lookup.apply(weight, flat, wrong, first, self.padding_idx)
+        invariant = getattr(self, "dlp_invariant", False)
+        rows: Tensor = _Lookup.apply(weight, flat, wrong, first, self.padding_idx, invariant)
         if self.sequence_parallel:
             sharded: Tensor = _ReduceTokens.apply(rows, self.group, "scatter", self.name)
             return sharded

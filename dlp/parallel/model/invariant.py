@@ -44,12 +44,9 @@ _ENGINE = torch.autograd.Variable._execution_engine
 
 def check_mesh(dims: ParallelDims, device_type: str, amax_group: Any) -> None:
     """ValueError for a mesh, device or amax group that has no invariant mode."""
-    if device_type != "cpu":
-        raise ValueError(
-            f"invariant = true runs on CPU ranks; this mesh is on {device_type}, where attention, norms and embeddings add in "
-            f"orders of their own: leave it out"
-        )
-    check_threads()
+    if device_type not in CHECKS:
+        raise ValueError(f"invariant = true: ranks are on CPUs or CUDA; this mesh is on {device_type}: leave it out")
+    CHECKS[device_type]()
     for axis, size in reversed(dims.sizes.items()):
         if size not in RANKS:
             raise ValueError(
@@ -76,6 +73,18 @@ def check_threads() -> None:
             f"invariant = true: torch runs {threads} threads on each rank, and sums of torch depend on their number; call "
             f"torch.set_num_threads(1), or set OMP_NUM_THREADS=1"
         )
+
+
+def check_determinism() -> None:
+    """ValueError where CUDA functions of torch, such as the backward of attention, add in the order of arrival."""
+    if not torch.are_deterministic_algorithms_enabled():
+        raise ValueError(
+            "invariant = true: functions of torch add in the order of arrival on GPUs, such as the backward of attention; set "
+            "CUBLAS_WORKSPACE_CONFIG=:4096:8, and call torch.use_deterministic_algorithms(True) before dlp.convert"
+        )
+
+
+CHECKS: dict[str, Callable[[], None]] = {"cpu": check_threads, "cuda": check_determinism}  # by device type
 
 
 def check_plan(plan: Plan, model: nn.Module, batch: tuple[int, int] | None) -> Plan:
@@ -247,8 +256,8 @@ class GradientTree:
         grad         g0  g0+g1  (g0+g1)+g2  (g0+g1)+(g2+g3)                 a binary number
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, device_type: str) -> None:
+        self.model, self._check_process = model, CHECKS[device_type]
         self._task: int | None = None
         self._stacks: dict[
             int, list[tuple[int, Tensor | None]]
@@ -275,7 +284,7 @@ class GradientTree:
         if in_backward():
             return
         self._task = None
-        check_threads()
+        self._check_process()
         if not self._stored:
             _check_units(model)
             self._records = [record for _, _, record in managed(model)]
