@@ -5,8 +5,9 @@
 With equal weights, tokens and random state both passes give equal bits, unless a GPU, its memory or a transfer failed. Compared
 are checksums of the loss, of y of each module and, if a step has one microbatch, of the gradient of each parameter. A
 checksum is the sum of the bits of a tensor as integers, which any flipped bit changes. A difference ends the run before the
-update, on all ranks, with rank, layer, direction, device and step. In the repeated pass, ranks also compare checksums of what
-they send each other (`dlp.comm.wire_checks`), so that a damaged transfer is told from a wrong computation.
+update, on all ranks, with rank, layer, direction, device and step. Weights and optimizer states, which a step reads before
+writing, must have equal bits before the first pass and after the second. In the repeated pass, ranks also compare checksums of
+what they send each other (`dlp.comm.wire_checks`), so that a damaged transfer is told from a wrong computation.
 
 A step whose bytes the ledger counts has no sentinel, which would send twice. Modules inside compiled blocks are not checked.
 """
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from dlp.comm import observer, wire_checks
 from dlp.comm.wire_checks import Damaged, WireChecks
@@ -43,8 +45,8 @@ def checksum(tensor: Tensor) -> Tensor:
 class Sentinel:
     """Runner and comparison of repeated microbatches. `every`: `[train] sentinel`; 0: never."""
 
-    def __init__(self, model: nn.Module, every: int) -> None:
-        self._model, self.every = model, every
+    def __init__(self, model: nn.Module, every: int, optimizer: Optimizer | None = None) -> None:
+        self._model, self.every, self._optimizer = model, every, optimizer
         self._first: Sums = {}
         self._damaged: list[Damaged] = []
 
@@ -55,16 +57,30 @@ class Sentinel:
     def rehearse(self, backward: Callable[[], Tensor], *, gradients: bool) -> None:
         """Run a microbatch without side effects: `backward()` runs it and returns the loss; gradients and recipe state are
         dropped. `gradients`: compare gradients of parameters as well."""
-        checks = WireChecks()
+        checks, memory = WireChecks(), self._memory()
         with without_effects(session_of(self._model)):
             with self.recording() as sums, checks:
                 loss = backward()
             self.close(sums, loss, gradients=gradients)
-        self._first = sums
+        self._first = memory | sums
         with observer.label(**OWN):
             self._damaged = checks.damaged()
         for parameter in self._model.parameters():
             parameter.grad = None
+
+    def _memory(self) -> Sums:
+        """Checksums of weights and optimizer states on this rank, without states that are tensors of user-defined classes."""
+        sums: Sums = {}
+        for name, parameter in self._model.named_parameters():
+            states = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
+            for what, tensor in {
+                f"{name} itself": parameter,
+                **{f"{key} of {name}": x for key, x in states.items()},
+            }.items():
+                held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+                if type(held) in (Tensor, nn.Parameter):
+                    sums["memory", what] = checksum(held).to(parameter.device)
+        return sums
 
     @contextmanager
     def recording(self) -> Iterator[Sums]:
@@ -100,9 +116,9 @@ class Sentinel:
                 sums["backward", f"the gradient of {name}"] = checksum(parameter.grad)
 
     def compare(self, sums: Sums, step: int, device: torch.device) -> None:
-        """Compare with the repeated microbatch; all ranks call it together. Waits for the device. SentinelError on all
-        ranks."""
-        keys = list(self._first)
+        """Compare with the repeated microbatch, and the memory with the memory before; all ranks call it together. Waits for
+        the device. SentinelError on all ranks."""
+        sums, keys = self._memory() | sums, list(self._first)
         same = keys == list(sums)
         differs = torch.tensor([not same], device=device)
         if same and keys:

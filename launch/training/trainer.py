@@ -110,7 +110,7 @@ class Trainer:
         saves = config.checkpoint
         self.saver = Saver(run.checkpoints, self.state, saves.keep, saves.asynchronous)
         self.starts_a_lineage = config.checkpoint.resume == "none"  # what is in the run's folder is another's
-        self.sentinel = Sentinel(built.model, config.train.sentinel)
+        self.sentinel = Sentinel(built.model, config.train.sentinel, built.optimizer)
         self.wants_stop = False
         self.replays = Replays([self.recipes], torch.cuda.Stream(built.device) if built.graph else None)
         self.skipped = 0  # updates since the start

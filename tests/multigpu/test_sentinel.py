@@ -50,7 +50,8 @@ class Flip(torch.autograd.Function):
 
 
 def stopped(folder: Path, data: Path, where: str, *overrides: str) -> str:
-    """In a worker: the message of a run in which rank 1 flips a bit of y or of a gradient in the second pass of step 3."""
+    """In a worker: the message of a run in which rank 1 flips a bit of y, of a gradient, of a weight or of an optimizer state
+    in the second pass of step 3."""
     trainer, done = training.trainer(training.config(folder, data, *overrides))
     module, calls = trainer.built.model.get_submodule(LAYER), [0]
     rank = trainer.built.dims.rank("tp")
@@ -62,13 +63,15 @@ def stopped(folder: Path, data: Path, where: str, *overrides: str) -> str:
         calls[0] += torch.is_grad_enabled()
         return Flip.apply(y) if where == "y" and torch.is_grad_enabled() and now() else None
 
+    @torch.no_grad()
     def flip(weight: Any) -> None:
         if now():
-            grad = weight.grad._local_tensor
-            grad.copy_(flipped(grad))
+            state = trainer.built.optimizer.state[weight].get("exp_avg_sq")
+            held = {"gradient": weight.grad, "weight": weight, "state": state}[where]._local_tensor
+            held.copy_(flipped(held))
 
     module.register_forward_hook(after)
-    if where == "gradient":
+    if where != "y":
         module.weight.register_post_accumulate_grad_hook(flip)
     with pytest.raises(SentinelError) as error:
         Trainer.train(trainer, done)
@@ -112,7 +115,13 @@ def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, recipe):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("where", "said"), [("y", f"y of {LAYER} in forward"), ("gradient", f"the gradient of {LAYER}.weight in backward")]
+    ("where", "said"),
+    [
+        ("y", f"y of {LAYER} in forward"),
+        ("gradient", f"the gradient of {LAYER}.weight in backward"),
+        ("weight", f"{LAYER}.weight itself in memory"),
+        ("state", f"exp_avg_sq of {LAYER}.weight in memory"),
+    ],
 )
 def test_a_flipped_bit_is_named_before_the_update(ranks, tmp_path, data, where, said):
     given = ("--train.sentinel", "1", "--train.ledger", "off")
