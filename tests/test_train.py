@@ -34,6 +34,25 @@ def test_a_plan_needs_no_ranks(world, device, mesh):
     assert lines[-1].startswith("saves:" if device == "cpu" else "time: not predicted: name a board")
 
 
+def test_a_plan_shows_the_invariant_mode_and_refuses_what_it_cannot_keep_equal():
+    invariant = {"--train.invariant": "true", "--train.micro_batch": "1"}
+    lines = plan_text(load("tiny", [*sum(invariant.items(), ())]), 2, "sm_90").splitlines()
+    assert any(
+        line.startswith("invariant = true: equal bits on every mesh, by exact sums of 8 segments") for line in lines
+    )
+    assert "wire: invariant = true: the bytes of partial sums in fp32 are not predicted" in lines
+    assert any(line.startswith("attention: flash (invariant: one head of k and v at a time") for line in lines)
+    assert any(
+        line.startswith("cuda graph: steps are launched one by one (the sums of invariant = true") for line in lines
+    )
+    with pytest.raises(
+        ValueError, match="k_proj: amax_scope = 'all' does not hold for w: tp splits a block of fp8_block"
+    ):
+        plan_text(load("tiny", [*sum(invariant.items(), ()), "--recipe", "fp8_block"]), 2, "cpu")
+    with pytest.raises(ValueError, match="dp_replicate = 4: FSDP adds"):
+        plan_text(load("tiny", [*sum(invariant.items(), ()), "--mesh.dp_replicate", "4"]), 8, "cpu")
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [

@@ -112,6 +112,8 @@ def forecast(config: Config, world: int, board: str, found: Planned) -> Forecast
     Raises:
         ValueError: There is no table of this board, or no measured GEMM of a recipe of the plan.
     """
+    if config.train.invariant:
+        raise ValueError("[train] invariant = true: GEMMs are sums in fp64, which have no table of rates")
     rates = rates_of(board)
     work = StepWork(config, found, rates, board)
     last = schedule(work.microbatch(last=True), rates.nccl_slowdown)

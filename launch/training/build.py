@@ -20,6 +20,8 @@ from dlp import LayerGroup, Plan
 from dlp.comm.mesh import ParallelDims
 from dlp.kernels import loader
 from dlp.kernels.table import device_kind
+from dlp.parallel.model.invariant import check_mesh
+from dlp.parallel.model.invariant import check_plan as check_invariant
 from dlp.parallel.weight.fsdp2 import set_grad_wire
 from launch.config.rules import Batch, validate_world
 from launch.config.run_config import Config, parallel_dims
@@ -92,6 +94,9 @@ def plan_for(config: Config, world_size: int, device_type: str, board: str = "")
         transport=transport_name(config.mesh.transport, parallel_dims(config, world_size), device_type), board=board,
     )  # fmt: skip
     check_plan(plan, config.model)
+    if config.train.invariant:
+        check_mesh(parallel_dims(config, world_size), "cpu" if device_type == "cpu" else "cuda", config.mesh.amax_group)
+        plan = check_invariant(plan, meta_model(config), batch)
     return plan
 
 

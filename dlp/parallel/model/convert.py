@@ -43,7 +43,15 @@ from dlp.parallel.linear.spec import LinearSpec, Overlaps
 from dlp.parallel.model.embedding import cut_vocabulary
 from dlp.parallel.model.grads import PartialGradients
 from dlp.parallel.model.groups import LayerGroup
-from dlp.parallel.model.invariant import GradientTree, InvariantSession, Segments, check_mesh, check_plan, holds_vectors
+from dlp.parallel.model.invariant import (
+    CHECKS,
+    GradientTree,
+    InvariantSession,
+    Segments,
+    check_mesh,
+    check_plan,
+    holds_vectors,
+)
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan, make_plan
 from dlp.parallel.model.replicas import Replicas
 from dlp.parallel.model.session import Session, give_session
@@ -138,6 +146,7 @@ def convert(
     dims = ParallelDims.from_mesh(mesh)
     if invariant:
         check_mesh(dims, mesh.device_type, amax_group)
+        CHECKS[mesh.device_type]()
     tp = dims.tp_mesh
     times = auto.load(overlap_table, together=True) if isinstance(overlap_table, str | Path) else overlap_table
     by = auto.transport_name(dims.group(TP), mesh.device_type)

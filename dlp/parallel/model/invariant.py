@@ -46,7 +46,6 @@ def check_mesh(dims: ParallelDims, device_type: str, amax_group: Any) -> None:
     """ValueError for a mesh, device or amax group that has no invariant mode."""
     if device_type not in CHECKS:
         raise ValueError(f"invariant = true: ranks are on CPUs or CUDA; this mesh is on {device_type}: leave it out")
-    CHECKS[device_type]()
     for axis, size in reversed(dims.sizes.items()):
         if size not in RANKS:
             raise ValueError(
@@ -84,7 +83,8 @@ def check_determinism() -> None:
         )
 
 
-CHECKS: dict[str, Callable[[], None]] = {"cpu": check_threads, "cuda": check_determinism}  # by device type
+# Checks of a process, by device type
+CHECKS: dict[str, Callable[[], None]] = {"cpu": check_threads, "cuda": check_determinism}
 
 
 def check_plan(plan: Plan, model: nn.Module, batch: tuple[int, int] | None) -> Plan:
@@ -109,7 +109,7 @@ def check_plan(plan: Plan, model: nn.Module, batch: tuple[int, int] | None) -> P
                 f"which is invariant only for modules whose parameters are vectors, such as norms; convert it, or take it out "
                 f"of the sequence-parallel groups"
             )
-    return replace(plan, layers=layers, times=None)
+    return replace(plan, layers=layers, times=None, invariant=True)
 
 
 def holds_vectors(module: nn.Module) -> bool:
@@ -194,6 +194,13 @@ class Segments:
                 f"invariant = true: {self.name} must be called with one tensor; got {len(inputs)} arguments"
             )
         (x,) = inputs
+        odd = next((name for name, p in held.items() if p is not None and p.numel() != x.shape[-1]), None)
+        if self.dim == -2 and odd is not None:
+            raise ValueError(
+                f"invariant = true: {self.name} reads features that tp cuts, and {odd} has {held[odd].numel()} elements for "
+                f"{x.shape[-1]} features: only norms of heads [..., heads, features] are invariant there; compute "
+                f"{self.name} on all features, or leave invariant out"
+            )
         matrix = x.reshape(-1, x.shape[-1]) if self.dim == 0 else x
         size, ranks = matrix.shape[self.dim], 1 if self.group is None else self.group.size()
         count = canonical.segments_on_rank(size, ranks)

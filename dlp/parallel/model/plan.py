@@ -63,6 +63,7 @@ class Plan:
         left_out: modules with parameters that are not converted, by the module that caused the exclusion.
         warnings: options of groups that layers cannot have, and recipes that are known to need other layers.
         times: measured times by which overlap = "auto" was decided; None: no times.
+        invariant: equal bits on every mesh.
 
     Examples:
         >>> plan = dlp.make_plan(nn.Sequential(nn.Linear(64, 64)), [dlp.LayerGroup("all", "**", recipe="mxfp8")], tp=1)
@@ -78,6 +79,7 @@ class Plan:
     left_out: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     times: Times | None = None
+    invariant: bool = False
 
     @property
     def parameters(self) -> int:
@@ -93,7 +95,7 @@ class Plan:
         ]
         lines += table(_LAYER_HEADER, fold([_layer_cells(row) for row in self.layers]))
         lines += ["", *table(_OTHER_HEADER, fold([_other_cells(row) for row in self.others]))]
-        lines += self._chosen()
+        lines += ["", INVARIANT] if self.invariant else self._chosen()
         used = dict.fromkeys(row.recipe for row in self.layers)
         lines += ["", *(support_note(recipe, self.device_type) for recipe in used)]
         return "\n".join([*lines, *_note_lines(self.layers), *(f"warning: {text}" for text in self.warnings)])
@@ -384,6 +386,10 @@ def _refuse(block: str, row: LayerPlan, other: LayerPlan) -> None:
     )
 
 
+INVARIANT = (
+    "invariant = true: equal bits on every mesh, by exact sums of 8 segments in fp64 in place of GEMM kernels; partial sums "
+    "and gradients travel in fp32"
+)
 _LAYER_HEADER = (
     "layer", "N x K", "style", "siblings", "recipe", "overlap", "fprop / dgrad / wgrad", "params/rank", "group", "overrode",
 )  # fmt: skip

@@ -55,7 +55,7 @@ Shape = tuple[int, int]
 
 
 class Unpredictable(ValueError):
-    """Error for a user's format or strategy that does not state its bytes, so that bytes cannot be predicted."""
+    """Error for bytes that cannot be predicted: a user's format or strategy does not state them, or sums are invariant."""
 
 
 @contextmanager
@@ -187,6 +187,8 @@ def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
 
     Groups of one rank are left out. Raises Unpredictable."""
     total: Counter[Sent] = Counter()
+    if plan.invariant:
+        raise Unpredictable("invariant = true: the bytes of partial sums in fp32 are not predicted")
 
     def add(sends: Sends, times: int = 1) -> None:
         for sent, nbytes in sends:
