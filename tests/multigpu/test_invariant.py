@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import dlp
 import dlp.ops
 from dlp.comm.mesh import AXES, ParallelDims
-from dlp.parallel.model.invariant import check_mesh
+from dlp.parallel.model.invariant import CHECKS, check_mesh
 from dlp.parallel.weight.fsdp2 import set_grad_wire
 from dlp.proof.cases import MeshCase
 from launch.config.run_config import load
@@ -43,6 +43,7 @@ BLOCKS = (
 )  # whole blocks of 128 on 4 ranks
 
 
+EIGHTHS = (*QWEN3, "heads=8", "kv_heads=8")
 BATCH = 4  # sequences and microbatches of a step
 
 
@@ -54,10 +55,10 @@ class Bits(NamedTuple):
 
 
 @functools.cache
-def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
+def mesh_of(sizes: tuple[int, ...], kind: str = "") -> DeviceMesh:
     """The mesh of these sizes, in equal copies."""
     shape = (dist.get_world_size() // prod(sizes), *sizes)
-    return init_device_mesh(worker.device().type, shape, mesh_dim_names=("copies", *AXES))[AXES]
+    return init_device_mesh(kind or worker.device().type, shape, mesh_dim_names=("copies", *AXES))[AXES]
 
 
 def bits(tensor: Tensor) -> str:
@@ -122,6 +123,7 @@ def run(names: tuple[str, ...], recipe: str, model: tuple[str, ...], steps: int)
 
 
 TWO, FOUR = ("tp2", "tp2+sp", "dp2"), ("tp4+sp", "tp2xdp2+sp", "hsdp2x2")
+EIGHT = ("tp8+sp", "tp4xdp2+sp", "tp2xhsdp2x2+sp")
 
 
 @pytest.mark.parametrize(
@@ -132,8 +134,9 @@ TWO, FOUR = ("tp2", "tp2+sp", "dp2"), ("tp4+sp", "tp2xdp2+sp", "hsdp2x2")
         pytest.param("fp8_block", BLOCKS, 2, TWO, marks=pytest.mark.full),
         ("nvfp4", SMALL, 2, ("tp2+sp", "dp2")),  # stochastic rounding
         ("fp8_delayed", QWEN3, 4, FOUR),
+        pytest.param("fp8_current", EIGHTHS, 8, EIGHT, marks=pytest.mark.full),
     ],
-    ids=["fp8_current", "bf16", "fp8_block", "nvfp4", "fp8_delayed"],
+    ids=["fp8_current", "bf16", "fp8_block", "nvfp4", "fp8_delayed", "8 ranks"],
 )
 def test_every_mesh_has_the_bits_of_one_rank(ranks, recipe, model, world, names):
     told = ranks(world).run(run, ("tp1", *names), recipe, model, 2)
@@ -159,8 +162,11 @@ def runs(folder: Path, data: Path) -> list[tuple[dict[int, Any], ...]]:
         "--checkpoint.at_end",
         "false",
     )
-    cut = recorded(folder, data, "tp", *common)
-    return [cut, recorded(folder, data, "dp", *common, "--mesh.tp", "1", "--mesh.sequence_parallel", "false")]
+    try:
+        cut = recorded(folder, data, "tp", *common)
+        return [cut, recorded(folder, data, "dp", *common, "--mesh.tp", "1", "--mesh.sequence_parallel", "false")]
+    finally:
+        training.end_determinism()
 
 
 @pytest.mark.ranks(2)
@@ -170,6 +176,46 @@ def test_runs_record_equal_numbers(ranks, tmp_path):
     tp, dp = ranks(2).run(runs, tmp_path, training.shards(tmp_path))[0]
     assert tp == dp
     assert len(tp[0]) == len(tp[1]) == 3 and tp[2]
+
+
+def resumed(folder: Path, data: Path) -> tuple[Any, Any, list[str]]:
+    """In a worker: what a run on a tp mesh records, and a run that ends on a dp mesh after 2 steps and continues on the tp mesh
+    with recomputed blocks; and what the latter said."""
+    common = (
+        "--train.steps",
+        "4",
+        "--train.eval_every",
+        "4",
+        "--train.invariant",
+        "true",
+        "--checkpoint.at_end",
+        "false",
+    )
+    for name in ("whole", "parts"):
+        (folder / name).mkdir(exist_ok=True)
+    dp = ("--mesh.tp", "1", "--mesh.sequence_parallel", "false")
+    try:
+        whole = training.config(folder / "whole", data, *common, "--checkpoint.every", "0")
+        training.run(whole)
+        trainer, done = training.trainer(training.config(folder / "parts", data, *common, *dp))
+        trainer.recorder.begin(done)
+        for step in range(2):
+            trainer.read(trainer.train_step(step))
+        trainer.save(2)
+        parts = training.config(folder / "parts", data, *common, "--train.checkpointing", "full")
+        training.run(parts)
+    finally:
+        training.end_determinism()
+    keys = ("loss", "gradient_norm", "validation_loss")
+    first, second = ([training.metrics(each, key) for key in keys] for each in (whole, parts))
+    return first, second, training.said(parts)
+
+
+@pytest.mark.ranks(2)
+def test_a_run_continues_on_another_mesh_with_recomputed_blocks_and_keeps_its_bits(ranks, tmp_path):
+    whole, parts, said = ranks(2).run(resumed, tmp_path, training.shards(tmp_path))[0]
+    assert any(line.startswith("resuming from step 2 (") for line in said)
+    assert whole == parts and sorted(whole[0]) == [1, 2, 3, 4] and whole[2]
 
 
 class Mixes(nn.Module):
@@ -194,6 +240,8 @@ def converted(mesh: DeviceMesh, *between: nn.Module, **options: Any) -> nn.Modul
         dlp.LayerGroup("all", "**", **({"recipe": "fp8_current"} | choices)),
         dlp.LayerGroup("up", "1", style="column"), dlp.LayerGroup("down", "3", style="row"),
     ]  # fmt: skip
+    if options.pop("slopes", False):
+        groups.append(dlp.LayerGroup("slopes", "4", style="column"))
     model = net(*between)
     dlp.convert(model, groups, mesh, invariant=True, **options)
     return model
@@ -201,7 +249,7 @@ def converted(mesh: DeviceMesh, *between: nn.Module, **options: Any) -> nn.Modul
 
 def refused() -> dict[str, str]:
     """In a worker: the message of each refusal."""
-    tp, dp = mesh_of((1, 1, 2)), mesh_of((1, 2, 1))
+    tp, dp = mesh_of((1, 1, 2), "cpu"), mesh_of((1, 2, 1), "cpu")
     x = torch.randn(16, 64)
 
     def stepped(model: nn.Module, between: Any = lambda model: None) -> None:
@@ -244,6 +292,7 @@ def refused() -> dict[str, str]:
         "4 is a RMSNorm of dlp.ops": lambda: converted(tp, dlp.ops.RMSNorm(64)),
         "4 draws masks of p = 0.5": lambda: converted(tp, nn.Dropout(0.5)),
         "4 does not compute each token by itself": lambda: converted(tp, Mixes())(x),
+        "4 reads features that tp cuts, and weight has 1 elements": lambda: converted(tp, nn.PReLU(), slopes=True)(x),
         "recipes do not change": lambda: dlp.set_recipe(converted(tp), "1", "bf16"),
         "leave recipe out of dlp.autocast": in_region,
         "main_grads": lambda: attached(main_grads="grad"),
@@ -281,6 +330,6 @@ def test_what_is_not_invariant_is_refused_by_name(ranks):
     with pytest.raises(ValueError, match="dp_replicate = 4: FSDP adds"):
         check_mesh(ParallelDims(dp_replicate=4), "cpu", "auto")
     with pytest.raises(ValueError, match="call torch.use_deterministic_algorithms"):
-        check_mesh(ParallelDims(), "cuda", "auto")
+        CHECKS["cuda"]()
     with pytest.raises(ValueError, match="this mesh is on xpu"):
         check_mesh(ParallelDims(), "xpu", "auto")
