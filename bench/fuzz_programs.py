@@ -93,6 +93,17 @@ class Net:
     seed: int
 
 
+class Slope(nn.Module):
+    """x where it is positive, and a learned multiple of x elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), 0.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 0, x, x * self.weight.to(x.dtype))
+
+
 class Block(nn.Module):
     """A residual block: m: MLP; g: gated MLP; l: local linear; n: norm alone; p: a replicated vector between the linears."""
 
@@ -104,7 +115,7 @@ class Block(nn.Module):
         if kind in "mgp":
             self.up = linear(net.hidden, net.ffn)
             self.down = linear(net.ffn, net.hidden)
-            self.act = nn.PReLU() if kind == "p" else GATES[net.gate]()
+            self.act = Slope() if kind == "p" else GATES[net.gate]()
         if kind == "g":
             self.gate = linear(net.hidden, net.ffn)
         if kind == "l":
@@ -161,6 +172,9 @@ def build_drawn(net: Net, mesh: DeviceMesh, case: MeshCase, *, sequence: int) ->
             LayerGroup("up", "blocks.*.{up,gate}", style="column", **sp, **net.options),
             LayerGroup("down", "blocks.*.down", style="row", **sp),
         ]
+    if "p" in net.blocks:
+        slopes = [f"blocks.{i}.act" for i, kind in enumerate(net.blocks) if kind == "p"]
+        groups.append(LayerGroup("slopes", slopes, style="column"))
     if "l" in net.blocks:
         groups.append(LayerGroup("local", "blocks.*.local", style="local", **sp))
     if net.second is not None:
