@@ -18,12 +18,15 @@ from dlp.kernels import ops
 from dlp.quant.fp8_codes import ELEMENTS, Fp8Codes, codes_and
 from dlp.quant.quantizer import (
     Amaxes,
-    NativeQuantizer,
     Operands,
+    Origin,
+    Origins,
+    Quantizer,
     QuantizerCaps,
     ScaleSlot,
     SlotOptions,
     Wanted,
+    outs_of,
     wanted_parts,
 )
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
@@ -62,10 +65,11 @@ class Fp8Tensor(Fp8Codes):
 FORMATS = {element: Fp8Tensor(element) for element in ELEMENTS}
 
 
-class _TensorScaling(NativeQuantizer):
-    """Casts with one scale per tensor; a subclass defines the source of the scale."""
+class _TensorScaling:
+    """Casts with one scale per tensor; a subclass defines the source of the scale, and whether casts need an amax."""
 
     element: str
+    needs_amax: ClassVar[bool]
     reduces: ClassVar[tuple[int, ...]] = (0, 1)
 
     @cached_property
@@ -75,16 +79,27 @@ class _TensorScaling(NativeQuantizer):
     def _source(self, amax: Tensor | None, slot: ScaleSlot | None) -> ops.Fp8Scale:
         raise NotImplementedError
 
-    def _cast(
-        self, x: Tensor, amax: Tensor | None, slot: ScaleSlot | None, out: ops.Parts | None, flag: Tensor | None
-    ) -> ops.Parts:
-        return ops.cast_fp8_tensor(x, ELEMENTS[self.element], self._source(amax, slot), out=out, flag=flag)
+    def observe(self, x: Tensor) -> Tensor | None:
+        return ops.amax(x) if self.needs_amax else None
 
-    def _cast_both(
-        self, x: Tensor, amaxes: Amaxes, slot: ScaleSlot | None, outs: ops.Outs, flag: Tensor | None
-    ) -> tuple[ops.Parts, ops.Parts]:
+    def observe_both(self, x: Tensor, columnwise: Quantizer) -> Amaxes:
+        amax = ops.amax(x) if self.needs_amax else None
+        return amax, amax
+
+    def cast(
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
+        at: Origin | None = None, flag: Tensor | None = None,
+    ) -> QuantizedTensor:  # fmt: skip
+        source, given = self._source(amax, slot), None if out is None else out.parts
+        return self.format.fill(out, *ops.cast_fp8_tensor(x, ELEMENTS[self.element], source, out=given, flag=flag))
+
+    def both(
+        self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
+        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
+    ) -> Operands:  # fmt: skip
         source = self._source(amaxes[0], slot)
-        return ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=outs, flag=flag)
+        row, col = ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=outs_of(outs), flag=flag)
+        return QuantizedTensor(self.format, tuple(row)), QuantizedTensor(self.format, tuple(col))
 
     def both_grads(
         self, grads: ops.GatedGrads, amaxes: Sequence[Amaxes], slots: Sequence[ScaleSlot | None], flags: ops.Flags
@@ -102,13 +117,7 @@ class CurrentScaling(_TensorScaling):
     power_of_two: bool = False
     epsilon: float = 0.0
     caps: ClassVar[QuantizerCaps] = QuantizerCaps(op="cast_fp8_tensor", native=True)
-
-    def _amax(self, x: Tensor) -> Tensor | None:
-        return ops.amax(x)
-
-    def _amaxes(self, x: Tensor) -> Amaxes:
-        amax = ops.amax(x)
-        return amax, amax
+    needs_amax = True
 
     def observe_grads(self, grads: ops.GatedGrads) -> tuple[Amaxes, Amaxes]:
         of_gate, of_up = ops.amax_gate_grads(grads)
@@ -137,6 +146,7 @@ class DelayedScaling(_TensorScaling):
     margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    needs_amax = False
 
     def __post_init__(self) -> None:
         _ = self.caps  # raises for wrong options at construction

@@ -15,7 +15,18 @@ from torch import Tensor
 
 from dlp.kernels import ops
 from dlp.quant.fp8_codes import ELEMENTS, Fp8Blocks, codes_and
-from dlp.quant.quantizer import Amaxes, NativeQuantizer, Operands, QuantizerCaps, ScaleSlot, Wanted, wanted_parts
+from dlp.quant.quantizer import (
+    Amaxes,
+    Operands,
+    Origin,
+    Origins,
+    Quantizer,
+    QuantizerCaps,
+    ScaleSlot,
+    Wanted,
+    outs_of,
+    wanted_parts,
+)
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape, blocks
 
 
@@ -56,7 +67,7 @@ _format = cache(Fp8Block)
 
 
 @dataclass(frozen=True)
-class BlockScaling(NativeQuantizer):
+class BlockScaling:
     """Quantizer with one scale per block, from the amax of the block: q = enc(fl(x * scale)). Ranks agree on nothing."""
 
     element: str = "e4m3"
@@ -70,17 +81,25 @@ class BlockScaling(NativeQuantizer):
     def format(self) -> Format:
         return _format(self.element, self.tile, self.power_of_two)
 
-    def _cast(
-        self, x: Tensor, amax: Tensor | None, slot: ScaleSlot | None, out: ops.Parts | None, flag: Tensor | None
-    ) -> ops.Parts:
-        made: ops.Parts = self._made(ops.cast_fp8_block, x, out=out, flag=flag)
-        return made
+    def observe(self, x: Tensor) -> Tensor | None:
+        return None
 
-    def _cast_both(
-        self, x: Tensor, amaxes: Amaxes, slot: ScaleSlot | None, outs: ops.Outs, flag: Tensor | None
-    ) -> tuple[ops.Parts, ops.Parts]:
-        row, col = self._made(ops.cast_fp8_block_both, x, outs=outs, flag=flag)
-        return row, col
+    def observe_both(self, x: Tensor, columnwise: Quantizer) -> Amaxes:
+        return None, None
+
+    def cast(
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
+        at: Origin | None = None, flag: Tensor | None = None,
+    ) -> QuantizedTensor:  # fmt: skip
+        given = None if out is None else out.parts
+        return self.format.fill(out, *self._made(ops.cast_fp8_block, x, out=given, flag=flag))
+
+    def both(
+        self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
+        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
+    ) -> Operands:  # fmt: skip
+        row, col = self._made(ops.cast_fp8_block_both, x, outs=outs_of(outs), flag=flag)
+        return self.format.wrap(row), self.format.wrap(col)
 
     def observe_grads(self, grads: ops.GatedGrads) -> tuple[Amaxes, Amaxes]:
         return (None, None), (None, None)

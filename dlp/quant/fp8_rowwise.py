@@ -16,7 +16,18 @@ from torch import Tensor
 
 from dlp.kernels import ops
 from dlp.quant.fp8_codes import ELEMENTS, Fp8Codes, codes_and
-from dlp.quant.quantizer import Amaxes, NativeQuantizer, QuantizerCaps, ScaleSlot, Wanted, wanted_parts
+from dlp.quant.quantizer import (
+    Amaxes,
+    Operands,
+    Origin,
+    Origins,
+    Quantizer,
+    QuantizerCaps,
+    ScaleSlot,
+    Wanted,
+    outs_of,
+    wanted_parts,
+)
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 
@@ -46,7 +57,7 @@ _format = cache(Fp8Rowwise)
 
 
 @dataclass(frozen=True)
-class RowwiseScaling(NativeQuantizer):
+class RowwiseScaling:
     """Quantizer with one scale per row, from the agreed amax of the row: q = enc(fl(x * scale)). A zero row has scale 1."""
 
     element: str = "e4m3"
@@ -59,25 +70,31 @@ class RowwiseScaling(NativeQuantizer):
     def format(self) -> Format:
         return _format(self.element)
 
-    def _amax(self, x: Tensor) -> Tensor | None:
+    def observe(self, x: Tensor) -> Tensor | None:
         return ops.amax(x, dim=1)
 
-    def _amaxes(self, x: Tensor) -> Amaxes:
+    def observe_both(self, x: Tensor, columnwise: Quantizer) -> Amaxes:
         return ops.amax_lines(x)
 
-    def _cast(
-        self, x: Tensor, amax: Tensor | None, slot: ScaleSlot | None, out: ops.Parts | None, flag: Tensor | None
-    ) -> ops.Parts:
+    def cast(
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
+        at: Origin | None = None, flag: Tensor | None = None,
+    ) -> QuantizedTensor:  # fmt: skip
         assert amax is not None, "rowwise scaling casts with observed row amaxes"
-        return ops.cast_fp8_rowwise(x, amax, ELEMENTS[self.element], **self._options(), out=out, flag=flag)
+        options, given = self._options(), None if out is None else out.parts
+        return self.format.fill(
+            out, *ops.cast_fp8_rowwise(x, amax, ELEMENTS[self.element], **options, out=given, flag=flag)
+        )
 
-    def _cast_both(
-        self, x: Tensor, amaxes: Amaxes, slot: ScaleSlot | None, outs: ops.Outs, flag: Tensor | None
-    ) -> tuple[ops.Parts, ops.Parts]:
+    def both(
+        self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
+        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
+    ) -> Operands:  # fmt: skip
         amax, amax_t = amaxes
         assert amax is not None and amax_t is not None, "rowwise scaling casts with observed amaxes of rows and columns"
-        dtype = ELEMENTS[self.element]
-        return ops.cast_fp8_rowwise_both(x, (amax, amax_t), dtype, **self._options(), outs=outs, flag=flag)
+        dtype, options = ELEMENTS[self.element], self._options()
+        row, col = ops.cast_fp8_rowwise_both(x, (amax, amax_t), dtype, **options, outs=outs_of(outs), flag=flag)
+        return self.format.wrap(row), self.format.wrap(col)
 
     def batch(
         self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None], flags: ops.Flags

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -86,37 +86,38 @@ class Gemm:
     rounds: bool = False
 
     def __call__(self, a: QuantizedTensor) -> Tensor:
-        y = _multiply(a.format, self.b.format, DEVICE_AT[a.parts[0].get_device()])(self, a)
+        launch, options = _launch_of(a.format, self.b.format, DEVICE_AT[a.parts[0].get_device()]), self.options
+        if launch is None:
+            y = _own(self, a)
+        else:
+            how = GemmLaunchOptions(
+                options.fast_accumulation, options.tuned, options.allow_reference, self.sms, self.out, self.alpha, self.rounds
+            )  # fmt: skip
+            y = launch(a.parts, self.b.parts, self.out_dtype, self.bias, self.accumulate, how)
         if self.out is None or y is self.out:
             return y
         return self.out.copy_(y)
 
 
 @table.remembered
-def _multiply(a: Format, b: Format, device: str) -> Callable[[Gemm, QuantizedTensor], Tensor]:
-    """Return the cached function that multiplies operands of these formats on a device."""
-    own = own_gemm(a, b)
-    if own is not None:
-        return partial(_own, own, _takes_options(own))
-    return partial(_launch, table.gemm_kernels(a, b, device).bind(a, b))
+def _launch_of(a: Format, b: Format, device: str) -> GemmLaunch | None:
+    """Return the cached launch of the kernel that multiplies operands of these formats on a device; None: a format has a GEMM
+    of its own."""
+    return None if own_gemm(a, b) is not None else table.gemm_kernels(a, b, device).bind(a, b)
 
 
-def _launch(launch: GemmLaunch, gemm: Gemm, a: QuantizedTensor) -> Tensor:
-    options = gemm.options
-    how = GemmLaunchOptions(
-        options.fast_accumulation, options.tuned, options.allow_reference, gemm.sms, gemm.out, gemm.alpha, gemm.rounds
-    )  # fmt: skip
-    return launch(a.parts, gemm.b.parts, gemm.out_dtype, gemm.bias, gemm.accumulate, how)
-
-
+@cache
 def _takes_options(own: Callable[..., Tensor]) -> bool:
     parameters = inspect.signature(own).parameters.values()
     return any(each.name == "options" or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
-def _own(own: Callable[..., Tensor], takes_options: bool, gemm: Gemm, a: QuantizedTensor) -> Tensor:
+def _own(gemm: Gemm, a: QuantizedTensor) -> Tensor:
+    """Run the GEMM of a format."""
+    own = own_gemm(a.format, gemm.b.format)
+    assert own is not None
     finish: dict[str, Any] = {"out_dtype": gemm.out_dtype, "bias": gemm.bias, "accumulate": gemm.accumulate}
-    if takes_options:
+    if _takes_options(own):
         finish["options"] = gemm.options
     if gemm.alpha == 1.0:
         result: Tensor = own(gemm.which, a, gemm.b, **finish)

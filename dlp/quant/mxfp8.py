@@ -16,7 +16,18 @@ from torch import Tensor
 
 from dlp.kernels import ops
 from dlp.quant.fp8_codes import ELEMENTS, Fp8Blocks, codes_and
-from dlp.quant.quantizer import Amaxes, NativeQuantizer, QuantizerCaps, ScaleSlot, Wanted, wanted_parts
+from dlp.quant.quantizer import (
+    Amaxes,
+    Operands,
+    Origin,
+    Origins,
+    Quantizer,
+    QuantizerCaps,
+    ScaleSlot,
+    Wanted,
+    outs_of,
+    wanted_parts,
+)
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
 
 
@@ -53,7 +64,7 @@ _format = cache(Mxfp8)
 
 
 @dataclass(frozen=True)
-class MxScaling(NativeQuantizer):
+class MxScaling:
     """Quantizer with one power-of-two scale per block, from the amax of the block. Ranks agree on nothing.
 
     scale_rounding   "ceil": the smallest power of two without saturation; "floor": the rule of OCP MX v1.0
@@ -71,20 +82,28 @@ class MxScaling(NativeQuantizer):
     def format(self) -> Format:
         return _format(self.element, self.tile)
 
-    def _cast(
-        self, x: Tensor, amax: Tensor | None, slot: ScaleSlot | None, out: ops.Parts | None, flag: Tensor | None
-    ) -> ops.Parts:
-        self.format.check((x.shape[0], x.shape[1]))
-        made: ops.Parts = self._made(ops.cast_mxfp8, x, out=out, flag=flag)
-        return made
+    def observe(self, x: Tensor) -> Tensor | None:
+        return None
 
-    def _cast_both(
-        self, x: Tensor, amaxes: Amaxes, slot: ScaleSlot | None, outs: ops.Outs, flag: Tensor | None
-    ) -> tuple[ops.Parts, ops.Parts]:
+    def observe_both(self, x: Tensor, columnwise: Quantizer) -> Amaxes:
+        return None, None
+
+    def cast(
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
+        at: Origin | None = None, flag: Tensor | None = None,
+    ) -> QuantizedTensor:  # fmt: skip
+        self.format.check((x.shape[0], x.shape[1]))
+        given = None if out is None else out.parts
+        return self.format.fill(out, *self._made(ops.cast_mxfp8, x, out=given, flag=flag))
+
+    def both(
+        self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
+        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
+    ) -> Operands:  # fmt: skip
         for shape in (x.shape, x.shape[::-1]):
             self.format.check((shape[0], shape[1]))
-        row, col = self._made(ops.cast_mxfp8_both, x, outs=outs, flag=flag)
-        return row, col
+        row, col = self._made(ops.cast_mxfp8_both, x, outs=outs_of(outs), flag=flag)
+        return self.format.wrap(row), self.format.wrap(col)
 
     def batch(
         self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None], flags: ops.Flags

@@ -26,6 +26,7 @@ from dlp.quant.quantizer import (
     QuantizerCaps,
     ScaleSlot,
     Wanted,
+    outs_of,
     wanted_parts,
 )
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
@@ -183,10 +184,9 @@ class Nvfp4Scaling:
         amax, amax_t = amaxes
         assert amax is not None and amax_t is not None, "nvfp4 casts with observed tensor amaxes"
         origins = at or (None, None)
-        given = None if outs is None else (outs[0].parts, outs[1].parts)
         row, col = ops.cast_nvfp4_both(
             x, (amax, amax_t), self.format.block, rht=columnwise.rht,
-            draws=(self._draw(origins[0]), self._draw(origins[1])), outs=given, flag=flag,
+            draws=(self._draw(origins[0]), self._draw(origins[1])), outs=outs_of(outs), flag=flag,
             four_over_six=self.four_over_six,
         )  # fmt: skip
         return self.format.wrap(row), columnwise.format.wrap(col)

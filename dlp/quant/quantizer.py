@@ -194,6 +194,11 @@ def wanted_parts(outs: Sequence[Wanted]) -> list[ops.Wanted]:
     return [(None if row is None else row.parts, None if col is None else col.parts) for row, col in outs]
 
 
+def outs_of(outs: Operands | None) -> ops.Outs:
+    """Return the parts of the storage of both operands of one matrix; None without storage."""
+    return None if outs is None else (outs[0].parts, outs[1].parts)
+
+
 def offers(quantizer: Quantizer, method: str) -> bool:
     """Return whether a quantizer has an optional method of `Quantizer` that fits the quantizer's `cast` and `observe`."""
     return _offers(type(quantizer), method)
@@ -367,53 +372,6 @@ def one_read(rowwise: Quantizer, columnwise: Quantizer) -> OneRead | None:
     pairs_with: Callable[[Quantizer], bool] | None = getattr(rowwise, "pairs_with", None)
     accepted = columnwise == rowwise if pairs_with is None else pairs_with(columnwise)
     return OneRead(rowwise, columnwise) if accepted else None
-
-
-class NativeQuantizer:
-    """Base of quantizers whose casts are operations of `dlp.kernels.ops`.
-
-    A subclass defines `format`, `reduces`, `caps`, `batch`, `_cast` and `_cast_both`, and, if ranks agree on amaxes, `_amax`
-    and `_amaxes`.
-    """
-
-    @property
-    def format(self) -> Format:
-        raise NotImplementedError
-
-    def observe(self, x: Tensor) -> Tensor | None:
-        return self._amax(x)
-
-    def observe_both(self, x: Tensor, columnwise: Quantizer) -> Amaxes:
-        return self._amaxes(x)
-
-    def cast(
-        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
-        at: Origin | None = None, flag: Tensor | None = None,
-    ) -> QuantizedTensor:  # fmt: skip
-        return self.format.fill(out, *self._cast(x, amax, slot, None if out is None else out.parts, flag))
-
-    def both(
-        self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
-        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
-    ) -> Operands:  # fmt: skip
-        row, col = self._cast_both(x, amaxes, slot, None if outs is None else (outs[0].parts, outs[1].parts), flag)
-        return self.format.wrap(row), self.format.wrap(col)
-
-    def _amax(self, x: Tensor) -> Tensor | None:
-        return None
-
-    def _amaxes(self, x: Tensor) -> Amaxes:
-        return None, None
-
-    def _cast(
-        self, x: Tensor, amax: Tensor | None, slot: ScaleSlot | None, out: ops.Parts | None, flag: Tensor | None
-    ) -> ops.Parts:
-        raise NotImplementedError
-
-    def _cast_both(
-        self, x: Tensor, amaxes: Amaxes, slot: ScaleSlot | None, outs: ops.Outs, flag: Tensor | None
-    ) -> tuple[ops.Parts, ops.Parts]:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
