@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm import amax, collectives, exchange
+from dlp.comm import collectives, exchange, transport
 from dlp.comm.mapped import Transport
 from dlp.comm.slots import AGREED, HEADER, MAXIMA, RANKS, USES
 from tests import emulated, pointer_arguments
@@ -161,7 +161,7 @@ def halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor
 
 CALLED: dict[str, tuple[Any, Callable[[Sequence[Tensor]], Any]]] = {  # what is read and what is written
     "_start_gathers": (collectives, gathered), "_start_exchange": (collectives, lambda each: (each[1:], each[:1])),
-    "_start_steps": (exchange, halves), "_start_maxima": (amax, lambda each: ((), each)),
+    "_start_steps": (exchange, halves), "_start_maxima": (transport, lambda each: ((), each)),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlp.kernels import gemm_entries, gemms, ops, registry, table
+from dlp.kernels import gemm_entries, gemms, ops, reference, registry, table
 from dlp.quant.gemm import Gemm, support
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, Recipe, load
 from tests.quantizers import matrix, quantize
@@ -52,7 +52,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[gemms.Scales]:
         assert scales.a_mode == scales.b_mode in BLOCKS and b.shape[0] % 32 == 0
         assert (alpha is not None) == (scales.a_mode == gemms.NVFP4_BLOCKS)
         sums = _values(a, scales.a, scales.a_mode) @ _values(b, scales.b, scales.b_mode).t()
-        return gemms.finish((sums * (1 if alpha is None else alpha.double())).float(), out_dtype, bias, accumulate)
+        return reference.finish((sums * (1 if alpha is None else alpha.double())).float(), out_dtype, bias, accumulate)
 
     monkeypatch.setattr(gemms, "product", product)
     monkeypatch.setitem(table.DEVICE_AT, -1, "sm_100")

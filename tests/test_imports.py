@@ -323,8 +323,16 @@ def test_every_program_can_be_the_first_module_that_is_imported():
         ),
         ("dlp.kernels.ops", "from .. import quant", "1 imports dlp.quant: dlp.kernels may not import dlp.quant"),
         ("dlp.kernels.ops", "import dlp", "1 imports dlp: dlp.kernels may not import dlp"),
-        ("dlp.quant.tensor", "\nfrom ..comm import amax", "2 imports dlp.comm.amax: dlp.quant may not import dlp.comm"),
-        ("dlp.comm.amax", "def f():\n from dlp import quant", "2 imports dlp.quant: dlp.comm may not import dlp.quant"),
+        ("dlp.quant.tensor", "\nfrom ..comm import mesh", "2 imports dlp.comm.mesh: dlp.quant may not import dlp.comm"),
+            "dlp.quant.tensor",
+            "\nfrom ..comm import transport",
+            "2 imports dlp.comm.transport: dlp.quant may not import dlp.comm",
+        ),
+        (
+            "dlp.comm.transport",
+            "def f():\n from dlp import quant",
+            "2 imports dlp.quant: dlp.comm may not import dlp.quant",
+        ),
         ("dlp.comm.mesh", "from dlp.parallel import style", "may not import dlp.parallel"),
         (
             "dlp.parallel.linear.modules",
@@ -350,7 +358,7 @@ def test_a_forbidden_import_is_found(module, source, message):
     [
         ("dlp.kernels.ops", "import torch\nfrom . import reference\nfrom dlp.kernels.reference import cast"),
         ("dlp.quant.recipe", "importlib.import_module(f'dlp.quant.recipes.{name}')\nfrom dlp.kernels import ops"),
-        ("dlp.parallel.linear.functional", "from dlp.quant import recipes\nfrom ..comm.amax import agree"),
+        ("dlp.parallel.linear.functional", "from dlp.quant import recipes\nfrom ..comm.transport import agree"),
         ("launch.train", "import dlp\nfrom dlp.kernels import ops\nfrom .config import load"),
     ],
 )

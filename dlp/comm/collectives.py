@@ -115,17 +115,10 @@ def room(
     storage: list[Tensor | None] = []
     mine: list[Tensor] = []
     for shape, dtype, dim in zip(shapes, dtypes, dims, strict=True):
-        whole = _of_all(shape, dtype, dim, group, device)
+        whole = None if dim is None else torch.empty((group.size(), *shape), dtype=dtype, device=device)
         storage.append(whole)
         mine.append(torch.empty(shape, dtype=dtype, device=device) if whole is None else whole[group.rank()])
     return storage, tuple(mine)
-
-
-def _of_all(
-    shape: Sequence[int], dtype: torch.dtype, dim: int | None, group: ProcessGroup, device: torch.device
-) -> Tensor | None:
-    """Allocate the storage of one part for all ranks."""
-    return None if dim is None else torch.empty((group.size(), *shape), dtype=dtype, device=device)
 
 
 def all_gather(
@@ -145,13 +138,16 @@ def all_gather(
         return done(tuple(parts))
     storage, tensors = [], []
     for i, (part, dim) in enumerate(zip(parts, dims, strict=True)):
-        whole = _of_all(part.shape, part.dtype, dim, group, part.device) if into is None else into[i]
+        if into is not None:
+            whole = into[i]
+        else:
+            whole = None if dim is None else part.new_empty((group.size(), *part.shape))
         storage.append(whole)
         if whole is not None:
             tensors += [as_bytes(whole), as_bytes(part.contiguous())]
     with observer.default_precision(parts[0].dtype):
         works = call(partial(_start_gathers, group), *tensors)
-    return Pending(works, lambda: join(storage, parts, dims))
+    return Pending(works, partial(join, storage, parts, dims))
 
 
 def join(storage: Sequence[Tensor | None], parts: Sequence[Tensor], dims: Sequence[int | None]) -> Parts:

@@ -1,27 +1,36 @@
-"""Choice of the process groups that send through mapped memory (`dlp.comm.mapped`), and the reasons of the other
-groups.
+"""Choice of the process groups that send through mapped memory (`dlp.comm.mapped`), the reasons of the other groups, and the
+agreement on amaxes.
 
 `ask_for` decides once for each group. `start` and `finish` of a layer's direction reach the transport of its group, if it
-has one.
+has one. `agree` computes the maxima over ranks of observed amaxes in one transfer, by the transport or by an all-reduce, between
+the `observe` and the `cast` of a quantizer, so that every rank of the group derives the same scale.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from functools import partial
 from itertools import permutations
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import AllreduceOptions
 
+from dlp.comm import observer
 from dlp.comm.collectives import Parts
 from dlp.comm.mapped import NO_LAYER, LayerDirection, Transport
-from dlp.comm.slots import RANKS, CudaSlot
+from dlp.comm.slots import MAXIMA, RANKS, CudaSlot
 from dlp.comm.watch import Watch
 from dlp.kernels import loader
-from dlp.kernels.launches import Lane
+from dlp.kernels.cuda_codes import end_to_end
+from dlp.kernels.launches import Lane, call, is_recording
+
+_MAX = AllreduceOptions()
+_MAX.reduceOp, _MAX.asyncOp = dist.ReduceOp.MAX, False  # type: ignore[assignment]
 
 # For the name of each group that `ask_for` was called with: the transport, and the reason if there is none (else "").
 _OF_GROUP: dict[str, Transport | None] = {}
@@ -31,6 +40,38 @@ _WHY_NOT: dict[str, str] = {}
 def transport_of(group: ProcessGroup) -> Transport | None:
     """Transport of a group. None: all transfers of the group use NCCL or gloo."""
     return _OF_GROUP.get(group.group_name)
+
+
+def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """Return the elementwise maxima over `group` of fp32 tensors, which have the same shapes on all ranks.
+
+    One kernel computes the maxima where the ranks map each other's memory (`dlp.comm.mapped`), one all-reduce elsewhere. The
+    inputs are not changed. Every rank of the group must call `agree`, also a rank with an empty shard.
+    """
+    if group.size() == 1 or not observed:
+        return list(observed)
+    transport = transport_of(group)
+    with observer.label(direction="amax", precision=""):
+        if transport is not None and all(value.numel() <= MAXIMA for value in observed):
+            return transport.agree(observed)
+        if is_recording():
+            flat = end_to_end(observed)
+            works = call(partial(_start_maxima, group), flat)
+        else:
+            flat = observed[0].clone() if len(observed) == 1 else torch.cat([value.reshape(-1) for value in observed])
+            works = [group.allreduce([flat], _MAX)]
+        for work in works:
+            if work is not None:
+                work.wait()
+    if len(observed) == 1:
+        return [flat.view_as(observed[0])]
+    pieces = flat.split([value.numel() for value in observed])
+    return [piece.view(value.shape) for piece, value in zip(pieces, observed, strict=True)]
+
+
+def _start_maxima(group: ProcessGroup, maxima: Tensor) -> list[Any]:
+    work = group.allreduce([maxima], _MAX)
+    return [] if work is None else [work]
 
 
 def ask_for(group: ProcessGroup, device_type: str, *, required: bool = False) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from dlp.comm.amax import agree
+from dlp.comm.transport import agree
 from dlp.flows.frozen import SCALE
 from dlp.kernels import ops
 from dlp.parallel.linear.modules import ParallelLinear

@@ -22,10 +22,7 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@operation
-def activation(x: Tensor, name: str) -> Tensor:
-    """Return act(x) of x [rows, C], in the dtype of x; `name`: silu, gelu, relu, srelu, sigmoid or qgelu."""
-    return reference.activation(x, name)
+activation = operation(reference.activation)
 
 
 def activation_kernel(x: Tensor, name: str) -> Tensor:
@@ -34,10 +31,7 @@ def activation_kernel(x: Tensor, name: str) -> Tensor:
     return y
 
 
-@operation
-def activation_backward(dy: Tensor, x: Tensor, name: str) -> Tensor:
-    """Return dx = dy * act'(x) [rows, C] of dy and x [rows, C], in the dtype of the inputs."""
-    return reference.activation_backward(dy, x, name)
+activation_backward = operation(reference.activation_backward)
 
 
 def activation_backward_kernel(dy: Tensor, x: Tensor, name: str) -> Tensor:
@@ -46,10 +40,7 @@ def activation_backward_kernel(dy: Tensor, x: Tensor, name: str) -> Tensor:
     return dx
 
 
-@operation
-def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
-    """Return act(gate) * up of gate and up [rows, C], in the dtype of the inputs."""
-    return reference.gated(gate, up, name)
+gated = operation(reference.gated)
 
 
 def gated_kernel(gate: Tensor, up: Tensor, name: str) -> Tensor:
@@ -58,10 +49,7 @@ def gated_kernel(gate: Tensor, up: Tensor, name: str) -> Tensor:
     return h
 
 
-@operation
-def gated_backward(dh: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Return dgate and dup [rows, C] of dh, gate and up [rows, C], in the dtype of the inputs."""
-    return reference.gated_backward(dh, gate, up, name)
+gated_backward = operation(reference.gated_backward)
 
 
 def gated_backward_kernel(dh: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -70,10 +58,7 @@ def gated_backward_kernel(dh: Tensor, gate: Tensor, up: Tensor, name: str) -> tu
     return dgate, dup
 
 
-@operation
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [rows, C] in the dtype of x, mean and rstd fp32 [rows], of x [rows, C], weight and bias [C]."""
-    return reference.layer_norm(x, weight, bias, eps)
+layer_norm = operation(reference.layer_norm)
 
 
 def takes_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> bool:
@@ -86,13 +71,7 @@ def layer_norm_kernel(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tu
     return y, mean, rstd
 
 
-@operation
-def layer_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dx [rows, C] in the dtype of x, dweight and dbias fp32 [C], of dy and x [rows, C], weight [C], mean and rstd
-    [rows]."""
-    return reference.layer_norm_backward(dy, x, weight, mean, rstd)
+layer_norm_backward = operation(reference.layer_norm_backward)
 
 
 def takes_norm_backward(dy: Tensor, x: Tensor, *_: Tensor) -> bool:

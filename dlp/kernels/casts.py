@@ -15,7 +15,7 @@ scale per block are in casts_blocks.py, NVFP4 casts in casts_fp4.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,23 +25,34 @@ from torch import Tensor
 from dlp.kernels import cuda, cuda_rowwise, dispatch, reference
 from dlp.kernels.cuda import MATRIX, TensorJob, Words
 from dlp.kernels.cuda_rowwise import RowwiseJob
-from dlp.kernels.dispatch import Flags, Launch, Launches, Outs, Parts, Wanted, into
-from dlp.kernels.lazy_matrix import LazyMatrix, opened, stored
+from dlp.kernels.dispatch import Flags, Launch, Launches, Outs, Parts, Wanted
+from dlp.kernels.lazy_matrix import LazyMatrix, lazy_operation, opened
 from dlp.kernels.reference import Fp8Scale, watched
-from dlp.kernels.registry import operation, preparing
+from dlp.kernels.registry import preparing
 
 RowwisePart = tuple[Parts, Tensor]  # parts of one orientation, and the amaxes
+
+
+amax = lazy_operation(reference.amax)
+
+
+def into(out: Parts | None, parts: Parts) -> Parts:
+    """Copy the parts that a reference returned to `out`, if given, and return the result."""
+    if out is None:
+        return parts
+    torch._foreach_copy_(list(out), list(parts))
+    return out
+
+
+def both_into(outs: Outs, cast: Callable[[Tensor], Parts], x: Tensor) -> tuple[Parts, Parts]:
+    """Cast x and x.t() by a reference."""
+    row, col = outs if outs is not None else (None, None)
+    return into(row, cast(x)), into(col, cast(x.t()))
 
 
 def has_batches(x: Tensor) -> bool:
     """Return whether batched casts can read matrices with the device and strides of x without a copy."""
     return dispatch.has_kernel(x) and cuda.readable(x)
-
-
-@operation
-def amax(x: Tensor | LazyMatrix, dim: int | None = None) -> Tensor:
-    """Return max |x| in fp32, of the whole tensor (shape []) or along `dim`; NaN is ignored, and an empty tensor gives 0."""
-    return reference.amax(stored(x), dim)
 
 
 def amax_kernel(x: Tensor | LazyMatrix, dim: int | None = None) -> Tensor:
@@ -57,10 +68,9 @@ def amax_kernel(x: Tensor | LazyMatrix, dim: int | None = None) -> Tensor:
     return out
 
 
-@operation
-def amax_lines(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
+@lazy_operation
+def amax_lines(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return max |x| of every row [rows] and of every column [C], fp32, from one read."""
-    x = stored(x)
     return reference.amax(x, 1), reference.amax(x, 0)
 
 
@@ -126,9 +136,9 @@ def prepare_tensor(xs: Sequence[Tensor], outs: Sequence[Wanted], sources: Sequen
     return Launches(observe, [(source.amax, source.amax) for source in sources], [cast])
 
 
-@operation
+@lazy_operation
 def cast_fp8_tensor(
-    x: Tensor | LazyMatrix,
+    x: Tensor,
     dtype: torch.dtype,
     source: Fp8Scale,
     *,
@@ -136,7 +146,7 @@ def cast_fp8_tensor(
     flag: Tensor | None = None,
 ) -> Parts:
     """Return codes [rows, C] of `dtype` and fp32 scale_inv [] of x [rows, C]; `source`: amax or scale."""
-    return into(out, reference.cast_fp8_tensor(watched(stored(x), flag), dtype, source))
+    return into(out, reference.cast_fp8_tensor(watched(x, flag), dtype, source))
 
 
 def cast_fp8_tensor_kernel(
@@ -151,12 +161,12 @@ def cast_fp8_tensor_kernel(
     return dispatch.rowwise(x, out, partial(_empty_tensor, x, dtype), partial(_launch_tensor, source, flag, words))
 
 
-@operation
+@lazy_operation
 def cast_fp8_tensor_both(
-    x: Tensor | LazyMatrix, dtype: torch.dtype, source: Fp8Scale, *, outs: Outs = None, flag: Tensor | None = None
+    x: Tensor, dtype: torch.dtype, source: Fp8Scale, *, outs: Outs = None, flag: Tensor | None = None
 ) -> tuple[Parts, Parts]:
     """Return `cast_fp8_tensor` of x and of x.t(); both scale_inv share memory, except in given outputs."""
-    codes, scale_inv = reference.cast_fp8_tensor(watched(stored(x), flag), dtype, source)
+    codes, scale_inv = reference.cast_fp8_tensor(watched(x, flag), dtype, source)
     row, col = outs if outs is not None else (None, None)
     return into(row, (codes, scale_inv)), into(col, (codes.t().contiguous(), scale_inv))
 
@@ -216,13 +226,13 @@ def _rowwise_by_reference(x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_
     return reference.cast_fp8(x, scale[:, None], dtype), scale.reciprocal()
 
 
-@operation
+@lazy_operation
 def cast_fp8_rowwise(
-    x: Tensor | LazyMatrix, amax: Tensor, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    x: Tensor, amax: Tensor, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
     out: Parts | None = None, flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     """Return codes [rows, C] of `dtype` and fp32 scale_inv [rows] of x [rows, C], by the amaxes of the rows."""
-    return into(out, _rowwise_by_reference(watched(stored(x), flag), amax, dtype, power_of_two, epsilon))
+    return into(out, _rowwise_by_reference(watched(x, flag), amax, dtype, power_of_two, epsilon))
 
 
 def cast_fp8_rowwise_kernel(
@@ -237,13 +247,13 @@ def cast_fp8_rowwise_kernel(
     return made
 
 
-@operation
+@lazy_operation
 def cast_fp8_rowwise_both(
-    x: Tensor | LazyMatrix, amaxes: tuple[Tensor, Tensor], dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    x: Tensor, amaxes: tuple[Tensor, Tensor], dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
     outs: Outs = None, flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     """Return `cast_fp8_rowwise` of x and of x.t(), by the amaxes of the rows and of the columns of x."""
-    x = watched(stored(x), flag)
+    x = watched(x, flag)
     row, col = outs if outs is not None else (None, None)
     make = partial(_rowwise_by_reference, dtype=dtype, power_of_two=power_of_two, epsilon=epsilon)
     return into(row, make(x, amaxes[0])), into(col, make(x.t(), amaxes[1]))

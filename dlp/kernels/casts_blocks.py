@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import cuda, dispatch, reference, registry
+from dlp.kernels.casts import both_into, into
 from dlp.kernels.cuda import BlockJob
-from dlp.kernels.dispatch import Flags, Launch, Launches, Outs, Parts, Wanted, both_into, into
-from dlp.kernels.lazy_matrix import LazyMatrix, opened, stored
+from dlp.kernels.dispatch import Flags, Launch, Launches, Outs, Parts, Wanted
+from dlp.kernels.lazy_matrix import LazyMatrix, lazy_operation, opened
 from dlp.kernels.reference import watched
-from dlp.kernels.reference.scales import Block
-from dlp.kernels.registry import operation, preparing
+from dlp.kernels.reference.fp8 import Block
+from dlp.kernels.registry import preparing
 
 TILE_OF = {(1, 128): False, (128, 128): True}  # blocks of the kernels -> whether the block is a tile
 MX_TILE_OF = {(1, 32): False, (32, 32): True}
@@ -93,16 +94,16 @@ def prepare_block(xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, bl
     return _batch_laid_out(xs, outs, flags, partial(_as_gemms_read, tile=tile), batch, "gemm_layout")
 
 
-@operation
+@lazy_operation
 def cast_fp8_block(
-    x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    x: Tensor, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
     out: Parts | None = None, flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     """Return codes [rows, C] of `dtype` and fp32 scale_inv [row blocks, C blocks] of x [rows, C]; edge blocks may be partial.
 
     If the quotient max/amax overflows, the scale is the largest finite value of the dtype of x.
     """
-    x = watched(stored(x), flag)
+    x = watched(x, flag)
     return into(out, reference.cast_fp8_block(x, block, dtype, power_of_two=power_of_two, epsilon=epsilon))
 
 
@@ -116,15 +117,15 @@ def cast_fp8_block_kernel(
     return dispatch.rowwise(x, out, partial(_empty_block, x, tile, dtype), partial(_launch_block, cast, tile, flag))
 
 
-@operation
+@lazy_operation
 def cast_fp8_block_both(
-    x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    x: Tensor, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
     outs: Outs = None, flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     """Return `cast_fp8_block` of x and of x.t()."""
     options: dict[str, Any] = {"power_of_two": power_of_two, "epsilon": epsilon}
     cast = partial(reference.cast_fp8_block, block=block, dtype=dtype, **options)
-    return both_into(outs, cast, watched(stored(x), flag))
+    return both_into(outs, cast, watched(x, flag))
 
 
 def cast_fp8_block_both_kernel(
@@ -199,13 +200,13 @@ def prepare_mx(
     return _batch_laid_out(xs, outs, flags, _with_blocks_first, batch, "blocks_first")
 
 
-@operation
+@lazy_operation
 def cast_mxfp8(
-    x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, rule: str = "ceil", out: Parts | None = None,
+    x: Tensor, block: Block, dtype: torch.dtype, *, rule: str = "ceil", out: Parts | None = None,
     flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     """Return codes [rows, C] of `dtype` and E8M0 bytes [row blocks, C blocks] of x [rows, C]; `rule`: "ceil" or "floor"."""
-    return into(out, reference.cast_mxfp8(watched(stored(x), flag), block, dtype, rule=rule))
+    return into(out, reference.cast_mxfp8(watched(x, flag), block, dtype, rule=rule))
 
 
 def cast_mxfp8_kernel(
@@ -217,14 +218,14 @@ def cast_mxfp8_kernel(
     return dispatch.rowwise(x, out, partial(_empty_mx, x, block, dtype), partial(_launch_mx, cast, flag))
 
 
-@operation
+@lazy_operation
 def cast_mxfp8_both(
-    x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, rule: str = "ceil", outs: Outs = None,
+    x: Tensor, block: Block, dtype: torch.dtype, *, rule: str = "ceil", outs: Outs = None,
     flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     """Return `cast_mxfp8` of x and of x.t()."""
     cast = partial(reference.cast_mxfp8, block=block, dtype=dtype, rule=rule)
-    return both_into(outs, cast, watched(stored(x), flag))
+    return both_into(outs, cast, watched(x, flag))
 
 
 def cast_mxfp8_both_kernel(

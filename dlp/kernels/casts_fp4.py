@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import cuda, cuda_fp4, dispatch, reference
+from dlp.kernels.casts import into
 from dlp.kernels.cuda import Words
 from dlp.kernels.cuda_fp4 import Nvfp4Job
-from dlp.kernels.dispatch import Flags, Launches, Outs, Parts, Wanted, into
-from dlp.kernels.lazy_matrix import LazyMatrix, opened, stored
+from dlp.kernels.dispatch import Flags, Launches, Outs, Parts, Wanted
+from dlp.kernels.lazy_matrix import LazyMatrix, lazy_operation, opened, stored
 from dlp.kernels.reference import RHT_SIGNS, PhiloxState, watched
-from dlp.kernels.reference.scales import Block
-from dlp.kernels.registry import operation, preparing
+from dlp.kernels.reference.fp8 import Block
+from dlp.kernels.registry import preparing
 
 TILE = (16, 16)
 Draws = tuple[PhiloxState | None, PhiloxState | None]  # for x and for x.t()
@@ -35,10 +36,9 @@ def _turns(rht: bool, signs: int) -> bool:
     return not rht or signs == RHT_SIGNS
 
 
-@operation
-def amax_nvfp4(x: Tensor | LazyMatrix, *, rht: bool, signs: int = RHT_SIGNS) -> Tensor:
+@lazy_operation
+def amax_nvfp4(x: Tensor, *, rht: bool, signs: int = RHT_SIGNS) -> Tensor:
     """Return max |x| of x [rows, C] as fp32 [], or with `rht` the maximum of |rht16(x, signs)|."""
-    x = stored(x)
     return reference.amax(reference.rht16(x, signs) if rht else x)
 
 
@@ -55,10 +55,9 @@ def amax_nvfp4_kernel(x: Tensor | LazyMatrix, *, rht: bool, signs: int = RHT_SIG
     return out
 
 
-@operation
-def amax_nvfp4_both(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
+@lazy_operation
+def amax_nvfp4_both(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return max |x| and max |rht16(x.t())|, from one read."""
-    x = stored(x)
     return reference.amax(x), reference.amax(reference.rht16(x.t()))
 
 
@@ -135,9 +134,9 @@ def prepare_nvfp4(
     return Launches([cuda.amax_batch(xs, flat)], [(amax, amax) for amax in amaxes], [cast])
 
 
-@operation
+@lazy_operation
 def cast_nvfp4(
-    x: Tensor | LazyMatrix, amax: Tensor, block: Block, *, rht: bool = False, signs: int = RHT_SIGNS,
+    x: Tensor, amax: Tensor, block: Block, *, rht: bool = False, signs: int = RHT_SIGNS,
     draw: PhiloxState | None = None, out: Parts | None = None, flag: Tensor | None = None, four_over_six: bool = False,
 ) -> Parts:  # fmt: skip
     """Return packed codes [rows, C/2], E4M3 scales [row blocks, C/16] and the amax for decoding, of x [rows, C].
@@ -147,7 +146,7 @@ def cast_nvfp4(
     draw            random bits of stochastic rounding; None: round to nearest
     four_over_six   choose between two scales for each block (`reference.nvfp4`); only with rounding to nearest
     """
-    return into(out, _by_reference(stored(x), amax, block, signs if rht else None, draw, flag, four_over_six))
+    return into(out, _by_reference(x, amax, block, signs if rht else None, draw, flag, four_over_six))
 
 
 def cast_nvfp4_kernel(
@@ -162,13 +161,12 @@ def cast_nvfp4_kernel(
     return made
 
 
-@operation
+@lazy_operation
 def cast_nvfp4_both(
-    x: Tensor | LazyMatrix, amaxes: tuple[Tensor, Tensor], block: Block, *, rht: bool = False, draws: Draws = (None, None),
+    x: Tensor, amaxes: tuple[Tensor, Tensor], block: Block, *, rht: bool = False, draws: Draws = (None, None),
     outs: Outs = None, flag: Tensor | None = None, four_over_six: bool = False,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     """Return `cast_nvfp4` of x, without transform, and of x.t(), with the transform if `rht`."""
-    x = stored(x)
     row, col = outs if outs is not None else (None, None)
     made = _by_reference(x, amaxes[0], block, None, draws[0], flag, four_over_six)
     turned = _by_reference(x.t(), amaxes[1], block, RHT_SIGNS if rht else None, draws[1], flag, four_over_six)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dlp.kernels import cuda, cuda_codes, reference
 from dlp.kernels.cuda_codes import DelayedJob
-from dlp.kernels.reference.scales import AmaxAlgorithm, Block
+from dlp.kernels.reference.fp8 import AmaxAlgorithm, Block
 from dlp.kernels.registry import REFERENCE, KernelEntry, choose, operation, register
 
 ON_DEVICE = ("max", "most_recent")  # algorithms of delayed scaling in the kernel
@@ -82,10 +82,7 @@ def transpose_codes_kernel(codes: Tensor) -> Tensor:
     return out
 
 
-@operation
-def transpose_e2m1(packed: Tensor) -> Tensor:
-    """Return the packed codes [C, rows/2] of the transpose of a matrix [rows, C], of packed codes [rows, C/2]; rows even."""
-    return reference.transpose_e2m1(packed)
+transpose_e2m1 = operation(reference.transpose_e2m1)
 
 
 def transpose_e2m1_kernel(packed: Tensor) -> Tensor:
@@ -110,10 +107,7 @@ def transposed_kernel(matrix: Tensor) -> Tensor:
     return out
 
 
-@operation
-def nvfp4_alpha(a_amax: Tensor, b_amax: Tensor) -> Tensor:
-    """Return the factor, fp32 [], of the sums of a GEMM whose operands have these amaxes."""
-    return reference.nvfp4_alpha(a_amax, b_amax)
+nvfp4_alpha = operation(reference.nvfp4_alpha)
 
 
 def nvfp4_alpha_kernel(a_amax: Tensor, b_amax: Tensor) -> Tensor:

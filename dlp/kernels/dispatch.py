@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from dlp.kernels import cuda
@@ -77,17 +76,3 @@ def both(
     row, col = outs if outs is not None else (empty(x.shape), empty(x.shape[::-1]))
     launch(matrix, *((col, row) if flipped else (row, col)))
     return row, col
-
-
-def into(out: Parts | None, parts: Parts) -> Parts:
-    """Copy the parts that a reference returned to `out`, if given, and return the result."""
-    if out is None:
-        return parts
-    torch._foreach_copy_(list(out), list(parts))
-    return out
-
-
-def both_into(outs: Outs, cast: Callable[[Tensor], Parts], x: Tensor) -> tuple[Parts, Parts]:
-    """Cast x and x.t() by a reference."""
-    row, col = outs if outs is not None else (None, None)
-    return into(row, cast(x)), into(col, cast(x.t()))

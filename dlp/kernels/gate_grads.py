@@ -30,7 +30,7 @@ from dlp.kernels.dispatch import Flags, Parts
 from dlp.kernels.lazy_activations import GatedGrad, GatedGrads
 from dlp.kernels.lazy_matrix import GRADIENT_CODES, fuses, stored
 from dlp.kernels.reference import Fp8Scale
-from dlp.kernels.reference.scales import Block
+from dlp.kernels.reference.fp8 import Block
 from dlp.kernels.registry import operation
 
 TILE = 128

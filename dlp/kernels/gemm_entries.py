@@ -13,7 +13,7 @@
 Scales are compact. If a tensor core reads another layout, the GEMM rearranges the scales right before the launch. On Hopper and
 Blackwell GEMMs run cuBLASLt (`gemms`); large GEMMs of blocks on Hopper run `gemm_sm90`. MXFP8 and NVFP4 codes are multiplied by
 Blackwell's tensor cores; other GPUs multiply values decoded to bf16, which is exact. GEMMs run torch where the kernels of this
-package cannot be built. `gemms.finish` adds what a tensor core does not add, in fp32.
+package cannot be built. `reference.finish` adds what a tensor core does not add, in fp32.
 
 A function takes the arguments of a `GemmLaunch`, which begin with the parts of A and B. If a row has `layouts=True`, the
 function takes the layouts of A and B first.
@@ -32,7 +32,8 @@ from torch import Tensor
 
 from dlp.kernels import gemm_sm90, gemms, reference
 from dlp.kernels.codes import decode_fp8_block, decode_mxfp8, decode_nvfp4, nvfp4_alpha, swizzle_128x4
-from dlp.kernels.gemms import BLOCK_1D, BLOCK_2D, FP4, MX_BLOCKS, NVFP4_BLOCKS, ROWWISE, Scales, finish
+from dlp.kernels.gemms import BLOCK_1D, BLOCK_2D, FP4, MX_BLOCKS, NVFP4_BLOCKS, ROWWISE, Scales
+from dlp.kernels.reference import finish
 from dlp.kernels.registry import (
     DEFAULT_OPTIONS,
     GEMM,

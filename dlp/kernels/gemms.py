@@ -29,6 +29,7 @@ from dlp.kernels import loader, reference
 from dlp.kernels.codes import transposed
 from dlp.kernels.cuda_codes import copied_rows
 from dlp.kernels.launches import run_plan
+from dlp.kernels.reference import finish
 from dlp.kernels.registry import DEFAULT_OPTIONS, GemmLaunchOptions
 
 WORKSPACE = 32 * 2**20  # bytes, as cuBLAS recommends for Hopper
@@ -370,16 +371,6 @@ def _takes_output(out: Tensor, rounds: bool) -> bool:
     aligned = (out.itemsize * stride | out.data_ptr()) % ALIGNMENT == 0
     fits = out.dtype == torch.float32 or (rounds and out.dtype == torch.bfloat16)
     return fits and step == 1 and stride >= out.shape[1] and aligned
-
-
-def finish(result: Tensor, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None) -> Tensor:
-    """Return the result plus bias, added in fp32 and rounded once to `out_dtype`; or add the result to `accumulate` and return
-    `accumulate`."""
-    if bias is not None:
-        result = result.float() + bias.float()
-    if accumulate is not None:
-        return accumulate.add_(result)
-    return result.to(out_dtype)
 
 
 def product_fp8(

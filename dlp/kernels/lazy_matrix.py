@@ -12,8 +12,9 @@ and stores the matrix once. The bits are the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,10 @@ from torch import Tensor
 from dlp.kernels import cuda_producers
 from dlp.kernels.cuda import MATRIX, Words
 from dlp.kernels.producers import column_sums, has_kernel, rms_norm, swiglu
+from dlp.kernels.registry import operation
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 
 # Dtypes of casts with producers: the input, and the codes of activations and of gradients.
 FUSED_DTYPE = torch.bfloat16
@@ -86,6 +91,13 @@ class LazyMatrix:
 def stored(x: Tensor | LazyMatrix) -> Tensor:
     """Return the matrix as a tensor [rows, C]; a lazy matrix is computed and stored."""
     return x if isinstance(x, Tensor) else x.value
+
+
+def lazy_operation(
+    reference: Callable[Concatenate[Tensor, Params], Result],
+) -> Callable[Concatenate[Tensor | LazyMatrix, Params], Result]:
+    """Decorator: `operation` of a matrix that may be lazy. Kernels get a lazy matrix as it is, the reference the values."""
+    return operation(reference)  # type: ignore[return-value]
 
 
 def opened(x: Tensor | LazyMatrix, codes: torch.dtype | None = None, *, makes: bool = True) -> Source:

@@ -20,10 +20,7 @@ def takes_rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor,
     return has_kernel(dy, x) and (add is None or has_kernel(add))
 
 
-@operation
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return y [rows, C] in the dtype of x and rstd fp32 [rows], of x [rows, C] and weight [C]."""
-    return reference.rms_norm(x, weight, eps)
+rms_norm = operation(reference.rms_norm)
 
 
 def rms_norm_kernel(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -32,13 +29,7 @@ def rms_norm_kernel(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
     return y, rstd
 
 
-@operation
-def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return dx [rows, C] in the dtype of x, plus `add`, and dweight fp32 [C], of dy and x [rows, C], weight [C] and rstd
-    [rows]."""
-    return reference.rms_norm_backward(dy, x, weight, rstd, add)
+rms_norm_backward = operation(reference.rms_norm_backward)
 
 
 def rms_norm_backward_kernel(
@@ -49,10 +40,7 @@ def rms_norm_backward_kernel(
     return dx, dweight
 
 
-@operation
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up of gate and up [rows, C], in the dtype of the inputs."""
-    return reference.swiglu(gate, up)
+swiglu = operation(reference.swiglu)
 
 
 def swiglu_kernel(gate: Tensor, up: Tensor) -> Tensor:
@@ -61,10 +49,7 @@ def swiglu_kernel(gate: Tensor, up: Tensor) -> Tensor:
     return h
 
 
-@operation
-def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dgate and dup [rows, C] of dh, gate and up [rows, C], in the dtype of the inputs."""
-    return reference.swiglu_backward(dh, gate, up)
+swiglu_backward = operation(reference.swiglu_backward)
 
 
 def swiglu_backward_kernel(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,10 +58,7 @@ def swiglu_backward_kernel(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor
     return dgate, dup
 
 
-@operation
-def column_sums(x: Tensor) -> Tensor:
-    """Return the column sums fp32 [C] of x [rows, C], added in the order of the reference."""
-    return reference.column_sums(x)
+column_sums = operation(reference.column_sums)
 
 
 def column_sums_kernel(x: Tensor) -> Tensor:

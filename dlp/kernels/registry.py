@@ -279,8 +279,8 @@ def _changed(operation: str) -> None:
 def operation(reference: Function) -> Function:
     """Decorator: make a function in plain torch the reference of the operation of the same name.
 
-    The returned operation runs the first entry that supports the arguments, on the device of the first argument. Raises
-    ValueError for a name that exists.
+    The returned operation runs the first entry that supports the arguments, on the device of the first argument. The reference
+    reads tensors: a lazy matrix (`lazy_operation`) is stored first. Raises ValueError for a name that exists.
     """
     name = reference.__name__
     entry = KernelEntry(operation=name, name=REFERENCE, run=reference, captured=True)
@@ -296,6 +296,8 @@ def operation(reference: Function) -> Function:
             if reads and (x.dtype not in reads or x.dim() != 2):
                 continue
             if takes is None or takes(x, *arguments, **options):
+                if entry.run is reference and not isinstance(x, Tensor):
+                    x = getattr(x, "value", x)
                 return entry.run(x, *arguments, **options)
 
     return launch  # type: ignore[return-value]

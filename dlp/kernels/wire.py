@@ -27,10 +27,7 @@ def _blocks(features: int) -> int:
     return -(-features // BLOCK)
 
 
-@operation
-def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E4M3 codes [..., F] and fp32 scale_inv [..., ceil(F/128)] of x [..., F]; the last block may be partial."""
-    return reference.pack_fp8(x)
+pack_fp8 = operation(reference.pack_fp8)
 
 
 def pack_fp8_kernel(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,14 +39,7 @@ def pack_fp8_kernel(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale_inv
 
 
-@operation
-def sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, own: Own | None = None) -> Tensor:
-    """Return the fp32 sum [..., F] over ranks 0, 1, ... of codes [R, ..., F] with scales, rounded once to `dtype`.
-
-    codes   codes of one rank are contiguous
-    own     index of a rank whose codes and scales are stored elsewhere, and these tensors
-    """
-    return reference.sum_fp8(codes, scale_inv, dtype, own)
+sum_fp8 = operation(reference.sum_fp8)
 
 
 def sum_fp8_kernel(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, own: Own | None = None) -> Tensor:

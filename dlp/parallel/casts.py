@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm.amax import agree
+from dlp.comm.transport import agree
 from dlp.kernels import ops
 from dlp.kernels.ops import LazyMatrix, stored
 from dlp.parallel.style import ParallelStyle

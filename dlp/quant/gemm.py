@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dlp.kernels import table
 from dlp.kernels.gemm_entries import DECODES, are_factored
-from dlp.kernels.gemms import finish as gemm_finish
+from dlp.kernels.reference import finish as gemm_finish
 from dlp.kernels.table import (
     DEVICE_AT,
     DEVICES,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlp.comm import collectives
-from dlp.comm.amax import agree
+from dlp.comm.transport import agree
 from tests import pool as worker
 from tests.metrics import assert_bit_equal, bit_difference
 from tests.observe import Collectives

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dlp
 from dlp.comm import collectives, observer
-from dlp.comm.amax import agree
 from dlp.comm.mesh import ParallelDims
+from dlp.comm.transport import agree
 from dlp.parallel.linear.plan import WIRES
 from tests import pool as worker
 

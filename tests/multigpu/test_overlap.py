@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlp.comm import observer, transport
-from dlp.comm.amax import agree
 from dlp.comm.mapped import Transport
 from dlp.comm.mesh import ParallelDims
+from dlp.comm.transport import agree
 from dlp.parallel import casts
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.casts import ROWWISE

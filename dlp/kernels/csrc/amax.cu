@@ -1,4 +1,4 @@
-// amax = max |x| of one matrix, or of each matrix of a table in one launch (reference.scales.amax). NaN is ignored, Inf is
+// amax = max |x| of one matrix, or of each matrix of a table in one launch (reference.fp8.amax). NaN is ignored, Inf is
 // kept. The result does not depend on the order, so it is deterministic. Reads 2 (bf16) or 4 bytes per element and writes
 // nothing else.
 //

@@ -1,5 +1,5 @@
 // One step of delayed scaling for all slots of a model in one launch: the amaxes of this step enter the histories, and the
-// scales follow from them. Bitwise equal to reference.scales.delayed_update; the rule is Transformer Engine's
+// scales follow from them. Bitwise equal to reference.fp8.delayed_update; the rule is Transformer Engine's
 // (common/recipe/delayed_scaling.cu).
 //
 //   last = reduced != 0 ? reduced : history[0];   if last == 0: staging = 0, and history and scale stay as they are; else

@@ -1,7 +1,7 @@
 // Scale of an amax, and FP8 codes of eight values: q = enc(fl(x * scale)), scale_inv = fl(1 / scale).
 //
 // Scale arithmetic is IEEE binary32, rounded to nearest even, with denormals: one wrong ulp in a scale changes codes at ties.
-// Hence the _rn intrinsics, which are never contracted or approximated. reference.scales.scale_from_amax and reference.fp8
+// Hence the _rn intrinsics, which are never contracted or approximated. reference.fp8.scale_from_amax and reference.fp8
 // are the same in plain torch; the rule is that of Transformer Engine's compute_scale_from_amax
 // (common/recipe/recipe_common.cuh).
 #pragma once

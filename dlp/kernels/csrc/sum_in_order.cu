@@ -1,5 +1,5 @@
 // The end of a reduce-scatter: contributions [R, count] of R ranks -> their sum [count], added in fp32 in the order of the
-// ranks, divided by `divisor` and rounded once (reference.scales.sum_in_order). The contribution of rank `index` may be stored
+// ranks, divided by `divisor` and rounded once (reference.fp8.sum_in_order). The contribution of rank `index` may be stored
 // elsewhere (`own`), so that a rank reads its contribution without a copy.
 //
 // Grid: one octet per thread; four contributions in flight. R + 1 times the bytes of the sum; 0.98 of the speed of a copy for R

@@ -4,8 +4,7 @@ Scale arithmetic is IEEE binary32 with rounding to nearest even and denormals, i
 scale changes codes at ties. Casts widen inputs to fp32 before the multiplication by the scale. An amax starts at 0, ignores NaN
 and preserves Inf (the semantics of CUDA's fmax). No function copies a value to the host.
 
-    scales.py   amax, blocks, the FP8 scale rule, the delayed-scaling update, sums over ranks
-    fp8.py      E4M3 and E5M2: elements, casts per tensor, row and block
+    fp8.py      amax, blocks, scales, E4M3 and E5M2, casts per tensor and block, the update of delayed scales, sums over ranks
     mx.py       E8M0 scales and MXFP8
     fp4.py      E2M1: elements, packing, stochastic rounding and its Philox bits
     nvfp4.py    two-level scales over E2M1, the 16-point Hadamard transform
@@ -37,16 +36,25 @@ from dlp.kernels.reference.fp4 import (
     unpack_e2m1,
 )
 from dlp.kernels.reference.fp8 import (
+    AMAX_ALGORITHMS,
+    FLT_MAX,
     FP8_MAX,
     Fp8Scale,
+    amax,
     cast_fp8,
     cast_fp8_block,
     cast_fp8_tensor,
     decode_fp8,
     decode_fp8_block,
+    delayed_scale,
+    delayed_update,
     encode_fp8,
+    scale_from_amax,
+    sum_in_order,
+    watched,
 )
 from dlp.kernels.reference.gemm import (
+    finish,
     gemm_fp8_block,
     gemm_fp8_rowwise,
     gemm_fp8_tensor,
@@ -87,23 +95,13 @@ from dlp.kernels.reference.producers import (
     swiglu_backward,
     tile_sums,
 )
-from dlp.kernels.reference.scales import (
-    AMAX_ALGORITHMS,
-    FLT_MAX,
-    amax,
-    delayed_scale,
-    delayed_update,
-    scale_from_amax,
-    sum_in_order,
-    watched,
-)
 
 __all__ = [
     "ACTIVATIONS", "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "PhiloxState", "Fp8Scale", "RHT_SIGNS", "activation",
     "activation_backward", "amax", "block_1d_layout", "block_2d_layout",
     "cast_fp8", "cast_fp8_block", "cast_fp8_tensor", "cast_mxfp8", "cast_nvfp4", "column_sums", "decode_e2m1",
     "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update",
-    "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gated",
+    "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "finish", "gated",
     "gated_backward", "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_int8_rowwise", "int8_sums",
     "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "layer_norm",
     "layer_norm_backward", "log_sum_exp", "matmul_bf16_exact",

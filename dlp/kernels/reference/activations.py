@@ -17,8 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dlp.kernels.reference.fp8 import widen
 from dlp.kernels.reference.producers import NORM_PARTS, _groups, _row_means, _sqrt, in_order, sum_parts
-from dlp.kernels.reference.scales import widen
 
 GELU_A, GELU_B = 0.7978845608028654, 0.044715
 QGELU = 1.702

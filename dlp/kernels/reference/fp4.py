@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dlp.kernels.reference.scales import EXPONENT
+from dlp.kernels.reference.fp8 import EXPONENT
 
 LARGEST = 6.0
 ONE = 0x3F800000  # 1.0 as a binary32

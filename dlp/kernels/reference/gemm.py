@@ -11,10 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dlp.kernels.reference.fp8 import decode_fp8, decode_fp8_block
+from dlp.kernels.reference.fp8 import Block, decode_fp8, decode_fp8_block
 from dlp.kernels.reference.mx import decode_mxfp8
 from dlp.kernels.reference.nvfp4 import decode_nvfp4, nvfp4_alpha
-from dlp.kernels.reference.scales import Block
 
 PROMOTION = 128  # number of contraction elements that are summed before the scales are applied
 INT8_PRODUCTS = 2**17 - 8  # number of products of two int8 whose sum fits int32; a multiple of 8
@@ -35,6 +34,16 @@ def matmul_bf16_exact(a: Tensor, b: Tensor) -> Tensor:
         return a @ b.t()
     finally:
         matmul.fp32_precision = before
+
+
+def finish(result: Tensor, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None) -> Tensor:
+    """Return the result plus bias, added in fp32 and rounded once to `out_dtype`; or add the result to `accumulate` and return
+    `accumulate`."""
+    if bias is not None:
+        result = result.float() + bias.float()
+    if accumulate is not None:
+        return accumulate.add_(result)
+    return result.to(out_dtype)
 
 
 def gemm_hp(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -10,8 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlp.kernels.reference.fp8 import FP8_MAX, decode_fp8, encode_fp8
-from dlp.kernels.reference.scales import Block, amax_of_blocks, from_blocks, spread, to_blocks, widen
+from dlp.kernels.reference.fp8 import (
+    FP8_MAX,
+    Block,
+    amax_of_blocks,
+    decode_fp8,
+    encode_fp8,
+    from_blocks,
+    spread,
+    to_blocks,
+    widen,
+)
 
 LARGEST, NAN = 0xFE, 0xFF
 MANTISSA = 0x7FFFFF

@@ -34,8 +34,17 @@ import torch
 from torch import Tensor
 
 from dlp.kernels.reference.fp4 import decode_e2m1, encode_e2m1, encode_e2m1_stochastic, pack_e2m1
-from dlp.kernels.reference.fp8 import decode_fp8, encode_fp8
-from dlp.kernels.reference.scales import FLT_MAX, Block, amax_of_blocks, from_blocks, spread, to_blocks, widen
+from dlp.kernels.reference.fp8 import (
+    FLT_MAX,
+    Block,
+    amax_of_blocks,
+    decode_fp8,
+    encode_fp8,
+    from_blocks,
+    spread,
+    to_blocks,
+    widen,
+)
 
 GROUP = 16
 E4M3_MAX, E2M1_MAX = 448.0, 6.0

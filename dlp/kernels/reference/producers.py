@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlp.kernels.reference.scales import widen
+from dlp.kernels.reference.fp8 import widen
 
 LANES, WARPS, OCTET = 32, 4, 8  # lanes and warps of a row, and elements per thread and step
 NORM_PARTS = 512  # sums over every 512th row

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlp.kernels.reference.fp8 import FP8_MAX, decode_fp8, encode_fp8
-from dlp.kernels.reference.scales import with_own
+from dlp.kernels.reference.fp8 import FP8_MAX, decode_fp8, encode_fp8, with_own
 
 BLOCK = 128
 E4M3 = torch.float8_e4m3fn

@@ -29,8 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from dlp.comm.amax import agree
-from dlp.comm.transport import mapped_memory
+from dlp.comm.transport import agree, mapped_memory
 from dlp.kernels.launches import capturing
 from dlp.parallel.linear.flags import FORWARD, Flags
 from dlp.parallel.linear.plan import LinearPlan, linear_plan, x_tokens_of

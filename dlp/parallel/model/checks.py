@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dlp.comm.amax import agree
+from dlp.comm.transport import agree
 from dlp.kernels.launches import capturing
 from dlp.parallel.linear.flags import FORWARD, CastName, Flags, bad_casts
 from dlp.parallel.weight.base import LayerWeights, Weight

@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from dlp.comm import collectives, observer
-from dlp.comm.amax import agree
 from dlp.comm.mesh import TP, placement_on
 from dlp.comm.observer import CHECKS
+from dlp.comm.transport import agree
 from dlp.parallel.model.checks import evenly, looks
 from dlp.parallel.weight.held import masters_of
 from dlp.parallel.weight.parameters import is_placeholder

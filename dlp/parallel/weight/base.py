@@ -41,7 +41,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from dlp.comm.amax import agree
+from dlp.comm.transport import agree
 from dlp.parallel.casts import Cast, CastBatch
 from dlp.parallel.linear.spec import LinearSpec, check_blocks
 from dlp.parallel.linear.state import BoundSpec, LayerState, StepState

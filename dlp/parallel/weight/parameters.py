@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parametrize
 
-from dlp.comm.amax import agree
+from dlp.comm.transport import agree
 from dlp.quant.parameter import QuantizedParameter
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Recipe
