@@ -2,8 +2,9 @@
 // dup = dh * act(gate). x, gate, up [rows, cols] of bf16 or fp32; all arithmetic in fp32, in the order of operations of
 // reference.activations (activation, activation_backward, gated, gated_backward).
 //
-// Grid: one octet per thread, 256 threads per block. Instead of storing y or h a kernel can observe max |y|, for a cast that
-// makes the elements itself (producer.cuh). Bound by memory: 4, 6 and 10 bytes per element of bf16, but for tanh and exp.
+// Grid: one octet per thread, 256 threads per block. Instead of storing y or h a kernel can observe max |y|, for a cast
+// that computes the elements with a producer (producer.cuh). Bound by memory, except for tanh and exp: 4, 6 and 10
+// bytes per element of bf16.
 #include "activations.cuh"
 
 namespace dlp {
@@ -11,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A second matrix of the shape of x, as octets at the same places.
+// A second matrix of the shape of x, read as octets at the same positions.
 template <class T>
 __device__ Octets<T> same_shape(const Matrix& x, const void* data, int64_t stride) {
     return Octets<T>({data, x.rows, x.cols, stride, 0});

@@ -1,5 +1,5 @@
-// Activations and their derivatives in fp32, in the order of operations of reference/activations.py. Kernels that store a
-// result (activations.cu) and casts that make it on the way (producer.cuh) call the same function.
+// Activations and their derivatives in fp32, in the order of operations of reference/activations.py. Kernels that store
+// a result (activations.cu) and casts that compute the result with a producer (producer.cuh) call the same function.
 #pragma once
 
 #include <type_traits>

@@ -4,8 +4,8 @@
 //
 // Grid: persistent blocks of 256 threads; a piece of work is a chunk of 16,384 elements, eight octets per thread, four of them
 // in flight at once. A block keeps its maximum in registers while its chunks belong to one job, and ends with at most one
-// atomic per job. The outputs are set to 0 by a small kernel in front, beside which this one begins to read (programmatic
-// dependent launch).
+// atomic per job. A small kernel before sets the outputs to 0; this kernel begins to read while the small kernel runs
+// (programmatic dependent launch).
 //
 // Blocks process chunks from the last to the first: the following cast starts with the first chunks, which are then in the L2
 // cache (3 % of amax and cast + transpose at 32 MB, 0.8 % at 128 MB).
@@ -18,7 +18,7 @@ namespace dlp {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kOctets = kAmaxChunk / (8 * kThreads);  // octets of a chunk per thread
+constexpr int kOctets = kAmaxChunk / (8 * kThreads);  // octets per thread in a chunk
 constexpr int kInFlight = 4;                          // octets
 static_assert(kOctets % kInFlight == 0, "a chunk is a whole number of batches of loads");
 

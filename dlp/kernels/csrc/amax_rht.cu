@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksPerSm) amax_rht_kernel(co
     }
     const uint32_t bits = block_max(maxima.largest(), scratch);
     const uint32_t transformed_bits = block_max(transformed_maxima.largest(), scratch + kTileWarps);
-    wait_for_previous();  // the kernel that sets both to 0
+    wait_for_previous();  // the kernel that sets both outputs to 0
     if (threadIdx.x == 0) {
         atomic_max(work.one.out, bits);
         atomic_max(work.one.out_t, transformed_bits);
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksPerSm) amax_rht_kernel(co
 
 }  // namespace
 
-// Takes one job by value, in which `out_t` is the word after `out`; sets both words to 0 first.
+// Takes one job by value, in which `out_t` is the word after `out`; sets both outputs to 0 first.
 void amax_rht(const Work<RhtAmaxJob>& work, Input input, Stream stream) {
     DLP_CHECK_EQ(work.one.out + 1, work.one.out_t);
     few_zeros(reinterpret_cast<uintptr_t>(work.one.out), 2, stream);

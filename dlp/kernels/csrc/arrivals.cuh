@@ -6,8 +6,8 @@
 namespace dlp {
 
 // One thread calls `init`, then a barrier of the block. For each phase: one thread calls `expect` with the bytes of the
-// phase, any threads issue copies of so many bytes together, and every thread that reads them calls `wait` once, before the
-// next `expect`.
+// phase, any threads issue copies of this total number of bytes, and every thread that reads the bytes calls `wait`
+// once, before the next `expect`.
 class Arrivals {
    public:
     __device__ explicit Arrivals(uint8_t* bytes) : address_(shared_address(bytes)) {}

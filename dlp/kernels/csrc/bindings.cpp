@@ -31,11 +31,11 @@ void bind_step(pybind11::module_& m, const char* name, Kernel kernel) {
     step_makers()[name] = step_maker(kernel, &Kernel::operator());
 }
 
-// The words of a job of a function that is no step (a step takes Words<Job>, steps.h).
+// The packed arguments of a job of a function that is not a step (a step takes Words<Job>, steps.h).
 template <class Job>
 using Row = std::array<int64_t, sizeof(Job) / sizeof(int64_t)>;
 
-// The arguments with which every kernel over jobs starts: one job, or the address of a table of `count` jobs.
+// The first arguments of every kernel over jobs: one job, or the address of a table of `count` jobs.
 template <class Job>
 Work<Job> make_work(const Row<Job>& one, uintptr_t many, int64_t count, int64_t items) {
     static_assert(sizeof(Job) % sizeof(int64_t) == 0 && std::is_trivially_copyable_v<Job>, "a job is a row of words");
@@ -258,7 +258,7 @@ std::unique_ptr<Program> make_program(const std::vector<std::tuple<std::string, 
     return std::make_unique<Program>(std::move(steps), pieces, bases);
 }
 
-// Slots are mapped once and stay where they are, so their addresses are int64_t: a program does not exchange them.
+// Slots are mapped once and never move, so their addresses are int64_t: a program does not replace them.
 void bind_transport(pybind11::module_& m) {
     m.attr("SLOT_HEADER") = kSlotHeader;
     m.attr("SLOT_RANKS") = kSlotRanks;

@@ -61,7 +61,8 @@ __device__ void store_scale(const Tile<T, BlockJob>& tile, float scale_inv, bool
     }
 }
 
-// Stores codes and scales of the orientations that the job wants. Contains barriers; the caller puts another between two calls.
+// Stores codes and scales of the requested orientations. Contains barriers; the caller must put another barrier between
+// two calls.
 template <class F8, class T>
 __device__ void cast_block_lines(const Octet<T> (&patch)[kPatch], const Tile<T, BlockJob>& tile, const ScaleRule& rule,
                                  bool gemm_layout, ColumnWriter& columns, BlockLines& shared) {

@@ -1,9 +1,9 @@
 // MXFP8 with one E8M0 scale per 32x32 tile, for weights, both orientations in one read: both have the same codes, and the
 // scales of the second orientation are the transpose. Bitwise equal to reference.mx.cast_mxfp8 with a block of (32, 32).
 //
-// Grid: one 128x128 tile per block of 256 threads (tile.cuh). A 32x32 block is 4x4 patches: eight lanes of a warp and eight of
-// its neighbour, joined by shuffles and 128 bytes of shared memory. Bound by memory: 4 bytes per element of bf16, 0.88 of the
-// speed of a copy.
+// Grid: one 128x128 tile per block of 256 threads (tile.cuh). A 32x32 block is 4x4 patches: eight lanes of a warp and
+// eight lanes of the next warp, reduced by shuffles and 128 bytes of shared memory. Bound by memory: 4 bytes per
+// element of bf16, 0.88 of the speed of a copy.
 #include "e8m0.cuh"
 #include "transpose.cuh"
 

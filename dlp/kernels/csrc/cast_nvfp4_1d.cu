@@ -3,16 +3,17 @@
 //   x [rows, cols] -> codes [rows, cols / 2], scales [rows, cols / 16]
 //              x.T -> codes_t [cols, rows / 2], scales_t [cols, rows / 16]
 //
-// Rows are quantized as they are; columns after the random Hadamard transform of 16 rows if `rht`. Rounding is to nearest, or
-// stochastic with one call of Philox a block of 16. Bitwise equal to reference.nvfp4.cast_nvfp4 with a block of (1, 16). rows
-// and cols are multiples of 16 (of an orientation that is written, its last dimension). With four over six a block is encoded
-// twice, under the scales for 6 and for 4, and keeps the codes with the smaller error.
+// Rows are quantized as they are; columns after the random Hadamard transform of 16 rows if `rht`. Rounding is to
+// nearest, or stochastic with one call of Philox per block of 16. Bitwise equal to reference.nvfp4.cast_nvfp4 with a
+// block of (1, 16). rows and cols are multiples of 16 (of an orientation that is written, its last dimension). With
+// four over six a block is encoded twice, under the scales for 6 and for 4, and keeps the codes with the smaller error.
 //
-// Bound by instructions (31 per element), and by how many warps there are to issue them; bytes are 3.1 an element of bf16. So
-// a thread takes one or two whole blocks at a time from a strip in shared memory (strip.cuh), in 64 registers if nothing is
-// random: a block's maximum, scale, transform and random bytes stay within one thread. A block of threads walks over four
-// tiles, for which the multipliers of the 128 possible scales are made once: a division a block of 16 would be a tenth of all
-// instructions. On an H200, bf16, of a copy: 0.64, 0.57 with the transform, 0.41 with stochastic rounding, too.
+// Bound by instructions (31 per element) and by the number of warps that issue them; memory traffic is 3.1 bytes per
+// element of bf16. A thread therefore takes one or two complete blocks at a time from a strip in shared memory
+// (strip.cuh), in 64 registers without random bits: maximum, scale, transform and random bytes of a block stay within
+// one thread. A block of threads walks over four tiles, and computes the multipliers of the 128 possible scales once: a
+// division per block of 16 would be a tenth of all instructions. On an H200, bf16, of a copy: 0.64, 0.57 with the
+// transform, 0.41 with stochastic rounding, too.
 //
 // Shared memory, bytes of bf16 (fp32):
 //   strips             34,816 (67,584)     of the tile, eight warps
@@ -28,14 +29,14 @@ namespace dlp {
 namespace {
 
 constexpr int kTilesPerBlock = 4;
-enum class Rounding { kNearest, kStochastic, kFourOverSix };  // the last: to nearest, under the better of two scales
+enum class Rounding { kNearest, kStochastic, kFourOverSix };  // kFourOverSix: to nearest, with the better of two scales
 using Columns = PieceWriter<kTile / kFp4Block, 2>;
 using Scales = ScaleBytes<kTile / kFp4Block>;
 template <class T>
 using CastStrips = Strips<T, Nvfp4Job, kTilesPerBlock>;
 
-// Resident blocks that __launch_bounds__ asks for: shared memory limits fp32 to two; random bytes, and a
-// second set of codes, take registers, which leave three.
+// Resident blocks for __launch_bounds__: shared memory limits fp32 to two; with random bytes or a second set of codes,
+// registers suffice for three.
 template <class T, Rounding kRounding>
 constexpr int kBlocksPerSm = sizeof(T) == 4 ? 2 : kRounding == Rounding::kNearest ? 4 : 3;
 
@@ -46,7 +47,7 @@ struct Scaling {
     float* flag;
     float multiplier[kScales];  // by E4M3 scale, whose sign bit is 0
 
-    // Called by kScales threads, which fill one entry each.
+    // kScales threads call this function, and each fills one entry.
     template <Rounding kRounding>
     __device__ void fill(const float* amax, float* its_flag) {
         const TensorScale given(amax ? stored_amax<kRounding == Rounding::kFourOverSix>(*amax) : 0.0f);
@@ -84,9 +85,9 @@ struct Random {
     }
 };
 
-// A block of 16: its scale and codes. The maximum keeps NaN, so that one comparison finds values that are not finite; only
-// then is the flag set and the maximum taken again without NaN.
-// To nearest under one scale, with the sum of squared errors of the elements in their order.
+// A block of 16: its scale and codes. The maximum keeps NaN, so that one comparison finds values that are not finite;
+// only then the flag is set and the maximum is computed again without NaN. To nearest under one scale, with the sum of
+// squared errors of the elements in their order.
 template <class T>
 __device__ Block encode_under(const Octet<T>& low, const Octet<T>& high, const Scaling& scaling, uint8_t scale, float& error) {
     const float multiplier = scaling.multiplier[scale], value = unpack<E4m3>(scale), encode = scaling.tensor.encode;
@@ -175,8 +176,8 @@ __device__ void cast_columns(const CastStrips<T>& strips, const Tile<T, Nvfp4Job
     }
 }
 
-// The sum of each column of a strip, in the order of producer.cuh: of the first eight rows in order, plus that of the other
-// eight.
+// The sum of each column of a strip, in the order of producer.cuh: the sum of the first eight rows in order, plus the
+// sum of the other eight rows.
 template <class T>
 __device__ void sum_columns(const CastStrips<T>& strips, float (*sums)[kTile]) {
 #pragma unroll 1

@@ -3,12 +3,12 @@
 //   x [rows, cols] -> codes [rows, cols], scale_inv []
 //   q = enc(fl(x * scale)),   scale_inv = fl(1 / scale)
 //
-// The scale is made from an amax on the device (current scaling) or given (delayed scaling). With `staging` max |x| is taken in
-// the same read. Bitwise equal to reference.fp8.cast_fp8_tensor. Any rows, cols and stride.
+// The scale is computed from an amax on the device (current scaling) or given (delayed scaling). With `staging` max |x|
+// is computed in the same read. Bitwise equal to reference.fp8.cast_fp8_tensor. Any rows, cols and stride.
 //
 // Grid: a block of 256 threads takes one chunk of 1024 octets and ends: this keeps more loads in flight than a persistent
-// grid and needs no tail. Loads have 16 bytes and stores 8, both adjacent over the lanes. Bound by memory: 3 bytes per element
-// of bf16, 5 of fp32; 0.92 and 0.96 of the speed of a copy on an H200.
+// grid and needs no tail. Loads of 16 bytes and stores of 8 bytes are adjacent over the lanes. Bound by memory: 3 bytes
+// per element of bf16, 5 of fp32; 0.92 and 0.96 of the speed of a copy on an H200.
 #include "fp8.cuh"
 
 namespace dlp {

@@ -1,8 +1,8 @@
 // Sums of columns in fp32 in a fixed order, for gradients of biases and norms. Two kernels:
 //
 //   tile_sums   x [rows, cols] -> [ceil(rows / 128), cols], one sum per tile of 128 rows (reference.producers.tile_sums).
-//               producer.cuh does the same in the own read of a cast.
-//   sum_parts   parts [count, cols] -> [cols]: every 32nd part in order, then those 32 sums by halves
+//               producer.cuh computes the same sums in the read of a cast.
+//   sum_parts   parts [count, cols] -> [cols]: every 32nd part in order, then the 32 sums by halves
 //               (reference.producers.sum_parts).
 //               A block has 32 warps and takes 32 columns: warp g adds parts g, g + 32, ..., four in flight.
 #include "tile.cuh"

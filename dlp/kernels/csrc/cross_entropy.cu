@@ -1,16 +1,17 @@
 // Cross entropy of logits x [rows, cols]; the columns may be a shard of the vocabulary. Two kernels with one read each:
 //
-//   log_sum_exp        log_sum[row] = log(sum(exp(x))),   picked[row] = x[row, target], or 0 if the target is no column here
+//   log_sum_exp        log_sum[row] = log(sum(exp(x))),   picked[row] = x[row, target], or 0 for other targets
 //   softmax_gradient   dx = (exp(x - log_sum) - one_hot(target)) * weight[row]     (Goodfellow et al., Deep Learning, 6.2.2.3)
-//                      0 in rows of weight 0, whatever x is: ignored tokens may have logits that are not finite
+//                      0 in rows with weight 0, for any x: ignored tokens may have logits that are not finite
 //
-// Logits are read as they are and never stored in fp32. log_sum_exp takes one row per block of 256 threads, four octets per
-// thread in flight, and keeps a running maximum and sum in each thread (Milakov and Gimelshein, arXiv 1805.02867).
-// softmax_gradient takes a chunk of 8192 columns of a row a block. 2 and 4 bytes per element of bf16; the first is bound by
-// expf (0.53 of a copy), the second by memory (0.92).
+// Logits are read in their dtype and never stored in fp32. log_sum_exp takes one row per block of 256 threads, four
+// octets per thread in flight, and keeps a running maximum and sum in each thread (Milakov and Gimelshein, arXiv
+// 1805.02867). softmax_gradient takes a chunk of 8192 columns of a row per block. log_sum_exp reads 2 bytes per element
+// of bf16 and is bound by expf (0.53 of the speed of a copy); softmax_gradient moves 4 bytes and is bound by memory
+// (0.92).
 //
-// Exponentials are the device's, so results lie within a bound of reference.loss; the order of all sums is fixed, so that
-// they do not change from run to run.
+// Exponentials depend on the device, so results lie within a bound of reference.loss; the order of all sums is fixed,
+// so that results do not change from run to run.
 #include <limits>
 
 #include "elements.cuh"

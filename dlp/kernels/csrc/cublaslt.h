@@ -22,7 +22,7 @@ struct GemmProblem {
     int32_t a_scale, b_scale;       // cublasLtMatmulMatrixScale_t; -1: not scaled
     int32_t accumulate;             // D += instead of D =
     int32_t device_alpha;           // D is multiplied by a factor in device memory
-    int32_t fast_accumulation, tf32;  // of FP8; of fp32 operands
+    int32_t fast_accumulation, tf32;  // fast accumulation of FP8; TF32 for fp32 operands
     int32_t sms;                    // number of SMs; 0: all
     int32_t alignment;              // alignment of all pointers, in bytes
 };

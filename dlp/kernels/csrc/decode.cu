@@ -3,9 +3,9 @@
 // tensor's scale and for power-of-two scales within bf16's range. Bitwise equal to reference.fp8, reference.mx and
 // reference.nvfp4 decoding, rounded to bf16.
 //
-// Grid: a block of 256 threads decodes a tile of 32 rows by 256 columns. A row has eight threads; a thread takes four pieces
-// of eight codes, 64 columns apart, so that neighbours write adjacent vectors of 16 bytes. Bound by memory: 3 bytes an
-// element of FP8, 2.6 of E2M1; 0.90 to 0.92 of the speed of a copy on an H200.
+// Grid: a block of 256 threads decodes a tile of 32 rows by 256 columns. Eight threads process a row; a thread takes
+// four pieces of eight codes, 64 columns apart, so that neighbours write adjacent vectors of 16 bytes. Bound by memory:
+// 3 bytes per element of FP8, 2.6 of E2M1; 0.90 to 0.92 of the speed of a copy on an H200.
 #include "e8m0.cuh"
 
 namespace dlp {
@@ -16,9 +16,9 @@ constexpr int kRows = kThreads / kAcross;
 constexpr int kCodes = 8, kPieces = 4, kStep = kAcross * kCodes;
 constexpr int kCols = kPieces * kStep;
 
-// Reads codes and scales of an encoding: codes in pairs, the first code in the low bits. `Raw` is a scale as it is
-// stored. It becomes a number only after all loads of a thread are issued: done beside its load, decoding MXFP8 took 139 us
-// instead of 106 (dev/log.md).
+// Reads codes and scales of an encoding: codes in pairs, the first code in the low bits. `Raw` is the stored form of a
+// scale. A scale is converted only after all loads of a thread are issued: with the conversion right after the load,
+// decoding MXFP8 took 139 us instead of 106 (dev/log.md).
 template <class F8>
 struct Bytes {
     static constexpr int kPerByte = 1;
@@ -28,8 +28,8 @@ struct Bytes {
 };
 struct Nibbles {
     static constexpr int kPerByte = 2;
-    // The three bits of a magnitude, put at the bottom of an fp32's exponent and the top of its mantissa, are 2^-126 times
-    // the value, denormals included.
+    // The three bits of a magnitude, moved to the lowest bits of the exponent and the highest bit of the mantissa of an
+    // fp32, are 2^-126 times the value, including denormals.
     static __device__ float2 pair(const uint8_t* codes, int i) {
         const uint32_t two = codes[i];
         const uint32_t low = (two & 0x07) << 22 | (two & 0x08) << 28, high = (two & 0x70) << 18 | (two & 0x80) << 24;

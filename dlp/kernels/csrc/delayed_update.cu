@@ -4,11 +4,11 @@
 //
 //   last = reduced != 0 ? reduced : history[0];   if last == 0: staging = 0, and history and scale stay as they are; else
 //   window = history[1], ..., history[L - 1], last;   history = 0, window[1], ..., window[L - 1]
-//   amax = max(window), or last;   scale = min(fl(target / amax), FLT_MAX) if amax is finite and > 0, else as it was
+//   amax = max(window), or last;   scale = min(fl(target / amax), FLT_MAX) if amax is finite and > 0, else unchanged
 //
-// history [L, slots], rows of slots adjacent. A block of 32 warps processes 32 slots, one per lane; the warps share the L rows,
-// and each moves its rows up by one. A warp's new rows are its old ones, but for the last, which it reads from the next
-// warp's before a barrier.
+// history [L, slots], rows of slots adjacent. A block of 32 warps processes 32 slots, one per lane; the warps divide
+// the L rows, and each warp moves its rows up by one. The last new row of a warp is the first row of the next warp,
+// read before a barrier.
 #include <cfloat>
 
 #include "jobs.cuh"
@@ -20,8 +20,8 @@ namespace {
 constexpr int kSlots = 32, kWarps = 32;
 constexpr int kInFlight = 8;  // rows that a thread loads at once
 
-// Of one slot: for i in [begin, end) row i takes the value of row i + 1, the last one `next`, if `used`. Returns the largest
-// of the values before.
+// For one slot: if `used`, row i in [begin, end) takes the value of row i + 1, and the last row takes `next`. Returns
+// the largest of the previous values.
 __device__ float roll(float* row, int64_t begin, int64_t end, int64_t pitch, float next, bool used) {
     float largest = 0.0f;
     for (int64_t at = begin; at < end; at += kInFlight) {
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kSlots* kWarps) delayed_update_kernel(const __
         last = job.reduced[slot] != 0.0f ? job.reduced[slot] : *history;
         next = end < length ? history[end * slots] : last;
     }
-    __syncthreads();  // every warp has read the row behind its last, which its neighbour overwrites
+    __syncthreads();  // every warp has read the row after its last row, which the next warp overwrites
     const bool used = last != 0.0f;
     largest[warp][threadIdx.x % kSlots] = mine ? roll(history, begin, end, slots, next, used) : 0.0f;
     __syncthreads();

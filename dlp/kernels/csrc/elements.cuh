@@ -1,6 +1,6 @@
-// RMSNorm and SwiGLU of an octet (eight elements), and loads and stores of octets beside a tile. All arithmetic is fp32,
-// rounded once to the type of the matrix. Kernels that store a result and casts that make it on the way (producer.cuh) call
-// the same functions, so both give the same bits.
+// RMSNorm and SwiGLU of an octet (eight elements), and loads and stores of octets outside of tiles. All arithmetic is
+// fp32, rounded once to the type of the matrix. Kernels that store a result and casts that compute the result with a
+// producer (producer.cuh) call the same functions, so both give the same bits.
 //
 //   normed         y = x * rstd * weight                                       reference.producers.rms_norm
 //   gated          h = gate * s(gate) * up,   s(g) = 1 / (1 + exp(-g))         reference.producers.swiglu
@@ -38,8 +38,8 @@ __device__ Octet<float> widened(const Octet<T>& x) {
     return out;
 }
 
-// Elements `first` to `first` + 7 of a vector as fp32; it is of fp32 if `wide`, else of bf16. min(valid, 8) are loaded, the
-// rest is 0. Weights and rstd are read by many blocks, so the loads may stay in the caches.
+// Elements `first` to `first` + 7 of a vector as fp32; the vector is fp32 if `wide`, else bf16. min(valid, 8) are
+// loaded, the rest is 0. Weights and rstd are read by many blocks, so the loads may stay in the caches.
 template <class T>
 __device__ Octet<float> load_cached(const T* from, int64_t valid) {
     if (valid < 8 || reinterpret_cast<uintptr_t>(from) % 16) return widened(load_octet(from, valid, false));
@@ -85,8 +85,8 @@ __device__ Octet<T> normed(const Octet<T>& x, float rstd, const Octet<float>& we
     return rounded<T>(y);
 }
 
-// 1 / (1 + exp(-x)), to about two units in the last place; 0 where that would be subnormal. expf is not exact, so an exact
-// division would not make it so.
+// 1 / (1 + exp(-x)), to about two units in the last place; 0 where that would be subnormal. expf is not exact, so an
+// exact division would not make the result exact.
 __device__ inline float sigmoid(float x) {
     float out;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(__fadd_rn(1.0f, expf(-x))));

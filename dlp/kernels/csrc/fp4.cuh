@@ -1,6 +1,6 @@
 // NVFP4 (arXiv 2509.25149): E2M1 codes, one E4M3 scale per 16 elements, an fp32 amax for the tensor; and the random
-// Hadamard transform of its wgrad operands. Bitwise equal to reference.fp4 and reference.nvfp4 bit for bit: the order of every
-// product is part of the format.
+// Hadamard transform of wgrad operands. Bitwise equal to reference.fp4 and reference.nvfp4: the order of every product
+// is part of the format.
 //
 //   S_enc = min(fl(2688 / amax), FLT_MAX), 1 where amax is 0, Inf or NaN      2688 = 448 * 6
 //   s8    = e4m3(fl(amax_block * fl(S_enc * fl(1/6))))                        the stored scale
@@ -10,8 +10,8 @@
 // Four over six (arXiv 2512.02010): with 1.75 times the amax in place of the amax, a block takes the scale s8 above, or
 // e4m3(fl(1.5 * fl(amax_block * fl(S_enc * fl(1/6))))), which maps its amax to 4, if its squared error is less (`FourOverSix`).
 //
-// E2M1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6: an index of 0 to 7 into this grid, and a sign in bit 3. sm_90a has no
-// instruction for it (cvt.e2m1x2 is of sm_100a), so codes are made in one of two ways:
+// E2M1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6: an index of 0 to 7 into this grid, and a sign in bit 3. sm_90a
+// has no instruction for this conversion (cvt.e2m1x2 exists on sm_100a), so codes are computed in one of two ways:
 //
 //   encode_nearest                      the index by fp32 additions that round to the grid
 //   encode_nearest_lean, _stochastic    the index from the top bits of a half, two elements a word: fewer registers
@@ -41,7 +41,7 @@ struct TensorScale {
     __device__ uint8_t scale(float block_amax) const {
         return __nv_cvt_float_to_fp8(__fmul_rn(block_amax, block), __NV_SATFINITE, __NV_E4M3);
     }
-    // The same for 4 as the largest code in place of 6.
+    // E4M3 scale of a block with 4 as the largest code in place of 6.
     __device__ uint8_t scale_of_four(float block_amax) const {
         return __nv_cvt_float_to_fp8(__fmul_rn(__fmul_rn(block_amax, block), 1.5f), __NV_SATFINITE, __NV_E4M3);
     }
@@ -53,9 +53,9 @@ struct TensorScale {
 
 // |y| -> its index on the grid, to nearest, ties to the even index, by the rounding of an fp32 addition. Floats are 0.5 apart
 // below 2^23 and 1 apart above it, as the grid is below and above 2. So fl(|y| + 2^23 - 2) is a grid point for |y| up to 4,
-// and fl(|y| / 2 + 2^23) beyond, where the grid is 2 apart. The lesser of the two is the right one, capped at the point of 6.
-// Its last three mantissa bits are the index with bit 2 flipped, since 2 (index 4) has mantissa 0: e.g. |y| = 0 gives
-// 2^23 - 2, mantissa ...100. Verified against the definition for all fp32 from 0 to Inf (dev/log.md).
+// and fl(|y| / 2 + 2^23) beyond, where the grid is 2 apart. The smaller of the two is the correct result, capped at the
+// point of 6. The last three mantissa bits are the index with bit 2 flipped, since 2 (index 4) has mantissa 0: e.g. |y|
+// = 0 gives 2^23 - 2, mantissa ...100. Verified against the definition for all fp32 from 0 to Inf (dev/log.md).
 __device__ inline int nearest_index(float y) {
     const float fine = __fadd_rn(y, 0x1p23f - 2.0f), coarse = __fmaf_rn(y, 0.5f, 0x1p23f);
     return __vimin3_s32(__float_as_int(fine), __float_as_int(coarse), __float_as_int(0x1p23f + 3.0f));
@@ -100,12 +100,13 @@ __device__ uint32_t encode_nearest(const Octet<T>& x, float multiplier) {
     return select_bits<0x77777777u>(select_bits<0x0F0F0F0Fu>(even, odd << 4) ^ 0x44444444u, code_signs(x));
 }
 
-// The second way: E2M1 is also the top of a half. The half of y / 2^14 is a sign, then 512 times the index of |y| on the grid
-// as an integer: halves are denormal, evenly spaced, up to 1 / 2^14 (y = 1), and their exponent steps as E2M1's does above.
-// E.g. y = 3: 3 / 2^14 has exponent field 2 and mantissa 0x200: 0x0A00 = 5 * 512. So codes are made two at a time by integer
-// arithmetic from halves rounded toward zero, whose last nine bits are the fraction between two grid points. This way is
-// taken for stochastic rounding, and to nearest where a kernel is short of registers. NaN becomes +6 as the format wants: a
-// product that is NaN has no sign here, and the minimum with the half of 6 returns the number.
+// The second way: the bits of E2M1 are also the top bits of a half. The half of y / 2^14 is a sign, then 512 times the
+// index of |y| on the grid as an integer: halves are denormal, evenly spaced, up to 1 / 2^14 (y = 1), and above that
+// the exponent steps like the exponent of E2M1. E.g. y = 3: 3 / 2^14 has exponent field 2 and mantissa 0x200: 0x0A00 =
+// 5 * 512. Codes are therefore computed two at a time by integer arithmetic from halves rounded toward zero, whose last
+// nine bits are the fraction between two grid points. This way is used for stochastic rounding, and for rounding to
+// nearest in kernels that are short of registers. NaN becomes +6 as the format requires: a NaN product has no sign
+// here, and the minimum with the half of 6 returns 6.
 constexpr float kToHalf = 0x1p-14f;
 constexpr uint32_t kLargestIndex = 0x0E000E00u;  // index 7, the value 6, twice
 

@@ -5,12 +5,13 @@
 // 10 bytes per element (6 read, 4 written), where a kernel that stores both gradients and two casts need 18 bytes. The codes
 // are those of swiglu_backward and cast_transpose.cu or cast_block_1d.cu, one after the other.
 //
-// Grid: one 128x128 tile per block of 256 threads, which makes the tile of dgate in registers and keeps that of dup in shared
-// memory, in the place of up. Shared memory: transposed codes 16,384 bytes, dup 32,768, then block_lines.cuh's 5,632 or 64.
-// Two blocks a SM: three would spill (435 us for 371 in blocks, dev/log.md).
+// Grid: one 128x128 tile per block of 256 threads, which computes the tile of dgate in registers and keeps the tile of
+// dup in shared memory, in place of up. Shared memory: transposed codes 16,384 bytes, dup 32,768, then
+// block_lines.cuh's 5,632 or 64. Two blocks per SM: three would spill registers (435 us instead of 371 with block
+// scales, dev/log.md).
 //
-// Input: rows and cols multiples of 128, rows aligned to 16 bytes. An earlier form that took edges of matrices as well left a
-// process of tests with illegal memory accesses that were not explained (dev/log.md).
+// Input: rows and cols multiples of 128, rows aligned to 16 bytes. An earlier version that also handled partial tiles
+// caused unexplained illegal memory accesses in tests (dev/log.md).
 #include "block_lines.cuh"
 #include "transpose.cuh"
 

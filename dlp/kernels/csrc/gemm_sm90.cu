@@ -1,8 +1,9 @@
 // D = A @ B.T of FP8 codes with fp32 scales: one scale per 1x128 block of A and per 128x128 tile of B, contraction last.
 //
 // A persistent, warp-specialized kernel. A tile of D is 128 x 192. Two blocks of a cluster compute a pair of tiles, one below
-// the other, with the same lines of B: each loads half of these and multicasts it to both. One cluster a pair of SMs stays,
-// and walks over the pairs of tiles. Roles of the 12 warps of a block (384 threads; registers per thread):
+// the other, with the same lines of B: each block loads half of the lines and multicasts them to both blocks. One
+// cluster per pair of SMs stays resident, and walks over the pairs of tiles. Roles of the 12 warps of a block (384
+// threads; registers per thread):
 //
 //     warps 0-3, 4-7   consumer warpgroups (240)   64 lines of the tile each, as two products of 64 x 96 (wgmma m64n96k32);
 //                                                  they store their sums themselves: there is no warp for stores
@@ -18,8 +19,8 @@
 //     207560   5 x     8   empty[stage]   a phase ends when no thread reads the stage: 16 arrivals, of the 8 consumer warps of both
 //                                         blocks, since the lines of B that a block loads go to both
 //
-// The tensor core sums 128 products to some 14 bits. Then an accumulator is promoted: multiplied by both scales and added to
-// fp32 registers, while the tensor core works on the other one, so that it always has work:
+// The tensor core sums 128 products to some 14 bits. Then the accumulator is promoted, that is, multiplied by both
+// scales and added to fp32 registers, while the tensor core works on the other accumulator:
 //
 //     tensor core    left half of stage k │ right half of k │ left half of k + 1 │ right half of k + 1
 //     fp32 units                          │ promote left k  │ promote right k    │ promote left k + 1
@@ -45,7 +46,7 @@ static_assert(kShared <= 232448, "a block's share");
 
 struct Problem {
     BlockGemmJob job;
-    int blocks, pairs_down, pairs_across;  // of 128 along the contraction; of tiles
+    int blocks, pairs_down, pairs_across;  // number of stages (128 of the contraction each); number of tiles
 };
 
 // Order of tiles. Groups of kGroup pairs of rows are processed column by column, so that concurrent blocks
@@ -130,7 +131,7 @@ __device__ inline void produce_scales(const Problem& p, Shared shared, int rank)
 struct StageScales {
     float a[2], b[kTileN / 64];
 
-    // `row`: the thread's first one. `offset`: of the tile's columns among the 128 of a scale.
+    // `row`: the thread's first row. `offset`: offset of the tile's columns within the 128 columns of a scale.
     __device__ void read(Shared shared, int stage, int block, int row, int offset) {
         a[0] = shared.a_scales(stage)[row], a[1] = shared.a_scales(stage)[row + 8];
 #pragma unroll
@@ -224,9 +225,9 @@ __device__ void consume(const Problem& p, Shared shared, int group, int rank) {
         for (int i = 0; i < kSums; ++i) sums[0][i] = sums[1][i] = 0.0f;
         shared.full(ring.stage).wait(ring.parity);
         start(0, ring.stage);
-        // 128 of the contraction: the first product is under way, and that of the next block begins before the second is
-        // promoted. The order matters to ptxas (dev/log.md): look for C7514 in its report, which says that products wait for
-        // each other.
+        // 128 of the contraction: the first product is running, and the first product of the next block begins before
+        // the second product is promoted. The order matters to ptxas (dev/log.md): look for C7514 in its report, which
+        // says that products wait for each other.
         const auto block = [&](int number, auto last) {
             const int stage = ring.stage;
             ring.advance();
@@ -264,7 +265,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, const __grid_constant__ Problem p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     const Shared shared{shared_memory() + (-shared_address(shared_memory()) & (kAlignment - 1))};
-    const int rank = cluster_rank(), warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);  // the compiler sees that it is the warp's
+    // the shuffle tells the compiler that the value is uniform in the warp
+    const int rank = cluster_rank(), warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) shared.full(i).init(1), shared.empty(i).init(kCluster * kConsumers);
         asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
@@ -309,7 +311,7 @@ CUtensorMap tensor_map(const uint8_t* codes, int64_t lines, int64_t along, int64
     return map;
 }
 
-// How many clusters run at once.
+// Number of clusters that run at the same time.
 template <auto kKernel>
 int resident_clusters(cudaLaunchConfig_t config) {
     static std::array<int, kMaxDevices> resident{};

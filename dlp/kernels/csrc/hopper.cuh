@@ -13,8 +13,8 @@ namespace dlp {
 
 __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-// An mbarrier in shared memory, by its address. A phase ends once `arrivals` threads and all expected bytes have arrived.
-// `wait` takes the parity of the phase: 0 for the first, then 1, 0, ...
+// An mbarrier in shared memory, by its address. A phase ends when `arrivals` threads and all expected bytes have
+// arrived. `wait` takes the parity of the phase: 0 for the first, then 1, 0, ...
 struct Barrier {
     uint32_t at;
 
@@ -31,8 +31,9 @@ struct Barrier {
     __device__ void expect(uint32_t bytes) const {  // one arrival, which expects so many bytes of copies
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
     }
-    // Arrives at the barrier with the same address in block `rank` of this cluster: "this block has read the stage". Only
-    // reads are ordered before it, so it has no `.release.cluster`, which costs a fence of all memory each time.
+    // Arrives at the barrier with the same address in block `rank` of this cluster: "this block has read the stage".
+    // Only reads must be ordered before the arrival, so the instruction has no `.release.cluster`, which would cost a
+    // fence of all memory each time.
     __device__ void arrive_at(uint32_t rank) const {
         asm volatile(
             "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n"
@@ -53,8 +54,8 @@ struct Ring {
     }
 };
 
-// True in one lane of a converged warp. Not `lane == 0`: of elect.sync the compiler knows that one lane takes the branch,
-// while for `lane == 0` it puts a loop around each copy in it.
+// True in one lane of a converged warp. Unlike for `lane == 0`, the compiler knows for elect.sync that one lane takes
+// the branch; for `lane == 0` the compiler puts a loop around each copy in the branch.
 __device__ inline bool elected() {
     uint32_t chosen;
     asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
@@ -72,8 +73,8 @@ __device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int x, int
         "l"(map), "r"(x), "r"(y), "r"(done.at)
         : "memory");
 }
-// Multicast to the same address in each block of the cluster whose bit is set in `blocks`; the bytes arrive at the barrier of
-// each.
+// Multicast to the same address in each block of the cluster whose bit is set in `blocks`; the bytes arrive at the
+// barrier of each block.
 __device__ inline void copy_tile_to(uint16_t blocks, uint32_t to, const CUtensorMap* map, int x, int y, Barrier done) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "

@@ -58,7 +58,7 @@ struct BlockJob {             // FP8, a scale for every 1x128 or 128x128 block (
     static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9);
 };
 
-struct LinesJob {             // max |x| of every row and column, by atomic max: the caller sets them to 0
+struct LinesJob {             // max |x| of every row and column, by atomic max: the caller sets the outputs to 0 before
     Matrix x;
     float* amax;              // [rows]
     float* amax_t;            // [cols]
@@ -309,12 +309,12 @@ struct Work {                 // the jobs of a launch
 struct BlockGemmJob {         // D = A @ B.T, contraction last; strides are elements between lines
     const uint8_t *a, *b;     // [rows, contraction], [cols, contraction]
     void* d;                  // [rows, cols]
-    const float *a_scale;     // [contraction / 128, rows filled up to 4]
-    const float *b_scale;     // [cols / 128, contraction / 128 filled up to 4]
+    const float *a_scale;     // [contraction / 128, rows padded to a multiple of 4]
+    const float *b_scale;     // [cols / 128, contraction / 128 padded to a multiple of 4]
     const void* bias;         // [cols] in the type of D, or nullptr
     int64_t rows, cols, contraction;
     int64_t a_stride, b_stride, d_stride;
-    int64_t a_scale_lines, a_scale_stride, b_scale_lines, b_scale_stride;  // of A the filled up number of lines
+    int64_t a_scale_lines, a_scale_stride, b_scale_lines, b_scale_stride;  // for scales of A the padded number of lines
     int64_t accumulate;       // D, in fp32, += instead of D =
     static constexpr uint32_t addresses = words(0, 1, 2, 3, 4, 5);
 };

@@ -1,9 +1,10 @@
-// Launching kernels: facts of the device, the size of grids, and the choice of template arguments by the types of a call.
+// Launches of kernels: properties of the device, grid sizes, and the choice of template arguments by the types of a
+// call.
 //
 //   launch              `blocks` blocks
 //   launch_up_to        the same, with dynamic shared memory that differs between calls
-//   launch_each         one block per piece of work, handed out by the device as blocks end
-//   launch_few          a block for every few pieces of work
+//   launch_each         one block per piece of work; the device starts blocks as others end
+//   launch_few          one block for a few pieces of work
 //   launch_persistent   as many blocks as are resident at once; each walks over pieces of work with a stride of the grid
 //
 // sm_90a and sm_100a agree in everything used here: 64K registers and 227 KB of shared memory a SM, 2048
@@ -25,12 +26,12 @@ namespace dlp {
 
 constexpr int kMaxDevices = 64;
 constexpr int64_t kMaxGrid = 2147483647;
-constexpr size_t kReservedShared = 1024;  // bytes the system takes from each block's share
+constexpr size_t kReservedShared = 1024;  // bytes that the system reserves in each block
 
-// How many blocks of a kernel are resident at once on the current device. Computed in the first call for a device, since the
-// query takes microseconds; that call also sets the kernel's attributes there: the limit of dynamic shared memory, and a
-// carve-out of the L1 cache as large as those blocks need together. All calls for a kernel have the same `threads` and
-// `shared_bytes`.
+// Number of blocks of a kernel that are resident at the same time on the current device. Computed in the first call for
+// a device, since the query takes microseconds; this call also sets the kernel's attributes on the device: the limit of
+// dynamic shared memory, and a carve-out of the L1 cache as large as all resident blocks need. All calls for a kernel
+// have the same `threads` and `shared_bytes`.
 template <auto kKernel>
 int resident_blocks(int threads, size_t shared_bytes) {
     static std::array<int, kMaxDevices> resident{};
@@ -52,9 +53,9 @@ int resident_blocks(int threads, size_t shared_bytes) {
     return resident[device];
 }
 
-// `kEarly`: programmatic dependent launch. The kernel may begin once the kernel in front of it has called `let_next_begin`,
-// and must call `wait_for_previous` before it touches what that kernel writes. Launches before that one have ended when it
-// begins.
+// `kEarly`: programmatic dependent launch. The kernel may begin when the previous kernel has called `let_next_begin`,
+// and must call `wait_for_previous` before accessing memory that the previous kernel writes. Earlier launches have
+// ended when the kernel begins.
 template <auto kKernel, bool kEarly = false, class... Args>
 void launch(int64_t blocks, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
     DLP_CHECK_LE(blocks, kMaxGrid);
@@ -71,15 +72,16 @@ void launch(int64_t blocks, int threads, size_t shared_bytes, Stream stream, con
     DLP_CHECK_CUDA(cudaLaunchKernelEx(&config, kKernel, args...));
 }
 
-// A block for each piece of work. The device hands blocks out as others end, so that faster SMs do more of them:
-// with a persistent grid casts waited 7 to 9 % of their time for the slowest SM of an H200.
+// One block for each piece of work. The device starts blocks as others end, so that faster SMs run more blocks: with a
+// persistent grid casts waited 7 to 9 % of the time for the slowest SM of an H200.
 template <auto kKernel, class... Args>
 void launch_each(int64_t items, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
-    resident_blocks<kKernel>(threads, shared_bytes);  // sets its attributes
+    resident_blocks<kKernel>(threads, shared_bytes);  // sets the attributes of the kernel
     launch<kKernel>(items, threads, shared_bytes, stream, args...);
 }
 
-// A block for every `per_block` pieces of work, where what a block prepares (a table, a first copy) pays only over several.
+// One block for every `per_block` pieces of work, if the preparation in a block (a table, a first copy) pays off only
+// over several pieces.
 template <auto kKernel, class... Args>
 void launch_few(int64_t items, int per_block, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
     launch_each<kKernel>((items + per_block - 1) / per_block, threads, shared_bytes, stream, args...);
@@ -94,8 +96,8 @@ void launch_persistent(int64_t items, int threads, size_t shared_bytes, Stream s
 }
 
 // `blocks` blocks whose dynamic shared memory differs between calls. The kernel's limit is set to `kMost`, the most that any
-// call needs, in the first call for a device: a limit that each call set to its own size could be lowered by another thread
-// of the host before this one launches.
+// call needs, in the first call for a device: a limit set by each call to its size could be lowered by another host
+// thread before the launch.
 template <auto kKernel, size_t kMost, class... Args>
 void launch_up_to(int64_t blocks, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
     static std::array<std::atomic<bool>, kMaxDevices> allowed{};
@@ -137,7 +139,7 @@ template <Producer kProducer>
 using ProducerConstant = std::integral_constant<Producer, kProducer>;
 
 // Calls run(element, producer) for a kernel that reads tiles: with the type of the input, and the producer of the call as a
-// constant, which is kMatrix or one of `kProducers`. The latter are compiled for bf16 alone, the type that layers compute in.
+// constant, which is kMatrix or one of `kProducers`. Producers are compiled only for bf16, the type of activations.
 template <Producer... kProducers, class Run>
 void with_source(Input input, const Source& source, Run run) {
     const Producer producer = source.producer;
@@ -147,8 +149,8 @@ void with_source(Input input, const Source& source, Run run) {
     DLP_CHECK_EQ(known, true);
 }
 
-// The same for a cast to FP8: run(element, f8, producer). E5M2 is a format of gradients, so only producers of gradients are
-// compiled for it; those of activations are cast to E4M3.
+// The same for a cast to FP8: run(element, f8, producer). E5M2 is a format of gradients, so only producers of gradients
+// are compiled for E5M2; producers of activations are compiled for E4M3.
 template <class Run>
 void with_source(Input input, Code code, const Source& source, Run run) {
     const auto of = [&](auto f8) { return [=](auto element, auto producer) { run(element, f8, producer); }; };

@@ -1,9 +1,9 @@
 // LayerNorm of the rows of x [rows, cols]: y = (x - mean) * rstd * weight + bias, rstd = 1 / sqrt(mean((x - mean)^2) + eps),
 // and its gradient (Ba et al., arXiv 1607.06450). Bitwise equal to reference.activations.layer_norm and layer_norm_backward.
 //
-// Grid and order of sums as in rms_norm.cu: forward takes a row a block of 128 threads, backward every 512th row
-// (kNormParts), with fp32 sums of dweight and dbias, 8 bytes per column, in dynamic shared memory: so cols is at most 28,672
-// (224 KB).
+// Grid and order of sums as in rms_norm.cu: forward takes one row per block of 128 threads; a block of backward takes
+// every 512th row (kNormParts), with fp32 sums of dweight and dbias, 8 bytes per column, in dynamic shared memory, so
+// that cols is at most 28,672 (224 KB).
 #include "elements.cuh"
 #include "row_sum.cuh"
 
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kRowThreads, kForwardBlocksPerSm)
 template <class T>
 __global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm)
     layer_norm_backward_kernel(const __grid_constant__ LayerNormGradJob job) {
-    __shared__ float scratch[2][2][kRowWarps];  // by turns, so that a row needs one barrier a sum
+    __shared__ float scratch[2][2][kRowWarps];  // used alternately, so that a row needs one barrier per sum
     Octet<float>* sums = reinterpret_cast<Octet<float>*>(shared_memory());
     const int64_t cols = job.x.cols, octets = (cols + 7) / 8;
     for (int64_t i = threadIdx.x; i < octets; i += kRowThreads) sums[i] = sums[octets + i] = Octet<float>{};

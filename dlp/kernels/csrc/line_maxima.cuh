@@ -1,8 +1,8 @@
-// max |x| of the lines of a tile whose patches lie in registers (tile.cuh): of the eight rows of a patch, over the patches
-// beside it; and of its eight columns, over the patch above or below.
+// max |x| of the lines of a tile whose patches lie in registers (tile.cuh): of the eight rows of a patch, over the
+// patches to the left and right; and of the eight columns, over the patch above or below.
 //
 // A row lies in kLanes neighbouring lanes. Eight butterflies for eight rows would take 8 * log2(kLanes) shuffles, 32 for 16
-// lanes. Instead, at each step a lane hands half of its rows to its partner and goes on with the other half:
+// lanes. Instead, at each step a lane passes half of the rows to a partner and continues with the other half:
 //
 //   lanes L and L ^ 8    8 rows each  ->  rows 0 to 3 in the lower lane, 4 to 7 in the upper    4 shuffles of fp32, 2 of bf16
 //   L and L ^ 4          4            ->  2 each                                                2                   1
@@ -68,7 +68,7 @@ class RowMaxima {
 
     static constexpr int kRows = kLeft * M::kPerWord;  // that this lane ends with,
     __device__ int first() const { return first_; }    // from this one on,
-    __device__ uint32_t operator[](int i) const {      // as bits of an fp32
+    __device__ uint32_t operator[](int i) const {      // bits of an fp32
         return M::widen(word_[i / M::kPerWord], i % M::kPerWord);
     }
 
@@ -77,10 +77,11 @@ class RowMaxima {
     int first_ = 0;
 };
 
-// The maxima of a tile's columns, for each warp those over its 16 rows.
+// The maxima of a tile's columns, for each warp over the 16 rows of the warp.
 using ColumnMaxima = uint32_t[kTileWarps][kTile];
 
-// Joins those of this thread's patch with the patch below or above, and leaves them at 16 bytes' alignment.
+// Combines the maxima of this thread's patch with the patch below or above, and stores them with an alignment of 16
+// bytes.
 template <class T, class M>
 __device__ void post_columns(Maxima<T, M>& columns, ColumnMaxima& out) {
     columns.join(kAcross);

@@ -14,8 +14,8 @@ constexpr int kBeside = 1, kBelow = kAcross;      // lane ^ this is the lane of 
 constexpr int kHalf = kPatch / kPair;             // blocks of a thread, along rows and along columns
 using NibbleWriter = PieceWriter<kAcross / kPair>;
 
-// Between two lanes that differ by `lanes`: afterwards (a, b) are (a of the lower lane, a of the upper) in the lower one, and
-// (b of the lower, b of the upper) in the upper one. One shuffle.
+// Exchange between two lanes that differ by `lanes`: afterwards (a, b) is (a of the lower lane, a of the upper lane) in
+// the lower lane, and (b of the lower lane, b of the upper lane) in the upper lane. One shuffle.
 __device__ inline void exchange(uint32_t& a, uint32_t& b, int lanes) {
     const bool second = threadIdx.x & lanes;
     const uint32_t given = __shfl_xor_sync(kAllLanes, second ? a : b, lanes);
@@ -23,8 +23,8 @@ __device__ inline void exchange(uint32_t& a, uint32_t& b, int lanes) {
     b = second ? b : given;
 }
 
-// Afterwards a thread has four whole columns of 16 rows, of its patch and the one below it: column `j` is element j of
-// patch[0..7], then element j + kHalf of patch[0..7]. NibbleBlocks says which columns of the tile these are.
+// Afterwards a thread has four complete columns of 16 rows, from its patch and the patch below: column `j` is element j
+// of patch[0..7], then element j + kHalf of patch[0..7]. NibbleBlocks gives the positions of these columns in the tile.
 template <class T>
 __device__ void exchange_columns(Octet<T> (&patch)[kPatch]) {
     constexpr int kWords = Octet<T>::kWords / 2;
@@ -34,8 +34,8 @@ __device__ void exchange_columns(Octet<T> (&patch)[kPatch]) {
         for (int w = 0; w < kWords; ++w) exchange(patch[i].bits(w), patch[i].bits(w + kWords), kBelow);
 }
 
-// Where the blocks of this thread lie in the tile: block row_block() of rows row() to row() + 3, and block column_block() of
-// columns column() to column() + 3.
+// Positions of the blocks of this thread in the tile: block row_block() of rows row() to row() + 3, and block
+// column_block() of columns column() to column() + 3.
 struct NibbleBlocks {
     static __device__ int row() { return kPatch * patch_row() + (threadIdx.x & kBeside ? kHalf : 0); }
     static __device__ int row_block() { return patch_column() / kPair; }

@@ -7,7 +7,7 @@
 //   Finite<T>      whether all values taken so far are finite
 //
 // Magnitudes of bf16 are compared in bf16, two an instruction: the comparison is exact, and takes half of the instructions that
-// fp32 would. A NaN is ignored, as by fmax: a maximum starts at 0, and of a number and a NaN the instruction returns the
+// fp32 would. NaN is ignored, as by fmax: a maximum starts at 0, and for a number and a NaN the instruction returns the
 // number.
 #pragma once
 
@@ -65,8 +65,8 @@ struct Octet<float> {
     }
 };
 
-// Of an address that is a multiple of 16 bytes. `kCached`: the elements are read again soon, so caches may keep them; else
-// they are loaded as streaming data.
+// Loads from an address that is a multiple of 16 bytes. `kCached`: the elements are read again soon, so caches may keep
+// them; else they are loaded as streaming data.
 template <bool kCached = false, class T>
 __device__ Octet<T> load_octet(const T* from) {
     Octet<T> out;
@@ -119,7 +119,8 @@ struct Octets {
         return aligned && rows == 1 && 8 * (first + count) <= cols;
     }
     struct Place {
-        int64_t row, column, valid;  // row and column of its first element; elements from there to the end of the row
+        // row and column of the first element; number of elements from there to the end of the row
+        int64_t row, column, valid;
     };
     __device__ Place place(int64_t octet) const {
         const int64_t row = rows == 1 ? 0 : divide(octet, max(across, int64_t(1)));
@@ -146,7 +147,7 @@ struct Magnitude<__nv_bfloat16> {
     static __device__ uint32_t larger(uint32_t a, uint32_t b) {
         return word(__hmax2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b)));
     }
-    // Element `i` of a word as the bits of an fp32. It is not negative, so its bits compare as integers.
+    // Element `i` of a word as the bits of an fp32. The element is not negative, so its bits compare as integers.
     static __device__ uint32_t widen(uint32_t word, int i) { return i ? word & 0xFFFF0000u : word << 16; }
 
    private:
@@ -187,7 +188,7 @@ struct Maxima {
 #pragma unroll
         for (int i = 0; i < kWords; ++i) word[i] = M::larger(word[i], M::of(x, i));
     }
-    // Joins the maxima of lane ^ bits.
+    // Combines with the maxima of lane ^ bits.
     __device__ void join(int bits) {
 #pragma unroll
         for (int i = 0; i < kWords; ++i) word[i] = M::larger(word[i], __shfl_xor_sync(kAllLanes, word[i], bits));
@@ -209,7 +210,7 @@ class Finite {
 #pragma unroll
         for (int i = 0; i < Octet<T>::kWords; ++i) add(sum_[i % kSums], x, i);
     }
-    // Sets *flag to NaN if one was not finite. Threads race, with the same value.
+    // Sets *flag to NaN if a value was not finite. Threads race, but write the same value.
     __device__ void report(float* flag) const {
         uint32_t bits = 0;
 #pragma unroll
@@ -233,8 +234,8 @@ class Finite {
     uint32_t sum_[kSums] = {};
 };
 
-// The maximum of `bits` over the block, in thread 0. `scratch` holds one word per warp. Contains one barrier; thread 0 still
-// reads `scratch` behind it, so another must come before `scratch` is written again.
+// The maximum of `bits` over the block, in thread 0. `scratch` holds one word per warp. Contains one barrier; thread 0
+// reads `scratch` after the barrier, so another barrier must precede the next write to `scratch`.
 __device__ inline uint32_t block_max(uint32_t bits, uint32_t* scratch) {
     bits = __reduce_max_sync(kAllLanes, bits);
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = bits;

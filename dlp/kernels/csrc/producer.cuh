@@ -11,19 +11,20 @@
 //
 // `TileProducer<T, kProducer>` has these steps; TileLoader (tile.cuh) calls them:
 //
-//   start(tile)                   when the copy of the tile starts: starts a copy of its own
-//   load(tile)                    before the tile is waited for: loads what is read beside it, which it returns
+//   start(tile)                   when the copy of the tile starts: starts the copy of a second matrix
+//   load(tile)                    before the wait for the tile: loads and returns further inputs
 //   apply(loaded, tile, patch)    the patch of this thread, from elements of memory to elements of the producer
 //
-// A producer with `kInPlace` rewrites the patch row by row where its copy lies in shared memory. The loop over rows is not
-// unrolled, so that the code of tanh and exp is there once for each activation, not eight times.
+// A producer with `kInPlace` rewrites the patch row by row in shared memory. The loop over rows is not unrolled, so
+// that the code of tanh and exp exists once per activation, not eight times.
 //
 //   apply_in_place(tile, copies)  the copy of this thread's patch, which has arrived if it was prefetched
 //   finish(tile, patch)           the patch has been read into registers
 //
 // Elements outside of the matrix are 0 before and after, since they enter amaxes of blocks and sums. Measured with fp8_block:
-// SwiGLU in the cast takes 110 us instead of 174, RMSNorm 211 instead of 283 (256 MB of bf16, bench/results/producers.md). In
-// casts to NVFP4, which are bound by instructions, both lost and are gone.
+// SwiGLU in the cast takes 110 us instead of 174, RMSNorm 211 us instead of 283 (256 MB of bf16,
+// bench/results/producers.md). Casts to NVFP4, which are bound by instructions, became slower with producers and have
+// none.
 #pragma once
 
 #include "activations.cuh"
@@ -41,7 +42,7 @@ __device__ void read_patch(const T* matrix, int64_t stride, bool aligned, const 
         patch[i] = load_octet(matrix + (row + i) * stride + col, i < rows ? cols : 0, aligned);
 }
 
-// kMatrix: the elements as they are stored. Base of the others, for the steps that they leave out.
+// kMatrix: the stored elements. Base of the other producers, with default steps.
 template <class T, Producer kProducer>
 struct TileProducer {
     static constexpr size_t kBytes = 0;
@@ -66,7 +67,7 @@ using StoredMatrix = TileProducer<T, Producer::kMatrix>;
 template <class T>
 struct TileProducer<T, Producer::kRmsNorm> : StoredMatrix<T> {
     struct Loaded {
-        Octet<float> rstd, weight;  // of the rows of the patch, of its columns
+        Octet<float> rstd, weight;  // for the rows of the patch; for the columns
     };
 
     __device__ TileProducer(const Source& source, uint8_t* bytes) : StoredMatrix<T>(source, bytes), source_(source) {}
@@ -138,8 +139,9 @@ __device__ void write_sums(float* to, const float (*sums)[kTile], const Tile& ti
     to[tile.tile_row * tile.cols() + tile.col() + threadIdx.x] = sum[0];
 }
 
-// The sum of each column of a tile, in the order of reference.producers.tile_sums: the rows of a patch in order, plus those
-// of the patch below, then the warps by halves. Contains a barrier; the caller puts another between two calls.
+// The sum of each column of a tile, in the order of reference.producers.tile_sums: the rows of a patch in order, plus
+// the rows of the patch below, then the warps by halves. Contains a barrier; the caller must put another barrier
+// between two calls.
 template <class T, class Tile>
 __device__ void sum_columns(const Octet<T> (&patch)[kPatch], const Tile& tile, float (*sums)[kTile], float* to) {
     float sum[8];
@@ -177,7 +179,8 @@ struct TileProducer<T, Producer::kColumnSums> : StoredMatrix<T> {
 };
 
 // kActivation: act(x). kGate (`kHasUp`): act(x) * up or act'(x) * up, optionally with column sums for a bias gradient.
-// Elements outside of the matrix stay 0 as act(0) is, or by the 0 of `up`; but sigmoid(0) is 0.5, so there they are set to 0.
+// Elements outside of the matrix stay 0, since act(0) is 0 or `up` is 0; sigmoid(0) is 0.5, so with sigmoid they are
+// set to 0.
 template <class T, bool kHasUp>
 class ActivationProducer : public StoredMatrix<T> {
     static constexpr size_t kSums = kHasUp ? kTileWarps * kTile * sizeof(float) : 0;

@@ -1,6 +1,6 @@
-// A program: launches with all their arguments, recorded once and run again on other memory by one call from Python
-// (dlp/kernels/captured.py, CapturedLaunches). A run replaces the addresses and launches; everything else was decided when the
-// program was recorded.
+// A program: launches with all arguments, recorded once and replayed on other memory by one call from Python
+// (dlp/runtime/capture.py, CapturedLaunches). A replay replaces the addresses and launches; everything else was decided
+// when the program was recorded.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,8 @@ class Program {
 public:
     struct Memory {
         uintptr_t at, bytes;
-        int64_t base;      // index of the base that it belongs to in a run, at `offset` bytes; -1: memory that does not move
+        // index of the base address of a run that replaces the memory, at `offset` bytes; -1: memory that does not move
+        int64_t base;
         uintptr_t offset;
     };
 
@@ -31,11 +32,11 @@ public:
         uintptr_t lane;  // the stream of this step; 0: the stream of the run
     };
 
-    // `memory`: all memory that the steps read and write; `bases`: how many base addresses a run gives. Throws
-    // std::invalid_argument if an address of a step lies in none of it.
+    // `memory`: all memory that the steps read and write; `bases`: number of base addresses of a run. Throws
+    // std::invalid_argument if an address of a step lies outside of `memory`.
     Program(std::vector<Placed> steps, const std::vector<Memory>& memory, size_t bases);
 
-    // Launches the steps with memory at these base addresses, as many as the constructor was told.
+    // Launches the steps with memory at these base addresses; their number was given to the constructor.
     void run(const std::vector<uintptr_t>& bases, uintptr_t stream);
 
 private:

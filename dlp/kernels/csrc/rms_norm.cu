@@ -3,22 +3,24 @@
 //   y  = x * rstd * weight,   rstd = 1 / sqrt(mean(x^2) + eps)
 //   dx = (g - n * mean(g * n)) * rstd,   dweight = sum over rows of dy * n,   g = dy * weight,   n = x * rstd
 //
-// Bitwise equal to reference.producers.rms_norm and rms_norm_backward bit for bit: IEEE arithmetic, sums in the order of
-// row_sum.cuh. Forward can add a residual to x first, or leave y out and give what a cast that makes y itself needs: rstd, or
-// rstd and max |y|.
+// Bitwise equal to reference.producers.rms_norm and rms_norm_backward: IEEE arithmetic, sums in the order of
+// row_sum.cuh. Forward can add a residual to x first, or compute only rstd, or rstd and max |y|, for a cast that
+// computes y with a producer.
 //
-// Forward: a row a block of 128 threads. Its octets stay in registers from the sum of squares to the result (up to 8192
-// columns of bf16, 4096 of fp32); the rest is read again. 4 bytes per element of bf16; 0.91 of the speed of a copy on an H200.
+// Forward: one row per block of 128 threads. The octets of a row stay in registers from the sum of squares to the
+// result (up to 8192 columns of bf16, 4096 of fp32); further octets are read again. 4 bytes per element of bf16; 0.91
+// of the speed of a copy on an H200.
 //
-// Backward: kNormParts blocks of 128 threads; block b takes rows b, b + 512, ... and keeps its part of dweight [512, cols] in
-// shared memory, in fp32: column_sums.cu adds the parts. 6 bytes per element of bf16, 8 with something to add. Three kernels:
+// Backward: kNormParts blocks of 128 threads; block b takes rows b, b + 512, ... and keeps a part of dweight [512,
+// cols] in shared memory, in fp32: column_sums.cu adds the parts. 6 bytes per element of bf16, 8 with `add`. Three
+// kernels:
 //
 //   _bulk     rows come by bulk copies, two on their way while one is worked on. Nothing to add, whole octets.     0.76 to 0.85
 //   _adding   rows stay in registers; octets of the next are loaded when this row's have been used. Whole octets.  0.71
 //   (plain)   any alignment and up to 57,344 columns (dweight in 224 KB)
 //
 // Shared memory of _bulk: dweight 4 cols bytes, two stages of x and dy, 2 * 2 * cols * sizeof(T), two barriers of 8 bytes:
-// 98,320 bytes for 8192 columns of bf16. With something to add, copies of a third matrix would leave room for too few blocks
+// 98,320 bytes for 8192 columns of bf16. With `add`, copies of a third matrix would leave room for too few blocks
 // (0.65).
 #include "arrivals.cuh"
 #include "elements.cuh"
@@ -29,8 +31,8 @@ namespace {
 
 constexpr size_t kMostShared = 224 * 1024;  // bytes, of backward
 
-// Blocks a SM. Backward has kNormParts = 512 blocks: by four they are one wave (528 on 132 SMs), by
-// three two.
+// Blocks per SM. Backward has kNormParts = 512 blocks: with four blocks per SM they are one wave (528 on 132 SMs), with
+// three blocks two waves.
 constexpr int kForwardBlocksPerSm = 8, kAddingBlocksPerSm = 4, kBackwardBlocksPerSm = 4;
 
 template <class T>
@@ -52,7 +54,7 @@ __device__ inline int next_of(int first, int i, int cols) {
     return next < cols ? next : first;
 }
 
-// x += residual, rounded; the sum is stored in `sum_row`, from where octets that are not in registers are read again.
+// x += residual, rounded; the sum is stored in `sum_row`, from which octets that are not in registers are read again.
 template <class T>
 __device__ void add_row(RowOctets<T>& x, const RowOctets<T>& residual, T* sum_row) {
     const bool aligned = reinterpret_cast<uintptr_t>(sum_row) % 16 == 0;
@@ -109,7 +111,7 @@ __device__ float sum_of_products(const Octet<T>& x, const Octet<T>& dy, const Oc
     for (int i = 0; i < 8; ++i) products[i] = __fmul_rn(__fmul_rn(dy[i], weight[i]), __fmul_rn(x[i], rstd));
     return octet_sum(products);
 }
-// dx of an octet, whose dy * n is added to `sum`.
+// dx of an octet; dy * n of the octet is added to `sum`.
 template <class T>
 __device__ void add_gradients(const Octet<T>& x, const Octet<T>& dy, const Octet<float>& weight, float rstd, float mean,
                               Octet<float>& dx, Octet<float>& sum) {
@@ -124,7 +126,7 @@ __device__ void add_gradients(const Octet<T>& x, const Octet<T>& dy, const Octet
 // Any cols and alignment. Shared memory: sums [2][octets] float4, the low and the high halves of the octets.
 template <class T, bool kAdd>
 __global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm) rms_norm_backward_kernel(const __grid_constant__ NormGradJob job) {
-    __shared__ float scratch[2][kRowWarps];  // in turn, so that a row needs one barrier
+    __shared__ float scratch[2][kRowWarps];  // used alternately, so that a row needs one barrier
     float4* sums = reinterpret_cast<float4*>(shared_memory());
     const int64_t cols = job.x.cols, octets = (cols + 7) / 8;
     for (int64_t i = threadIdx.x; i < octets; i += kRowThreads) sums[i] = sums[octets + i] = make_float4(0, 0, 0, 0);
@@ -163,8 +165,8 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm) rms_norm_ba
     }
 }
 
-// Whole, aligned octets and something to add: rows stay in registers, and the load of each octet of the next row is issued as
-// soon as this row's has been used. Loads issued an octet later lost 3 to 5 % (dev/log.md).
+// For complete, aligned octets and `add`: rows stay in registers, and the load of each octet of the next row is issued
+// as soon as the same octet of this row has been used. Loads issued an octet later lost 3 to 5 % (dev/log.md).
 template <class T>
 __global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm) rms_norm_backward_adding_kernel(const __grid_constant__ NormGradJob job) {
     constexpr int kInRegisters = RowOctets<T>::kInRegisters, kApart = 8 * kRowThreads;
@@ -226,7 +228,7 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm) rms_norm_ba
     }
 }
 
-// Whole, aligned octets and nothing to add: rows of x and dy come to shared memory by bulk copies, two rows in flight.
+// For complete, aligned octets without `add`: bulk copies bring rows of x and dy to shared memory, two rows in flight.
 template <class T>
 __global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm) rms_norm_backward_bulk_kernel(const __grid_constant__ NormGradJob job) {
     constexpr int kInRegisters = RowOctets<T>::kInRegisters, kApart = 8 * kRowThreads;
@@ -298,11 +300,11 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm) rms_norm_ba
     }
 }
 
-// The most columns that _adding and _bulk take: a row in the registers of its block.
+// Largest number of columns of _adding and _bulk: a row fits into the registers of a block.
 template <class T>
 constexpr int64_t kWholeCols = 8 * kRowThreads * RowOctets<T>::kInRegisters;
 
-// The shared memory of _bulk beside dweight: two stages of x and dy, and two barriers.
+// The shared memory of _bulk without dweight: two stages of x and dy, and two barriers.
 template <class T>
 constexpr size_t stages_bytes(int64_t cols) { return 2 * 2 * size_t(cols) * sizeof(T) + 2 * 8; }
 
@@ -311,7 +313,8 @@ bool whole_octets(const void* data, int64_t stride) {
     return stride * int64_t(sizeof(T)) % 16 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
 }
 
-// Whether _adding and _bulk can take the job: rows of whole octets that fit into registers, everything aligned to 16 bytes.
+// Whether _adding and _bulk support the job: rows of complete octets that fit into registers, and all addresses aligned
+// to 16 bytes.
 template <class T>
 bool is_whole(const NormGradJob& job) {
     const int64_t cols = job.x.cols;

@@ -1,6 +1,6 @@
-// The sum over a row in an order that does not depend on the device (reference.producers.row_sums): a block of 128 threads a
-// row, octet i of the row belongs to thread i % 128. Within an octet elements are added by halves ((0+4)+(2+6)) +
-// ((1+5)+(3+7)), a thread adds its octets in order, then lanes and warps are added by halves.
+// The sum over a row in an order that does not depend on the device (reference.producers.row_sums): one block of 128
+// threads per row; octet i of the row belongs to thread i % 128. Within an octet elements are added by halves
+// ((0+4)+(2+6)) + ((1+5)+(3+7)), a thread adds its octets in order, then lanes and warps are added by halves.
 #pragma once
 
 #include "octet.cuh"
@@ -16,7 +16,7 @@ __device__ inline float octet_sum(const float (&v)[8]) {
 }
 
 // The sum of `part` over the block's threads, in every thread. `scratch` holds kRowWarps floats. Contains one barrier;
-// threads still read `scratch` behind it, so the next sum takes another one or another barrier.
+// threads read `scratch` after the barrier, so the next sum needs another `scratch` or another barrier.
 __device__ inline float row_sum(float part, float* scratch) {
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) part = __fadd_rn(part, __shfl_xor_sync(kAllLanes, part, lanes));

@@ -1,12 +1,12 @@
-// FP8 with one fp32 scale per row, and one scale per column in the transposed copy. Two kernels, between which ranks may agree
-// on amaxes:
+// FP8 with one fp32 scale per row, and one scale per column in the transposed copy. Two kernels; ranks may agree on
+// amaxes between them:
 //
 //   amax_lines     x [rows, cols] -> amax[row] = max |x[row, :]|, amax_t[col] = max |x[:, col]|
 //   cast_rowwise   codes [rows, cols], scale_inv [rows], codes_t [cols, rows], scale_inv_t [cols]; scale_from_amax of each
 //
-// Equals casts.cast_fp8_rowwise_both by the reference. Both work on 128x128 tiles (tile.cuh): amax_lines by persistent blocks
-// with at most one atomic a line and tile, cast_rowwise a tile a block. Bound by memory: 2 and 4 bytes per element of bf16;
-// 0.99 and 0.90 of the speed of a copy on an H200.
+// Equals casts.cast_fp8_rowwise_both by the reference. Both work on 128x128 tiles (tile.cuh): amax_lines in persistent
+// blocks with at most one atomic per line and tile, cast_rowwise one tile per block. Bound by memory: 2 and 4 bytes per
+// element of bf16; 0.99 and 0.90 of the speed of a copy on an H200.
 #include "line_maxima.cuh"
 #include "two_scales.cuh"
 

@@ -1,11 +1,12 @@
-// Stores of scales of one byte (E8M0, E4M3) from the threads of a tile to memory, through shared memory: a row of the
-// tile has kPerLine scales (4 for MXFP8, 8 for NVFP4), a column as many; 1 or 2 KB.
+// Stores of scales of one byte (E8M0, E4M3) from the threads of a tile to memory, through shared memory: a row or
+// column of the tile has kPerLine scales (4 for MXFP8, 8 for NVFP4); 1 or 2 KB.
 //
 //   write                compact: [rows, cols / block] and [cols, rows / block]; the kPerLine scales of a line are one word
 //   write_blocks_first   [cols / block, pad4(rows)] and [rows / block, pad4(cols)]: 128 adjacent bytes at a time
 //
-// Compact scales are what a gather concatenates, but their words lie a line apart and cost an MXFP8 cast of bf16 6 % of its
-// time (152 us for 143, bench/results/quantize.md). Operands that stay on their rank have blocks first.
+// A gather concatenates compact scales, but their words are one line apart in memory, which costs 6 % of the time of an
+// MXFP8 cast of bf16 (152 us instead of 143, bench/results/quantize.md). Operands that are not gathered have blocks
+// first.
 #pragma once
 
 #include "tile.cuh"
@@ -33,7 +34,7 @@ class ScaleBytes {
             write_line(scale_t, tile.col() + threadIdx.x - kTile, tile.cols(), tile.tile_row, tile.rows());
     }
 
-    // The same with blocks first. The bytes behind the last line, up to a multiple of 4, are scales of zeros.
+    // The same with blocks first. The bytes after the last line, up to a multiple of 4, are scales of zeros.
     template <class T, class Job>
     __device__ void write_blocks_first(uint8_t* scale, uint8_t* scale_t, const Tile<T, Job>& tile) const {
         if (threadIdx.x < kTile)

@@ -1,5 +1,5 @@
-// Kernels too small for a file each: the factor of NVFP4's GEMM (reference.nvfp4.nvfp4_alpha), zeros in front of an amax, fp32
-// rounded to bf16, and a transpose of 4-byte words (fp32 scales) by tiles of 32x32.
+// Small kernels: the factor of the NVFP4 GEMM (reference.nvfp4.nvfp4_alpha), zeros before an amax, fp32 rounded to
+// bf16, and a transpose of 4-byte words (fp32 scales) by tiles of 32x32.
 #include "octet.cuh"
 
 namespace dlp {

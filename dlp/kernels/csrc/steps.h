@@ -1,5 +1,5 @@
-// Calls of bound kernels as steps of a program (program.h): a step holds the arguments of one call, and knows by their types
-// which of them are addresses: each `uintptr_t`, and of a job the words named by `Job::addresses`.
+// Calls of bound kernels as steps of a program (program.h): a step holds the arguments of one call. The types tell
+// which arguments are addresses: each `uintptr_t`, and the words of a job that `Job::addresses` names.
 #pragma once
 
 #include <array>
@@ -53,7 +53,7 @@ struct type_caster<dlp::WireWords> : array_caster<dlp::WireWords, int64_t, false
 
 namespace dlp {
 
-// A call of a bound function as a step. `Arguments`: those of the function, of which the last is the stream.
+// A call of a bound function as a step. `Arguments`: the arguments of the function, the last of which is the stream.
 template <class Kernel, class... Arguments>
 class KernelStep final : public Step {
 public:
@@ -94,7 +94,7 @@ private:
 
 using MakeStep = std::function<std::unique_ptr<Step>(const pybind11::tuple&)>;
 
-// Makers of the steps that a program can run, by name. Filled while the module is initialized.
+// Factories of the steps that a program can run, by name. Filled while the module is initialized.
 inline std::map<std::string, MakeStep>& step_makers() {
     static std::map<std::string, MakeStep> makers;
     return makers;

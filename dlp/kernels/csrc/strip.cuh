@@ -1,5 +1,5 @@
-// A 128x128 tile as eight strips of 16 rows, one a warp, for casts whose blocks of 16 elements run along rows and along columns
-// (cast_nvfp4_1d.cu).
+// A 128x128 tile as eight strips of 16 rows, one per warp, for casts whose blocks of 16 elements run along rows and
+// along columns (cast_nvfp4_1d.cu).
 //
 // A strip lies in shared memory, and each lane reads whole blocks of 16 elements from it: lanes exchange nothing, hold one or
 // two blocks in registers at a time, and wait for no other warp.
@@ -7,12 +7,12 @@
 //   read_columns(j)     16 rows x 128 columns: lane L has columns 64 j + 2 L and 64 j + 2 L + 1, each a block of 16 rows
 //   read_block(i, j)    lane L has elements 16 b to 16 b + 15 of row 8 i + L % 8, where b = 4 j + L / 8
 //
-// Shared memory, bytes of bf16 (fp32): rows of 256 (512) begin 272 (528) apart. The 16 bytes more shift each row by four banks,
-// so eight lanes that read 16 bytes of eight rows cover all 32 banks. A tile takes 34,816 (67,584).
+// Shared memory, bytes of bf16 (fp32): rows of 256 (512) begin 272 (528) apart. The 16 additional bytes shift each row
+// by four banks, so eight lanes that read 16 bytes of eight rows cover all 32 banks. A tile takes 34,816 (67,584).
 //
-// Rejected alternative: 8x8 patches in registers as in tile.cuh, where a block of 16 spans two threads: 39 instructions per
-// element and four warps a scheduler, where this has 31 and eight (1x16 of 256 MB of bf16: 209 us, and 156 by strips;
-// dev/log.md).
+// Rejected alternative: 8x8 patches in registers as in tile.cuh, where a block of 16 spans two threads: 39 instructions
+// per element and four warps per scheduler, compared to 31 and eight for strips (1x16 of 256 MB of bf16: 209 us, and
+// 156 us with strips; dev/log.md).
 #pragma once
 
 #include "tile.cuh"
@@ -32,7 +32,7 @@ inline __device__ uint32_t to_bf16(float2 pair) {
     return reinterpret_cast<const uint32_t&>(rounded);
 }
 
-// Column `i` of eight pairs that lie one below the other.
+// Column `i` of eight pairs in consecutive rows.
 inline __device__ Octet<__nv_bfloat16> column_of(const uint32_t* pair, int i) {
     Octet<__nv_bfloat16> out;
 #pragma unroll
@@ -68,7 +68,7 @@ class Strips {
         __syncwarp();
         return true;
     }
-    // Called when this warp has read its strip: starts the copy of the next tile's, into the same place.
+    // Called when this warp has read the strip: starts the copy of the strip of the next tile into the same memory.
     __device__ void fetch() {
         if (++item_ >= end_) return;
         __syncwarp();
@@ -76,7 +76,7 @@ class Strips {
         start();
     }
 
-    // The number of this strip in its tile: rows 16 * number() and on.
+    // Index of this strip in the tile, which begins at row 16 * number().
     static __device__ int number() { return threadIdx.x / 32; }
 
     // Columns column(j) and column(j) + 1 of the strip, j < 2: element i of pair[k] is row k of column(j) + i.
@@ -98,12 +98,13 @@ class Strips {
     }
 
    private:
-    static constexpr int kElements = sizeof(uint4) / sizeof(T), kAcross = kTile / kElements;  // of a vector; vectors of a row
+    // bytes of a vector; vectors of a row
+    static constexpr int kElements = sizeof(uint4) / sizeof(T), kAcross = kTile / kElements;
     static constexpr int kStep = 32 / kAcross;  // rows that the 32 lanes copy at once
 
     static __device__ int lane() { return threadIdx.x % 32; }
 
-    // To the next tile; of one job without the division of tile_at.
+    // Advances to the next tile; for a single job without the division of tile_at.
     __device__ void advance() {
         if (work_.many) {
             ahead_ = tile_at<T>(work_, item_);
@@ -113,7 +114,8 @@ class Strips {
         if (int64_t(++ahead_.tile_col) * kTile >= x.cols) ahead_.tile_col = 0, ++ahead_.tile_row;
         ahead_.whole = ahead_.row() + kTile <= x.rows && ahead_.col() + kTile <= x.cols;
     }
-    // Starts the copy of a strip of a whole tile with aligned rows; any other is read here, with zeros outside of the matrix.
+    // Starts the copy of a strip of a complete tile with aligned rows; any other strip is read here, with zeros outside
+    // of the matrix.
     __device__ void start() {
         const Matrix x = ahead_.job->x;
         const int64_t row = ahead_.row() + kRows * number() + lane() / kAcross;

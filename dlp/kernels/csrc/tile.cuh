@@ -7,19 +7,21 @@
 //             +------+------+-- ... --+------+
 //     8 rows  | t0   | t1   |         | t15  |   warp 0: tile rows 0 to 15
 //             +------+------+-- ... --+------+
-//     8 rows  | t16  | t17  |         | t31  |   t and t ^ 1 lie beside each other, t and t ^ 16 one below the other
+//     8 rows  | t16  | t17  |         | t31  |   t and t ^ 1 are side by side, t and t ^ 16 one below the other
 //             +======+======+== ... ==+======+
 //             | t32  |                           warp 1: tile rows 16 to 31
 //               ...                              warp 7: tile rows 112 to 127
 //
 // Codes of a patch row are 8 adjacent bytes of codes [rows, cols] and are stored from registers: 128 adjacent bytes per tile
-// row. Codes of a patch column are 8 adjacent bytes of codes_t [cols, rows]; stored from registers they would be 8 bytes a line
-// of memory, so they meet in shared memory first (PieceWriter, 16 KB for FP8), from where whole lines of 128 bytes are written.
+// row. Codes of a patch column are 8 adjacent bytes of codes_t [cols, rows]; stored from registers they would be 8
+// bytes per line of memory, so they are collected in shared memory first (PieceWriter, 16 KB for FP8), from which
+// complete lines of 128 bytes are written.
 //
-// Tiles come by way of shared memory (tile_copies.cuh: 32 KB of bf16, 64 KB of fp32). Kernels bound by memory take one tile per
-// block, and the copies of other resident blocks run while one works: on an H200 that gave 0.91 of the speed of a copy where
-// persistent blocks gave 0.82, since its SMs differ in speed (bench/results/quantize.md). Kernels bound by instructions take
-// a few tiles per block, and those that write next to nothing (amaxes) are persistent; both fetch their next tile ahead.
+// Tiles are loaded through shared memory (tile_copies.cuh: 32 KB of bf16, 64 KB of fp32). Kernels bound by memory take
+// one tile per block, and the copies of other resident blocks run while one block computes: on an H200 this gave 0.91
+// of the speed of a copy; persistent blocks gave 0.82, since SMs differ in speed (bench/results/quantize.md). Kernels
+// bound by instructions take a few tiles per block, and kernels with small outputs (amaxes) are persistent; both
+// prefetch the next tile.
 //
 // Input: any rows, cols and stride. A partial tile, or a tile with unaligned rows, takes the slow path:
 // loads of single elements where needed, zeros outside of the matrix.
@@ -72,7 +74,7 @@ class TileLoader {
     __device__ explicit TileLoader(uint8_t* bytes, const Source& source = {})
         : copies_(bytes), producer_(source, bytes + Copies::kBytes) {}
 
-    // Starts the copy of a tile that is whole and has aligned rows; any other is read by `finish`. May contain a barrier.
+    // Starts the copy of a complete tile with aligned rows; `finish` reads any other tile. May contain a barrier.
     __device__ Tile<T, Job> start(const Work<Job>& work, uint32_t item) {
         auto tile = tile_at<T>(work, item);
         const Matrix& x = tile.job->x;
@@ -105,7 +107,8 @@ class TileLoader {
     TileProducer<T, kProducer> producer_;
 };
 
-// The tiles blockIdx.x, blockIdx.x + gridDim.x, ... of a persistent block; the copy of the next runs while one is worked on.
+// The tiles blockIdx.x, blockIdx.x + gridDim.x, ... of a persistent block; the copy of the next tile runs while a tile
+// is processed.
 template <class T, class Job, Producer kProducer = Producer::kMatrix>
 class Tiles {
    public:
@@ -116,7 +119,7 @@ class Tiles {
         fetch();
     }
 
-    // The next tile and its patch; false after the last. May contain a barrier.
+    // The next tile and its patch; false after the last tile. May contain a barrier.
     __device__ bool next(Tile<T, Job>& tile, Octet<T> (&patch)[kPatch]) {
         if (item_ >= work_.items) return false;
         tile = ahead_;
@@ -168,14 +171,14 @@ class RowWriter {
     bool fast_;
 };
 
-// Codes of tile columns, through shared memory to codes_t [cols, rows]. A column of the tile is kPieces pieces of 8 bytes: 16
-// of codes of a byte, 8 of half a byte. The caller puts a barrier between the last `put` of a tile and `write`, and between
-// `write` and the next `put`.
+// Codes of tile columns, through shared memory to codes_t [cols, rows]. A column of the tile is kPieces pieces of 8
+// bytes: 16 pieces for codes of one byte, 8 for codes of half a byte. The caller must put a barrier between the last
+// `put` of a tile and `write`, and between `write` and the next `put`.
 //
-// Layout: [128 columns][kPieces], swizzled against bank conflicts. Neighbouring lanes put columns kStep apart, so piece g of
-// column c lies at place g ^ (c / kStep); with half bytes per column has only 64 bytes, so columns c and c ^ 1 also change
-// places in every other run of 8 kStep columns. Then the `put`s of a warp cover all banks, and so do 8 lanes that read 16
-// bytes each.
+// Layout: [128 columns][kPieces], swizzled against bank conflicts. Neighbouring lanes put columns that are kStep apart,
+// so piece g of column c is stored at position g ^ (c / kStep); with codes of half a byte a column has only 64 bytes,
+// so columns c and c ^ 1 are also exchanged in every other run of 8 kStep columns. Then the `put`s of a warp cover all
+// banks, and so do 8 lanes that read 16 bytes each.
 template <int kPieces, int kStep = kPatch>
 class PieceWriter {
    public:
@@ -190,7 +193,7 @@ class PieceWriter {
     __device__ void write(uint8_t* codes_t, const Tile<T, Job>& tile) const {
         const int64_t pitch = tile.rows() * kPieces / kAcross, start = tile.row() * kPieces / kAcross;  // bytes
         const bool fast = tile.whole && pitch % 16 == 0 && reinterpret_cast<uintptr_t>(codes_t) % 16 == 0;
-        constexpr int kLanes = kPieces / 2;  // a column
+        constexpr int kLanes = kPieces / 2;  // lanes per column
         const int pair = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
         uint8_t* to = codes_t + (tile.col() + first) * pitch + start + 16 * pair;
         const auto piece = [&](int column) {

@@ -21,8 +21,8 @@ constexpr int kPatch = 8;                  // rows, and columns, of a thread's p
 constexpr int kAcross = kTile / kPatch;    // patches across a tile, and down it
 static_assert(kAcross * kAcross == kTileThreads, "a patch a thread");
 
-// Resident blocks that __launch_bounds__ asks for: registers and shared memory allow three of bf16, two of fp32 or with a
-// second tile.
+// Resident blocks for __launch_bounds__: registers and shared memory allow three blocks for bf16, two for fp32 or with
+// a second tile.
 template <class T, Producer kProducer = Producer::kMatrix>
 constexpr int kTileBlocksPerSm = sizeof(T) == 2 && kProducer != Producer::kSwiglu && kProducer != Producer::kGate ? 3 : 2;
 
@@ -30,7 +30,7 @@ constexpr int kTileBlocksPerSm = sizeof(T) == 2 && kProducer != Producer::kSwigl
 __device__ inline int patch_column() { return threadIdx.x % kAcross; }
 __device__ inline int patch_row() { return threadIdx.x / kAcross; }
 
-// All threads `start` a whole tile with rows aligned to 16 bytes, `finish` it, `start` the next.
+// All threads `start` a complete tile with rows aligned to 16 bytes, `finish` the tile, and `start` the next tile.
 //
 // Shared memory: slot (i, v, t) of 16 bytes is vector v of row i of the patch of thread t; slots of neighbouring threads are
 // adjacent.
@@ -42,8 +42,8 @@ class LaneCopies {
 
     __device__ explicit LaneCopies(uint8_t* bytes) : slots_(reinterpret_cast<uint4*>(bytes)) {}
 
-    // Adjacent lanes copy adjacent bytes of a row, each to the slot of the thread that owns them, which is one of the same
-    // warp: no barrier of the block is needed.
+    // Adjacent lanes copy adjacent bytes of a row, each to the slot of the thread that owns the bytes, which belongs to
+    // the same warp: no barrier of the block is needed.
     __device__ void start(const T* tile, int64_t stride) const {
         const T* from = tile + kPatch * patch_row() * stride;
 #pragma unroll
@@ -100,8 +100,8 @@ class BulkCopies {
     __device__ explicit BulkCopies(uint8_t* bytes) : bytes_(bytes), arrived_(bytes + kTile * kRowBytes) {
         if (threadIdx.x == 0) arrived_.init();
     }
-    // Every other thread copies a row: a warp issues bulk copies one by one, so 16 per warp. Contains a barrier: before it all
-    // threads see the initialized mbarrier, and have read the tile that these copies overwrite.
+    // Every other thread copies a row: a warp issues bulk copies one by one, so 16 per warp. Contains a barrier, after
+    // which all threads see the initialized mbarrier and have read the tile that the copies overwrite.
     __device__ void start(const T* tile, int64_t stride) {
         __syncthreads();
         if (threadIdx.x == 0) arrived_.expect(kTile * kRowBytes);

@@ -29,7 +29,8 @@
 namespace dlp {
 namespace {
 
-constexpr int kUnread = 0, kSent = kSlotRanks, kMet = 2 * kSlotRanks, kUses = 3 * kSlotRanks;  // words of a slot's header
+// flags in the header of a slot
+constexpr int kUnread = 0, kSent = kSlotRanks, kMet = 2 * kSlotRanks, kUses = 3 * kSlotRanks;
 constexpr int kAgreeThreads = 512;
 constexpr uint32_t kHasNotAgreed = 2;  // index into WAITS_FOR (comm/slots.py)
 
@@ -61,7 +62,7 @@ __device__ inline void await(const uint32_t* at, uint32_t wanted, const Waiting&
         volatile uint32_t* report = waiting.report;
         for (int i = 1; i < 7; ++i) report[i] = words[i];
         __threadfence_system();
-        report[0] = words[0];  // it is whole
+        report[0] = words[0];  // the report is complete
         __threadfence_system();
         __trap();
     }
@@ -71,8 +72,9 @@ __device__ inline void store_release(uint32_t* at, uint32_t value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-// The largest of the values of all ranks, as bits: amaxes are not negative, and NaN is larger than all. Use e lies in half
-// e % 2 of the slot; a rank that begins e + 2 has seen that all began e + 1, and so that all have read e.
+// The largest of the values of all ranks, as bits: amaxes are not negative, and NaN is larger than all. Agreement e
+// uses half e % 2 of the slot; a rank that begins e + 2 has seen that all ranks began e + 1, so that all ranks have
+// read e.
 __global__ void __launch_bounds__(kAgreeThreads) agree_kernel(const uint64_t* slots, AgreeJob job, Waiting waiting) {
     uint32_t* mine = header(slots[waiting.rank]);
     const uint32_t use = mine[kUses] + 1, rank = waiting.rank, world = waiting.world;

@@ -30,8 +30,8 @@ __device__ void put_columns(const Octet<T> (&patch)[kPatch], const Scales& scale
     for (int j = 0; j < kPatch; ++j) columns.put(j, encode_column<F8>(patch, j, scales.of[j]));
 }
 
-// Casts the patch of a tile and stores the orientations that the job wants. `scale` [256], in shared memory: of the tile's
-// rows, then of its columns. Contains a barrier if codes_t is wanted.
+// Casts the patch of a tile and stores the requested orientations. `scale` [256], in shared memory: scales of the
+// tile's rows, then of the columns. Contains a barrier if codes_t is requested.
 template <class F8, class T, class Job>
 __device__ void write_scaled(const Octet<T> (&patch)[kPatch], const float* scale, const Tile<T, Job>& tile,
                              ColumnWriter& columns) {
