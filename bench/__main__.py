@@ -2,11 +2,10 @@
 
     python -m bench [PART ...] [--shapes 8192x4096x4096] [--out FOLDER] [--quick]
 
-Parts run one after the other; each part prints a table and writes FOLDER/PART.json and, if it has a plot,
-FOLDER/PART.png. A part that fails does not stop the others: the last line names it, and the exit code is the largest of
-all parts.
-`--shapes` applies to gemm and linear, in the form that `python -m bench.shapes CONFIG` prints; `--quick` runs one size of each
-part. The commands of the parts:
+Parts run one after the other; each part prints a table and writes FOLDER/PART.json and, if it has a plot, FOLDER/PART.png. A
+part that fails does not stop the others: the last line names it, and the exit code is the largest of all parts. `--shapes`
+applies to gemm and linear, in the form that `python -m bench.shapes CONFIG` prints; `--quick` runs one size of each part. The
+commands of the parts:
 
     host        bench.host        host time of one small linear; first, while the device is idle
     quantize    bench.quantize    TB/s of casts and amaxes, compared with a device copy
@@ -84,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in known.parts if name not in PARTS]:
         parser.error(f"unknown part {', '.join(unknown)}: the parts are {', '.join(PARTS)}")
     if known.shapes and not any(PARTS[name].shapes for name in known.parts):
-        parser.error(f"--shapes: none of {', '.join(known.parts)} takes shapes; leave it away, or add gemm or linear")
+        parser.error(
+            f"--shapes: none of {', '.join(known.parts)} takes shapes; leave --shapes out, or add gemm or linear"
+        )
     if code := loader.load_or_explain():
         return code
     known.out.mkdir(parents=True, exist_ok=True)

@@ -264,7 +264,7 @@ def checked(known: argparse.Namespace, kind: str) -> list[Subject]:
     for name, count in COUNTS.items():
         check(count, getattr(known, name), f"--{name}")
     if known.where and kind != "cuda":
-        raise ConfigError("--where lists the kernels of GPUs, and this runs on the CPU: leave it away")
+        raise ConfigError("--where lists the kernels of GPUs, and this program runs on the CPU: leave --where out")
     return subjects_of(known.subjects, kind)
 
 

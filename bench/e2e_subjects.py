@@ -54,4 +54,4 @@ def _check(subject: Subject, device: str) -> None:
     if GRAPH in subject.suffixes and device != "cuda":
         raise ConfigError(f"--subjects {name}: a CUDA graph needs GPUs, and the ranks are on CPUs; leave {GRAPH} out")
     if PEERS.get(base) and importlib.util.find_spec("torchao") is None:
-        raise ConfigError(f"--subjects {name}: torchao is not installed; install it, or leave this subject away")
+        raise ConfigError(f"--subjects {name}: torchao is not installed; install torchao, or leave this subject out")

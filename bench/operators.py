@@ -250,7 +250,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_files(parser, draws=False)
     options = parser.parse_args(arguments)
     if world_size() == 1:
-        refuse("1 rank has nothing to gather or to sum; start 2 or more, as torchrun --nproc-per-node 2 does", code=2)
+        refuse(
+            "one rank has nothing to gather or to sum; start 2 or more ranks, for example by torchrun "
+            "--nproc-per-node 2",
+            code=2,
+        )
     init_process_group("cuda" if on_gpu else "cpu")
     mesh = dlp.build_mesh(tp=dist.get_world_size(), transport=options.transport)
     bench, lines = Bench(mesh[TP], tune.device_of(mesh), calls=8 if on_gpu else 1), []

@@ -157,7 +157,8 @@ def of_model(factory: str, tokens: Sequence[int]) -> Counter[str]:
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
             first = str(error).splitlines()[0]
             raise ValueError(
-                f"--model {factory}: its forward does not run on the meta device: {first}: return (module, inputs) that fit it"
+                f"--model {factory}: its forward does not run on the meta device: {first}: return (module, inputs) "
+                f"with matching inputs"
             ) from error
     return linears.found
 

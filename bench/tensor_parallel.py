@@ -8,9 +8,9 @@ bf16.
 
 Shapes and subjects are those of `bench.parallel_subjects`: plain torch (all_gather, F.linear, reduce_scatter), ours, and
 Transformer Engine where it is installed. Ours sends through memory that GPUs map (--transport nccl: by NCCL), and its
-iterations end with the step boundary, which casts the weights. `auto` chooses by --table, or by the times that dlp ships
-of the same linears. `--recipes fp8_block --overlap serial chunked fused` shows the GEMM that waits inside and
-the one that sends, which `bench.operators` judges by themselves. By subject, milliseconds:
+iterations end with the step boundary, which casts the weights. `auto` chooses by --table, or by the times that dlp ships of
+the same linears. `--recipes fp8_block --overlap serial chunked fused` shows the GEMM that waits inside and the one that sends,
+which `bench.operators` judges by themselves. By subject, milliseconds:
 
     alone     the host waits for the device before each iteration: what a step takes that the host cannot run ahead of
     queued    iterations one after the other
@@ -313,7 +313,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_files(parser, draws=False)
     options = parser.parse_args(arguments)
     if world_size() == 1:
-        refuse("1 rank has nothing to send; start 2 or more, as torchrun --nproc-per-node 2 does", code=2)
+        refuse(
+            "one rank has nothing to send; start 2 or more ranks, for example by torchrun --nproc-per-node 2", code=2
+        )
     init_process_group("cuda" if on_gpu else "cpu")
     mesh = dlp.build_mesh(tp=dist.get_world_size(), transport=options.transport)
     table = None if options.table is None else auto.load(options.table, together=True)
@@ -325,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subjects = [(PLAIN, ""), *((recipe, strategy) for recipe in options.recipes for strategy in options.overlap)]
     subjects += [(peer, "") for peer in options.peers if installed()]
     if options.peers and not installed() and dist.get_rank() == 0:
-        print("left out: Transformer Engine, which is not installed", flush=True)
+        print("left out: Transformer Engine is not installed", flush=True)
     asked = Asked(
         options.count, on_gpu and not options.eager, on_gpu and not options.no_graph, tuple(options.profile),
         options.attention if on_gpu and options.attention != "torch" else None,

@@ -2,10 +2,10 @@
 
     model = dlp.meta_model(folder)                    parameters without memory, buffers as the model makes them
     dlp.convert(model, dlp.groups_for(model, tp=2), mesh); dlp.fully_shard(...)
-    dlp.load_pretrained(model, folder, device)        one tensor of a file after the other, of which each rank keeps its shard
+    dlp.load_pretrained(model, folder, device)        one tensor at a time; each rank keeps its shard
     model.save_pretrained(folder)                     called on all ranks
 
-transformers and safetensors are needed here only.
+Only this file needs transformers and safetensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlp.parallel.weight.local import fill
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters that modules register inside have no memory; buffers have."""
+    """Context in which new parameters have no memory; buffers have memory."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -1,6 +1,6 @@
-"""Arguments of Transformer Engine (TE) that layers here do not have: a table from each to the sentence that replaces it.
+"""Arguments of Transformer Engine (TE) that layers of dlp do not have: a table of arguments and advice.
 
-    ARGUMENTS        by the family of a layer, "layer", "op", "module" or "attention", the arguments of TE's constructors
+    ARGUMENTS        by family of layers ("layer", "op", "module" or "attention"): arguments of TE's constructors
     FORWARD          the arguments of TE's `forward`
     INITIALIZE_UB    the arguments of TE's `initialize_ub`
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 class Argument(NamedTuple):
     """A TE argument that a layer does not have.
 
-    sentence   what to do instead, in the imperative
+    sentence   advice, in the imperative
     neutral    values that request nothing and are accepted; None: every value is accepted, since the argument has no effect
     """
 
@@ -27,11 +27,11 @@ class Argument(NamedTuple):
 
 _OFF, _UNSET = (False,), (None,)
 _OVERLAP = 'pass overlap="auto", the default, or a strategy by GEMM, such as overlap={"fprop": "chunked"}'
-_BULK = "leave the argument out: backward always runs a gather or a reduction under the GEMM beside"
+_BULK = "leave the argument out: backward always overlaps a gather or a reduction with the other GEMM"
 _RANDOM = "leave the argument out, and seed the ranks of a tp group alike, or differently under sequence parallelism"
 _EVERY: dict[str, Argument] = {
     "fuse_wgrad_accumulation": Argument('pass main_grads="main_grad" to dlp.attach, which covers all layers', _OFF),
-    "tp_size": Argument("leave the argument out: the size is that of the group", (1, None)),
+    "tp_size": Argument("leave the argument out: the group determines the size", (1, None)),
     "get_rng_state_tracker": Argument(_RANDOM, _UNSET),
     "rng_tracker_name": Argument(_RANDOM, _UNSET),
     "ub_overlap_ag": Argument(_OVERLAP, _OFF),
@@ -152,7 +152,7 @@ FORWARD: dict[str, Argument] = {
 _SHAPE = "leave the argument out: buffers are made at the first call, for the shape that arrives"
 INITIALIZE_UB: dict[str, Argument] = {
     "shape": Argument(_SHAPE),
-    "tp_size": Argument("leave the argument out: the size is that of the group"),
+    "tp_size": Argument("leave the argument out: the group determines the size"),
     "use_fp8": Argument("leave the argument out: the recipe says what is sent"),
     "quantization_modes": Argument("leave the argument out: the recipe says what is sent"),
     "dtype": Argument(_SHAPE),
@@ -163,7 +163,7 @@ INITIALIZE_UB: dict[str, Argument] = {
 
 
 def sentences(table: Mapping[str, Argument], given: Iterable[str]) -> str:
-    """The sentences of these arguments, one behind the other: "tp_group: pass tp=...; ..."."""
+    """The sentences of these arguments, concatenated: "tp_group: pass tp=...; ..."."""
     return "; ".join(f"{name}: {table[name].sentence}" for name in given)
 
 
@@ -177,7 +177,7 @@ def refuse(layer: str, table: Mapping[str, Argument], given: Mapping[str, Any], 
         known: Names of the keywords that the layer has, for the message.
 
     Raises:
-        TypeError: For a keyword in the table, with its sentence, and for an unknown keyword.
+        TypeError: For a keyword in the table, with the advice, and for an unknown keyword.
     """
     requested = [name for name, value in given.items() if name in table and not _is_neutral(table[name], value)]
     if requested:

@@ -1,7 +1,7 @@
 """Test suites for built-in and user-defined formats: `check_format`.
 
     dlp.testing.check_format(MyQuantizer())                   basic, pieces, transpose, linear, saving, compile
-    dlp.testing.check_format(MyQuantizer(), mesh=mesh)        and, on each rank of it: DTensor, FSDP2
+    dlp.testing.check_format(MyQuantizer(), mesh=mesh)        and, on each rank of the mesh: DTensor, FSDP2
 
 Each suite raises AssertionError with the name of the suite, the number and the floor, and prints a table of
 measurements.
@@ -37,7 +37,7 @@ def sqnr(found: Tensor, expected: Tensor) -> float:
 
     Args:
         found: tensor with quantization noise.
-        expected: tensor without.
+        expected: tensor without noise.
 
     Returns:
         Ratio of the power of `expected` to the power of the difference; inf for equal tensors.
@@ -55,7 +55,7 @@ def check_format(
     quantizer: Quantizer, *, device: torch.device | str = "cpu", mesh: DeviceMesh | None = None, floor: float | None = None,
     compiles: bool = True,
 ) -> dict[str, float]:  # fmt: skip
-    """Check that a quantizer and its format do what dlp requires of them.
+    """Check that a quantizer and its format fulfil the requirements of dlp.
 
     The suites check casts, pieces of a matrix, transposes, a linear, saving and compilation.
 
@@ -80,7 +80,7 @@ def check_format(
     """
     if caps_of(quantizer).slot is not None:
         raise ValueError(
-            f"{quantizer} scales by history, of which a matrix has none: check the same format by current scales"
+            f"{quantizer} uses delayed scaling, and a single matrix has no amax history: check the format with current scales"
         )
     least = FLOORS[_element(quantizer)] if floor is None else floor
     made = torch.Generator().manual_seed(0)
@@ -128,7 +128,7 @@ def check_basic(quantizer: Quantizer, values: Tensor, q: QuantizedTensor, least:
     """Check that parts match their declaration, that casts into existing memory equal casts into new memory, and that
     errors are small."""
     fmt = quantizer.format
-    _must(q.format == fmt, "basic", f"cast gives {q.format.name}, and the quantizer's format is {fmt.name}")
+    _must(q.format == fmt, "basic", f"cast returns {q.format.name}, and the quantizer declares {fmt.name}")
     _must(is_dataclass(fmt) and fmt == copy.copy(fmt), "basic", "a format must be a value: a frozen dataclass")
     for part, tensor, shape in zip(fmt.parts, q.parts, fmt.part_shapes(SIZE), strict=True):
         said = f"part {part.name} is {tensor.dtype} {tuple(tensor.shape)}, declared {part.dtype} {tuple(shape)}"
@@ -138,20 +138,24 @@ def check_basic(quantizer: Quantizer, values: Tensor, q: QuantizedTensor, least:
     out = fmt.empty(SIZE, dtype=values.dtype, device=values.device)
     quantizer.cast(values, quantizer.observe(values), out=out, **(given if caps_of(quantizer).origin else {}))
     same = all(_equal(a, b) for a, b in zip(out.parts, q.parts, strict=True))
-    _must(same, "basic", "a cast into `out` differs from one without")
+    _must(same, "basic", "a cast into `out` differs from a cast without `out`")
     view = _cast(quantizer, values.t().contiguous().t())  # read by columns, like x for columnwise operands
     strided = [part.name for part, tensor in zip(fmt.parts, view.parts, strict=True) if not tensor.is_contiguous()]
     _must(
         not strided,
         "basic",
-        f"parts {strided} of a matrix that lies transposed are not contiguous, as compiled code expects",
+        f"parts {strided} of a transposed matrix are not contiguous, which compiled code expects",
     )
     source = quantized_values(quantizer, values)
     ratio = sqnr(q.dequantize(torch.float32), source)
     _must(ratio >= least, "basic", f"SQNR of values is {ratio:.1f} dB, below the floor of {least:.1f}")
     large = values * 2.0**40
     far = sqnr(_cast(quantizer, large).dequantize(torch.float32) / 2.0**40, source)
-    _must(far >= least - 1, "basic", f"SQNR of values 2^40 as large is {far:.1f} dB: a scale does not follow them")
+    _must(
+        far >= least - 1,
+        "basic",
+        f"SQNR of values multiplied by 2^40 is {far:.1f} dB: a scale does not follow the values",
+    )
     return ratio
 
 
@@ -165,7 +169,9 @@ def check_pieces(quantizer: Quantizer, values: Tensor, q: QuantizedTensor) -> No
     fmt = quantizer.format
     for dim, size in enumerate(SIZE):
         for part in fmt.parts:
-            _must(part.moves_along(dim) != UNSAID, "pieces", f"part {part.name} does not say how it moves along {dim}")
+            _must(
+                part.moves_along(dim) != UNSAID, "pieces", f"part {part.name} does not declare a dimension along {dim}"
+            )
         _must(fmt.concatenates(dim, size // 2), "pieces", f"halves of {size} along {dim} cut blocks of {fmt.block}")
         if caps_of(quantizer).origin:
             continue  # random bits depend on the position in the full matrix
@@ -177,15 +183,13 @@ def check_pieces(quantizer: Quantizer, values: Tensor, q: QuantizedTensor) -> No
             along, given = part.moves_along(dim), [each.parts[i] for each in made]
             if along is SHARED:
                 same = all(_equal(each, q.parts[i]) for each in given)
-                _must(
-                    same, "pieces", f"part {part.name} says that it is shared along {dim}, and differs between pieces"
-                )
+                _must(same, "pieces", f"part {part.name} is declared SHARED along {dim}, and differs between pieces")
                 continue
             joined = torch.cat([each.view(torch.uint8) if each.dtype.itemsize == 1 else each for each in given], along)
             _must(
                 _equal(joined, q.parts[i]),
                 "pieces",
-                f"part {part.name} of halves along {dim} does not join to the whole's",
+                f"part {part.name} of halves along {dim} does not concatenate to the part of the full matrix",
             )
 
 
@@ -202,7 +206,7 @@ def check_linear(weight: QuantizedParameter, values: Tensor, x: Tensor, least: f
     ratio = sqnr(y, expected)
     _must(ratio >= least - 1, "linear", f"SQNR of y is {ratio:.1f} dB, below the floor of {least - 1:.1f}")
     decoded = sqnr(y, x.double() @ weight.dequantize(torch.float32).double().t())
-    _must(decoded >= 45, "linear", f"y differs from that of the decoded weight: {decoded:.1f} dB")
+    _must(decoded >= 45, "linear", f"y differs from y of the decoded weight: {decoded:.1f} dB")
     return ratio
 
 
@@ -215,7 +219,7 @@ def check_saved(weight: QuantizedParameter) -> QuantizedParameter:
     with torch.serialization.safe_globals([kind for kind in [type(weight.use.format)] if kind not in known]):
         read: QuantizedParameter = torch.load(file, weights_only=True)["weight"]
     same = read.use == weight.use and all(_equal(a, b) for a, b in zip(read.parts, weight.parts, strict=True))
-    _must(same, "saving", "what is read is not what was saved")
+    _must(same, "saving", "the loaded tensor differs from the saved tensor")
     return read
 
 
@@ -235,7 +239,7 @@ def check_compile(weight: QuantizedParameter, x: Tensor) -> None:
         found = results(torch.compile(layer, fullgraph=True, backend="aot_eager"))
     except Exception as error:
         raise AssertionError(
-            f"check_format, compile: a linear with this weight makes no graph: {type(error).__name__}: {error}"
+            f"check_format, compile: a linear with this weight cannot be compiled: {type(error).__name__}: {error}"
         ) from error
     finally:
         torch.compiler.reset()
@@ -249,10 +253,10 @@ def check_mesh(weight: QuantizedParameter, x: Tensor, mesh: DeviceMesh) -> None:
     expected = weight.dequantize()
     for dim in (0, 1):
         piece = weight.chunk(axis.size(), dim)[axis.get_local_rank()]
-        _must(isinstance(piece, QuantizedParameter), "DTensor", f"a shard along {dim} is no quantized weight any more")
+        _must(isinstance(piece, QuantizedParameter), "DTensor", f"a shard along {dim} is not a quantized weight")
         whole = DTensor.from_local(piece, axis, [Shard(dim)], run_check=False).full_tensor()
         same = isinstance(whole, QuantizedParameter) and _equal(whole.dequantize(), expected)
-        _must(same, "DTensor", f"shards along {dim} do not gather to the whole")
+        _must(same, "DTensor", f"shards along {dim} do not gather to the full matrix")
     model = nn.Sequential(nn.Linear(SIZE[1], SIZE[0], bias=False, device="meta"))
     model[0].weight = nn.Parameter(weight, requires_grad=False)
     y = model(x)

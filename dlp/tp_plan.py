@@ -1,15 +1,15 @@
-"""groups_for: layer groups of a model of transformers, from its own tensor-parallel plan.
+"""groups_for: layer groups of a model of transformers, from the tensor-parallel plan of the model.
 
     entry of `base_model_tp_plan`        layer group
     colwise                              style = "column"
     rowwise                              style = "row"
-    replicated_with_grad_allreduce       style = "column" of a norm of heads, whose gradient is summed over tp
+    replicated_with_grad_allreduce       style = "column" for a norm of heads; the gradient is summed over tp
     replicate, all_reduce                none: modules without a group are replicated
     sequence_parallel                    none: these modules compute all tokens, with the same results
-    all others                           none: the module, and with it all modules of its parent, stays local (`TpPlan.local`)
+    all others                           none: the module and all modules of its parent stay local (`TpPlan.local`)
 
-A parent, such as an attention, is cut as a whole or stays local as a whole: where one entry has no style here, other linears of
-the parent would compute with features that do not fit. A model without a plan has local linears.
+A parent, such as an attention module, is either sharded completely or stays local completely: if one entry has no style here,
+other linears of the parent would compute with features that do not fit. A model without a plan has local linears.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ NO_PLAN = "the model has no base_model_tp_plan"
 
 @dataclass(frozen=True)
 class TpPlan:
-    """How tp cuts a model.
+    """Tensor-parallel plan of a model.
 
     groups   layer groups for `dlp.convert`
-    local    by pattern of modules, why the modules stay local
+    local    by pattern of modules: the reason why the modules stay local
     blocks   classes of the blocks that FSDP shards and torch.compile compiles one by one
     """
 
@@ -42,7 +42,7 @@ class TpPlan:
     blocks: tuple[str, ...]
 
     def describe(self) -> list[str]:
-        """Lines for a printed plan: what stays local, and why."""
+        """Lines for a printed plan: modules that stay local, with the reasons."""
         return [f"{pattern}: local on every tp rank: {reason}" for pattern, reason in self.local.items()]
 
 
@@ -69,7 +69,7 @@ def groups_for(model: nn.Module, *, tp: int = 1, recipe: Any = None) -> list[Lay
 
 
 def tp_plan(model: nn.Module, *, tp: int = 1, recipe: Any = None) -> TpPlan:
-    """`groups_for`, with what stays local and the blocks of the model."""
+    """`groups_for` with the reasons of local modules, and the blocks of the model."""
     names = [name for name, _ in model.named_modules()]
     prefix = _base_prefix(model)
     entries = {f"{prefix}{pattern}": style for pattern, style in _entries(model).items()}
@@ -101,7 +101,7 @@ def _entries(model: nn.Module) -> dict[str, str]:
 
 
 def _base_prefix(model: nn.Module) -> str:
-    """ "model.", the path of the base model in the whole one; "" where the model is the base model."""
+    """ "model.", the path of the base model in the complete model; "" if the model is the base model."""
     name = getattr(model, "base_model_prefix", "")
     return f"{name}." if name and name in dict(model.named_children()) else ""
 
@@ -116,7 +116,7 @@ def _matches(pattern: str, names: Sequence[str]) -> bool:
 
 
 def _local(entries: Mapping[str, str]) -> dict[str, str]:
-    """By pattern, why the modules stay local: their style, or that of a module of the same parent."""
+    """By pattern the reason why modules stay local: the style of the module, or of another module of the same parent."""
     found = {
         pattern: f"{style} has no counterpart"
         for pattern, style in entries.items()
@@ -133,8 +133,8 @@ def _local(entries: Mapping[str, str]) -> dict[str, str]:
 
 
 def _activations(model: nn.Module, entries: Mapping[str, str], local: Mapping[str, str]) -> dict[str, str]:
-    """Entries for activations with parameters, such as xIELU, behind a column-parallel linear. Plans do not list them; their
-    gradients are partial sums over tp, as those of norms of heads are."""
+    """Entries for activations with parameters, such as xIELU, after a column-parallel linear. Plans of transformers do not
+    list these modules; their gradients are partial sums over tp, like the gradients of norms of heads."""
     parents = {
         pattern.rpartition(".")[0] for pattern, style in entries.items() if style == "colwise" and pattern not in local
     }
@@ -151,21 +151,19 @@ def _activations(model: nn.Module, entries: Mapping[str, str], local: Mapping[st
 def _check(
     model: nn.Module, tp: int, cut: Mapping[str, str], local: Mapping[str, str], entries: Mapping[str, str]
 ) -> None:
-    """ValueError for a model that tp cannot cut."""
+    """ValueError for a model that tp cannot shard."""
     name = type(model).__name__
     if not entries:
-        raise ValueError(f"{name}: {NO_PLAN}, so tp {tp} would cut nothing: use tp 1, or write layer groups")
+        raise ValueError(f"{name}: {NO_PLAN}, so tp {tp} would shard nothing: use tp 1, or write layer groups")
     if not cut:
         reasons = "; ".join(f"{pattern}: {reason}" for pattern, reason in local.items())
-        raise ValueError(
-            f"{name}: no module of its plan can be cut by tp {tp}: {reasons}: use tp 1, or write layer groups"
-        )
+        raise ValueError(f"{name}: tp {tp} can shard no module of the plan: {reasons}: use tp 1, or write layer groups")
     config: Any = model.config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(config, key, None)
         if isinstance(size, int) and size % tp:
-            raise ValueError(f"{name}: tp {tp} does not divide {key} {size}: choose a tp that does")
+            raise ValueError(f"{name}: tp {tp} does not divide {key} {size}: choose a tp that divides it")
 
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
@@ -181,7 +179,7 @@ def blocks_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def block_modules(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model in order, the outermost of nested ones."""
+    """The blocks of a model in order; of nested blocks only the outermost."""
     classes, found = set(blocks_of(model)), dict[str, nn.Module]()
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -198,5 +196,5 @@ def _linears_of_blocks(model: nn.Module, blocks: Sequence[str]) -> list[str]:
         if type(module) is nn.Linear and any(name.startswith(f"{block}.") for block in outer)
     ]  # fmt: skip
     if not names:
-        raise ValueError(f"{type(model).__name__}: no linear is found in its blocks ({', '.join(blocks) or 'none'})")
+        raise ValueError(f"{type(model).__name__}: no linear was found in the blocks ({', '.join(blocks) or 'none'})")
     return names

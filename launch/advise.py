@@ -134,8 +134,8 @@ def main(arguments: Sequence[str]) -> None:
     fit, refused = advise(options.config, own, options.world, options.board, options.recipes)
     if not fit:
         raise ValueError(
-            f"{options.config} fits on {options.world} x {options.board} in none of {len(refused)} settings; the first "
-            f"is rejected because {refused[0] if refused else 'no mesh divides the model'}: take more GPUs"
+            f"{options.config} does not fit on {options.world} x {options.board} in any of {len(refused)} settings; "
+            f"the first is rejected because {refused[0] if refused else 'no mesh divides the model'}: take more GPUs"
         )
     about = rates_of(options.board).about
     print(

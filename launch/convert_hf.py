@@ -94,7 +94,7 @@ def import_folder(folder: Path, out: Path) -> str:
         entry = found.get(theirs[name])
         if entry is None:
             raise ValueError(
-                f"{folder}: no tensor {theirs[name]} in its files, which a {model.family} of {CONFIG} has; "
+                f"{folder}: no tensor {theirs[name]} in the files, which a {model.family} with this {CONFIG} needs; "
                 f"use the complete folder of one model, weights and {CONFIG}"
             )
         if entry.shape != tuple(parameter.shape):
@@ -105,8 +105,8 @@ def import_folder(folder: Path, out: Path) -> str:
     used = {theirs[name] for name in tensors} | ({HEAD} if model.tie_embeddings else set())
     if over := sorted(name for name in found.keys() - used if not name.endswith(UNREAD)):
         raise ValueError(
-            f"{found[over[0]].file}: {over[0]} is no tensor that a {model.family} has here; choose a folder of a supported "
-            f"family, and merge adapters into the weights first"
+            f"{found[over[0]].file}: {over[0]} is not a tensor of {model.family} in dlp; choose a folder of a "
+            f"supported family, and merge adapters into the weights first"
         )
     _check_tied(model, found)
     text = start_config(model, folder, out, config)

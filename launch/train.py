@@ -119,9 +119,9 @@ def check_restarts(config: Config) -> None:
     resume, restarts = config.checkpoint.resume, int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     if resume != "auto" and restarts:
         raise ConfigError(
-            f"--checkpoint.resume {resume}: expected auto under torchrun --max-restarts {restarts}, which after a failure "
-            f"would start from there again and leave what was saved since; take another --run.dir, or no restarts for this "
-            f"start"
+            f"--checkpoint.resume {resume}: expected auto under torchrun --max-restarts {restarts}, since a restart "
+            f"after a failure would begin at this checkpoint again and ignore later checkpoints; choose another "
+            f"--run.dir, or start without restarts"
         )
 
 
@@ -187,7 +187,7 @@ def train(config: Config) -> None:
     except (NotFinite, LedgerError, SaveError, SentinelError) as error:
         refuse(str(error))
     except OSError as error:
-        refuse(f"{said(error)}; what was saved before stands")
+        refuse(f"{said(error)}; earlier checkpoints are not affected")
     except torch.OutOfMemoryError as error:
         print(
             sentence(error, trainer.place().text, trainer.run.path, peak_memory(trainer.built.device)), file=sys.stderr

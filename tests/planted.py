@@ -583,7 +583,9 @@ FAULTS = [
     Fault("loss of one rank", "tp2", "fp32", loss_of_one_rank, "", "loss", "values"),
     Fault("norm of one rank", "tp2", "fp32", local_norm, "", "gradient norm", "missing sum"),
     Fault("gradient not cleared", "tp2", "fp32", accumulated, "layers.1.self_attn.k_proj", "db", "not cleared", 2),
-    Fault("gradient of the step before", "tp2", "fp32", old_gradient, "layers.1.self_attn.v_proj", "dw", "stale value", 2),
+    Fault(
+        "gradient of the previous step"
+    , "tp2", "fp32", old_gradient, "layers.1.self_attn.v_proj", "dw", "stale value", 2),
     Fault("last microbatch dropped", "accumulate4", "fp32", wgrad(DOWN_1, _not_last_micro), DOWN_1, "dw", "missing microbatch"),
     Fault("wgrad is zero", "dp2", "fp32", wgrad(O_0, _zeroed), O_0, "dw", "zero"),
     Fault("bf16 in an fp32 sum", "tp2", "fp32", other_pass(DOWN_1, _rounded), DOWN_1, "y", "coarser rounding"),

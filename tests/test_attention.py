@@ -88,7 +88,7 @@ def train(**settings: Any) -> Train:
 @pytest.mark.parametrize(
     ("settings", "head_dim", "documents", "kind", "backend", "reason"),
     [
-        ({}, 128, False, "sm_90", "cudnn", "fastest by measurement"),
+        ({}, 128, False, "sm_90", "cudnn", "fastest backend in measurements"),
         ({"attention": "flash", "deterministic": True}, 128, False, "sm_90", "flash", "as set"),
         ({}, 128, False, "cpu", None, "on GPUs only"),
         ({}, 128, True, "sm_90", None, "reset_attention"),

@@ -143,16 +143,22 @@ H100 = table(
         (auto.Machine("sm_90"), None),
         (auto.Machine("sm_90", "h100"), None),
         (auto.Machine("sm_90", "NVIDIA H100 80GB HBM3", torch.__version__, auto.VERSION), None),
-        (auto.Machine("sm_90", "h200"), "its table is for NVIDIA H100 80GB HBM3, and this is h200"),
-        (auto.Machine("sm_90", "NVIDIA H200"), "its table is for NVIDIA H100 80GB HBM3, and this is NVIDIA H200"),
-        (auto.Machine("sm_90", "NVIDIA H100"), "its table is for NVIDIA H100 80GB HBM3, and this is NVIDIA H100"),
+        (auto.Machine("sm_90", "h200"), "the table is for NVIDIA H100 80GB HBM3, and this device is h200"),
+        (
+            auto.Machine("sm_90", "NVIDIA H200"),
+            "the table is for NVIDIA H100 80GB HBM3, and this device is NVIDIA H200",
+        ),
+        (
+            auto.Machine("sm_90", "NVIDIA H100"),
+            "the table is for NVIDIA H100 80GB HBM3, and this device is NVIDIA H100",
+        ),
         (
             auto.Machine("sm_90", "h100", "2.1"),
-            f"its table was measured under torch {torch.__version__}, and this is 2.1: measure again",
+            f"the table was measured with torch {torch.__version__}, and this is torch 2.1: measure again",
         ),
         (
             auto.Machine("sm_90", "h100", version=9),
-            "its table was measured under version 1, and this is 9: measure again",
+            "the table was measured with version 1, and this is version 9: measure again",
         ),
     ],
 )
@@ -163,7 +169,7 @@ def test_a_table_holds_for_the_machine_and_the_versions_it_was_measured_under(he
 def test_a_plan_for_another_board_does_not_use_a_table_and_says_so(tmp_path: Path) -> None:
     on, why = (
         {"device_type": "sm_90", "transport": "mapped"},
-        "its table is for NVIDIA H100 80GB HBM3, and this is h200",
+        "the table is for NVIDIA H100 80GB HBM3, and this device is h200",
     )
     assert overlaps_of(planned(H100, **on, board="h100"))[0] == named("chunked", "serial")
     plan = planned(H100, **on, board="h200")
@@ -203,9 +209,9 @@ def test_other_sizes_go_by_the_model() -> None:
     [
         (None, {}, "there is no table of times of CPU by any transport; dlp ships those of "),
         (MEASURED, {"batch": (2, 2048), "device_type": "sm_90", "transport": "mapped"},
-         "its table is for 2 cpu ranks by gloo, and this group is 2 sm_90 ranks by mapped"),
+         "the table is for 2 cpu ranks by gloo, and this group has 2 sm_90 ranks by mapped"),
         (table(row(DOWN._replace(recipe=recipes.load("bf16")), (1,) * 4, (1,) * 4)), {},
-         "its table has no times of fp8_current"),
+         "the table has no times of fp8_current"),
     ],
 )  # fmt: skip
 def test_without_times_all_is_serial_and_the_plan_says_why(times: Any, options: dict[str, Any], why: str) -> None:
@@ -349,5 +355,5 @@ def test_the_program_writes_a_table_that_plans_read(ranks, device_type: str, tmp
     assert progress[1].startswith("1/1  ROW_SP 32 x 32 -> 16 bf16: fprop serial ") and "| dgrad serial " in progress[1]
     assert progress[-1] == f"written to {file}: [mesh] overlap_table = '{file}'"
     (refused, _) = ranks(2).run(tuned, tmp_path / "none", 1)
-    assert refused == (2, "tp is 1: no layer of tiny sends anything over it; set --mesh.tp\n")
+    assert refused == (2, "tp is 1: no layer of tiny communicates over tp; set --mesh.tp\n")
     assert not (tmp_path / "none").exists()

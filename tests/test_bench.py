@@ -65,7 +65,10 @@ def test_shapes_are_for_parts_that_take_them(quick: list[str], calls: Calls, tmp
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["host", "--shapes", *SHAPES], "--shapes: none of host takes shapes; leave it away, or add gemm or linear"),
+        (
+            ["host", "--shapes", *SHAPES],
+            "--shapes: none of host takes shapes; leave --shapes out, or add gemm or linear",
+        ),
         (["--shapes", "8192x4096"], "argument --shapes: invalid shape value: '8192x4096'"),
         (["linears"], "unknown part linears: the parts are host, quantize, producers, gemm, linear, boundary"),
     ],
@@ -174,5 +177,5 @@ def test_one_rank_has_nobody_to_send_to(program: Any, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(program, "refuse", refused)
     monkeypatch.setattr(program, "world_size", lambda: 1)
-    with pytest.raises(SystemExit, match=r"^2: 1 rank has nothing to .*; start 2 or more"):
+    with pytest.raises(SystemExit, match="^2: one rank has nothing to .*; start 2 or more"):
         program.main([])

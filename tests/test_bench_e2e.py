@@ -50,8 +50,8 @@ def test_names_in_parts() -> None:
         ("fp8_current:grph", "cuda", "unknown suffix :grph; a recipe takes :hp_gather, :eager, a peer :graph"),
         ("bf16:graph", "cuda", "unknown suffix :graph; a recipe takes :hp_gather, :eager, a peer :graph"),
         ("peer_bf16:graph", "cpu", "a CUDA graph needs GPUs, and the ranks are on CPUs; leave :graph out"),
-        ("peer_tensorwise", "cuda", "torchao is not installed; install it, or leave this subject away"),
-        ("peer_rowwise", "cuda", "torchao is not installed; install it, or leave this subject away"),
+        ("peer_tensorwise", "cuda", "torchao is not installed; install torchao, or leave this subject out"),
+        ("peer_rowwise", "cuda", "torchao is not installed; install torchao, or leave this subject out"),
     ],
 )
 def test_what_cannot_be_measured(name: str, device: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_torchao_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--subjects", "bf16,fp8_current:grph"], "--subjects fp8_current:grph: unknown suffix :grph"),
         (["--steps", "0"], "--steps: expected an integer >= 1, got 0\n"),
         (["--warmup", "-1"], "--warmup: expected an integer >= 0, got -1\n"),
-        (["--where"], "--where lists the kernels of GPUs, and this runs on the CPU: leave it away\n"),
+        (["--where"], "--where lists the kernels of GPUs, and this program runs on the CPU: leave --where out\n"),
     ],
 )
 def test_a_refusal_is_a_sentence_and_nothing_runs(

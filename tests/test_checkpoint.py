@@ -70,7 +70,7 @@ def test_auto_is_the_finished_one_with_the_highest_step(tmp_path):
 def test_a_stray_entry_that_is_named_like_the_newest_checkpoint_is_refused(tmp_path, kind):
     stray = tmp_path / "step-8"
     stray.write_text("") if kind == "file" else stray.symlink_to(tmp_path / "gone")
-    sentence = f"^{stray} is foreign: it is no folder, and named like the newest checkpoint; rename or remove it"
+    sentence = f"^{stray} is foreign: a file with the name of the newest checkpoint; rename or remove it"
     with pytest.raises(CheckpointError, match=f"{sentence}$"):
         resolve("auto", tmp_path)
     six = make(tmp_path, 6)
@@ -87,7 +87,7 @@ def test_a_whole_checkpoint_is_read(tmp_path):
 
 def test_torn_ones_are_refused_by_name(tmp_path):
     path = make(tmp_path, 100)
-    way_out = "use --checkpoint.resume none to start anew"
+    way_out = "use --checkpoint.resume none to start again"
     (path / "manifest.json").write_text('{"format": "dlp ch')
     assert refusal(path).startswith(f"{path} is torn: manifest.json is not JSON (Unterminated string")
     (path / "manifest.json").write_bytes(b"\xff")
@@ -106,7 +106,7 @@ def test_damaged_files_are_found_by_size_and_hash(tmp_path):
     file, files = path / "__0_0.distcp", read_manifest(path)["files"]
     assert damage(path, files, files) is None
     file.write_bytes(b"0122")
-    assert damage(path, files, files) == "__0_0.distcp has not the hash it was written with"
+    assert damage(path, files, files) == "__0_0.distcp has another hash than the manifest states"
     assert damage(path, files, ()) is None, "another rank's share"
     file.write_bytes(b"012")
     assert damage(path, files, ()) == "__0_0.distcp has 3 bytes, expected 4 bytes"
@@ -183,7 +183,7 @@ def test_the_way_out_names_the_checkpoint_before(tmp_path):
     assert f"use --checkpoint.resume {tmp_path}/step-100 to continue from that one, or" not in refusal(tmp_path)
     assert f"use --checkpoint.resume {tmp_path}/step-100 to continue" in refusal(tmp_path / "step-1000")
     assert f"use --checkpoint.resume {tmp_path}/step-20 to continue" in refusal(tmp_path / "step-100")
-    assert "; use --checkpoint.resume none to start anew" in refusal(tmp_path / "step-20")
+    assert "; use --checkpoint.resume none to start again" in refusal(tmp_path / "step-20")
 
 
 def test_changed_settings_are_named_and_those_of_the_folder_are_not():

@@ -166,7 +166,7 @@ llama3_1b
 --groups.edges.name default
     tiny.toml: [[groups]] name: expected names that differ, got default, default
 --train.recompute_every 2
-    tiny.toml: [train] recompute_every: expected 1 while checkpointing = "none" runs no block again, got 2; set...
+    tiny.toml: [train] recompute_every: expected 1 with checkpointing = "none", which recomputes no block, got 2; set...
 --train.profile 6 --train.steps 5
     tiny.toml: [train] profile: expected one of the 5 steps, or 0, got 6
 --train.cuda_graph true --groups.default.stats true
@@ -322,8 +322,9 @@ def test_restarts_that_would_begin_anew_are_refused(resume: str, monkeypatch: py
     with pytest.raises(ConfigError) as caught:
         check_restarts(load("tiny", [f"--checkpoint.resume={resume}"]))
     assert str(caught.value) == (
-        f"--checkpoint.resume {resume}: expected auto under torchrun --max-restarts 3, which after a failure would start from "
-        f"there again and leave what was saved since; take another --run.dir, or no restarts for this start"
+        f"--checkpoint.resume {resume}: expected auto under torchrun --max-restarts 3, since a restart after a failure "
+        f"would begin at this checkpoint again and ignore later checkpoints; choose another --run.dir, or start "
+        f"without restarts"
     )
 
 

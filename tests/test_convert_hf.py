@@ -156,20 +156,20 @@ def nan_at_the_end(tensor: Tensor) -> Tensor:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], str]] = {
-    "tensor": (lambda f: without(f, "model.norm.weight"), {}, "published: no tensor model.norm.weight in its files, which"),
+    "tensor": (lambda f: without(f, "model.norm.weight"), {}, "published: no tensor model.norm.weight in the files, which"),
     "file": (lambda f: next(f.glob("*00002*")).unlink(), {}, "00002-of-00004.safetensors: no such file, but model.safet"),
     "cut": (cut, {}, "00002-of-00004.safetensors: damaged or no safetensors ("),
-    "promised": (renamed, {}, "no tensor model.layers.7.norm.weight in it, which model.safetensors.index.json promises"),
-    "pickle": (pickled, {}, "in it (pytorch_model.bin); weights are read from safetensors alone"),
+    "promised": (renamed, {}, "no tensor model.layers.7.norm.weight in this file, although model.safetensors.index.json"),
+    "pickle": (pickled, {}, "in it (pytorch_model.bin); only weights in safetensors can be read"),
     "config": (lambda f: (f / "config.json").unlink(), {}, "config.json: No such file or directory; expected a folder of"),
     "shape": (None, {"intermediate_size": 256}, "mlp.gate_proj.weight is [128, 64], and config.json makes it [256, 64]"),
-    "left over": (None, {"num_hidden_layers": 1}, ": model.layers.1.input_layernorm.weight is no tensor that a llama has"),
+    "left over": (None, {"num_hidden_layers": 1}, ": model.layers.1.input_layernorm.weight is not a tensor of llama"),
     "family": (None, {"model_type": "gpt2"}, "model_type is 'gpt2', expected one of llama, mistral, qwen2, qwen3"),
     "bias": (None, {"attention_bias": True}, "config.json: attention_bias is True, but models here have False"),
-    "positions": (None, {"rope_scaling": {"type": "longrope"}}, "scaled by rope_type 'longrope', expected one of linear"),
-    "turned by default": (None, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but here heads turn whole"),
+    "positions": (None, {"rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope', expected one of linear"),
+    "turned by default": (None, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but models here rotate"),
     "turned": (None, {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
-               "partial_rotary_factor is 0.5, but here heads turn whole"),
+               "partial_rotary_factor is 0.5, but models here rotate"),
     "quantized": (None, {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}, but models here have"),
     "not finite": (lambda f: changed(f, "model.layers.1.mlp.up_proj.weight", nan_at_the_end), {},
                    "safetensors: 64 of 8192 elements of model.layers.1.mlp.up_proj.weight are NaN or Inf; get the file again"),
@@ -177,7 +177,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], str]] 
                      "lm_head.weight is not model.embed_tokens.weight, but config.json says tie_word_embeddings; set that"),
     "table": (None, {"rope_parameters": [1]}, "rope_scaling and rope_parameters: expected tables, got [{}, [1]]"),
     "lacking": (None, {"num_hidden_layers": None, "hidden_size": None},
-                "no num_hidden_layers, hidden_size in it; fetch it again"),
+                "num_hidden_layers, hidden_size missing; fetch the file again"),
     "text": (None, {"hidden_size": "64", "head_dim": None}, "config.json: [model] hidden: expected an integer >= 1, got '64'"),
     "number": (None, {"vocab_size": 0}, "config.json: [model] vocab: expected an integer >= 1, got 0"),
 }  # fmt: skip
@@ -194,18 +194,18 @@ CONFLICTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "tables differ": ("qwen2", {"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 2.0}},
                       "factor has different values: rope_scaling.factor = 4.0, rope_parameters.factor = 2.0; leave the wrong"),
     "no type": ("llama", {"rope_scaling": {"factor": 2.0}},
-                "rope_type is None, which scales no positions, but its table has factor"),
-    "no scaling": ("llama", {"rope_scaling": {"type": "default", "factor": 2.0}}, "rope_type is 'default', which scales no"),
+                "rope_type is None, which does not scale positions, but the table has factor"),
+    "no scaling": ("llama", {"rope_scaling": {"type": "default", "factor": 2.0}}, "rope_type is 'default', which does not"),
     "context twice": ("qwen2", {"rope_scaling": YARN, "original_max_position_embeddings": 64},
                       "original_max_position_embeddings has different values: rope_scaling.original_max_position_embeddings"),
     "turned twice": ("llama", {"partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}},
                      "partial_rotary_factor has different values: rope_parameters.partial_rotary_factor = 0.5, partial_rotary"),
     "unrounded": ("qwen2", {"rope_scaling": {**YARN, "truncate": False}},
-                  "rope_type 'yarn' has truncate = False, with which models here do not compute; choose another model"),
-    "mscale": ("llama", {"rope_scaling": {**YARN, "mscale": 1.0}}, "rope_type 'yarn' has mscale = 1.0, with which models"),
+                  "rope_type 'yarn' has truncate = False, which models here do not support; choose another model"),
+    "mscale": ("llama", {"rope_scaling": {**YARN, "mscale": 1.0}}, "rope_type 'yarn' has mscale = 1.0, which models"),
     "no factor": ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn' has no factor in its table; fetch"),
     "positions by kind": ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-                          "full_attention have positions of their own, but models here have one kind of positions in all"),
+                          "full_attention have separate settings of positions, but models here have one setting for all"),
     "heads": ("llama", {"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide num_attention_heads = 4"),
     "another class": ("llama", {"architectures": ["MistralForCausalLM"]},
                       "model_type llama is read as LlamaForCausalLM, but architectures is ['MistralForCausalLM']; set the"),
@@ -404,11 +404,13 @@ def test_what_a_run_cannot_start_from_is_refused_by_name(ranks: Any, tmp_path: P
         return found
 
     sentence = why(f"--train.init_from={ours}")
-    assert sentence.startswith(f"{data} is of another tokenizer than the model of {ours} has learned: bytes in place")
+    assert sentence.startswith(
+        f"{data} was prepared with another tokenizer than the training data of {ours}: bytes instead"
+    )
     assert "[model] ffn is 128, this run's is 256; name another checkpoint, or make it again" in why(
         f"--train.init_from={ours}", "--model.ffn=256"
     )
-    assert "holds weights alone: name it as [train] init_from" in why(f"--checkpoint.resume={ours}")
+    assert "has only weights: set [train] init_from" in why(f"--checkpoint.resume={ours}")
     (ours / "__0_0.distcp").unlink()
     torn = why(f"--train.init_from={ours}")
     assert "is torn: __0_0.distcp is missing" in torn and torn.rstrip().endswith(
@@ -425,7 +427,7 @@ def test_weights_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
         manifest.CheckpointError, match=r"its tensor lm_head.weight is \[384, 64\], and this model's is \[3\]; choose a"
     ):
         reader.read({"lm_head.weight": torch.empty(3)})
-    with pytest.raises(manifest.CheckpointError, match="it has no tensor lm_head.bias, which this model has"):
+    with pytest.raises(manifest.CheckpointError, match="no tensor lm_head.bias, which this model has"):
         reader.read({"lm_head.bias": torch.empty(3)})
 
 

@@ -432,7 +432,7 @@ def test_sources_of_different_tokenizers_are_refused(corpus: dict[str, Path], tm
     prepare(corpus, tmp_path / "b", validation=0.3)
     opened = open_sources(sources, 257)
     assert list(opened.weights) == [tmp_path / "a", tmp_path / "b"] and len(opened.train) == 2
-    with pytest.raises(ValueError, match="expected folders that differ, got "):
+    with pytest.raises(ValueError, match="expected different folders, got "):
         open_sources([sources[0], sources[0]], 257)
     prepare(corpus, tmp_path / "c", validation=0.3, tokenizer=replace(BYTES, name="other", digest="12"))
     with pytest.raises(

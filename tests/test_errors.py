@@ -25,10 +25,10 @@ PAGE = ROOT / "docs" / "errors.md"
 OURS = ("AssertionError", "NotImplementedError")  # mistakes in dlp, not of its users
 FOLDERS = ("dlp", "launch", "bench")
 VERBS = (
-    "add ask attach build call check choose construct convert copy correct create cut declare decode disable encode "
-    "exclude export fetch get give install leave let load make match merge move name norm omit pad parametrize pass pip "
-    "prepare quantize quote register remove rename repeat replace restore resume return save set shard split start step take "
-    "untie use wait write"
+    "add ask assign attach begin build call check choose construct convert copy correct create cut declare decode "
+    "dequantize disable drop encode exclude export fetch get give install leave let load make match merge move name "
+    "norm omit pad parametrize pass pip prepare quantize quote register remove rename repeat replace restore resume "
+    "return save set shard split start step take untie use wait write"
 )
 WAY_OUT = re.compile(
     rf"[;:.] (or )?(to [\w ]+, )?({VERBS.replace(' ', '|')})\b"
@@ -117,7 +117,7 @@ def test_no_row_repeats_what_its_message_says():
 @pytest.mark.parametrize(
     ("message", "says"),
     [
-        ("…: x lies on … and its parameters on …: move one of them", True),
+        ("…: x is on … and the parameters are on …: move x or the layer", True),
         ("amax_group must be auto or tp; got …", True),
         ("…: it lies in this folder; to continue from it, choose another --run.dir", True),
         ("world size … is not …", False),

@@ -184,7 +184,7 @@ def test_it_writes_what_reading_all_again_would_write(ranks, checkpoint):
     assert drawn[0][0] == drawn[0][1] != drawn[1][0] == drawn[1][1]
     assert "batches of 8: ask for fewer --batches" in ranks(1).run(too_many, path)[0]
     said = ranks(1).run(other_tokenizer, path)[0]
-    assert "bytes in place of a file whose SHA-256 begins 0123456789abcdef" in said
+    assert "bytes instead of a file whose SHA-256 begins 0123456789abcdef" in said
 
 
 def ends(path: str, tp: int) -> tuple[list[int], list[int], list[int], int]:

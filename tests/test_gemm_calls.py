@@ -153,7 +153,7 @@ def test_casts_of_fp16_are_in_the_plan_of_a_gpu():
 
 def test_a_layer_refuses_tensors_that_lie_elsewhere():
     linear = dlp.Linear(64, 64, recipe="fp8_current")
-    with pytest.raises(ValueError, match="x lies on meta and its parameters on cpu: move one of them"):
+    with pytest.raises(ValueError, match="x is on meta and the parameters are on cpu: move x or the layer"):
         linear(torch.ones(32, 64, device="meta"))
 
 

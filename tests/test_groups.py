@@ -245,6 +245,8 @@ def test_a_graph_is_compiled_for_each_switch(option):
 
 def test_a_switch_that_a_style_cannot_have_is_off_and_the_plan_says_why():
     asked, row, summed = LayerOptions(delay_wgrad=True), style("row", True), style("local", True)
-    assert asked.settled(row).delay_wgrad is True and asked.notes(row) == ("wgrad waits for dlp.backward_dw",)
+    assert asked.settled(row).delay_wgrad is True and asked.notes(row) == ("wgrad is delayed until dlp.backward_dw",)
     assert asked.settled(summed).delay_wgrad is False
-    assert asked.notes(summed) == ("wgrad does not wait: it is a part of a sum over tp that the end of backward makes",)
+    assert asked.notes(summed) == (
+        "wgrad is not delayed: the partial weight gradient is summed over tp at the end of backward",
+    )

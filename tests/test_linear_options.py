@@ -56,7 +56,7 @@ def test_x_that_is_kept_as_it_is_gives_the_same_bits(recipe):
 def test_the_plan_says_what_x_takes_and_what_its_operand_took():
     group = dlp.LayerGroup("all", "0", recipe="fp8_current", save_original_input=True)
     (row,) = dlp.make_plan(nn.Sequential(nn.Linear(64, 64)), [group], 1).layers
-    assert "x is kept as it is, and quantized again in backward" in row.notes
+    assert "x is saved in high precision, and quantized again in backward" in row.notes
     assert any("the quantized operand would take 1.00" in note for note in row.notes), row.notes
 
 
@@ -66,7 +66,7 @@ def test_bias_comes_beside_y_and_learns_from_who_adds_it():
         assert_close(got, expected, 1e-6)
     made = layer(return_bias=True)
     y, bias = made(X)
-    assert_bit_equal(y, X @ made.weight.t(), "y without its bias")
+    assert_bit_equal(y, X @ made.weight.t(), "y before the bias is added")
     assert_bit_equal(bias, made.bias, "the bias")
     assert bias.data_ptr() != made.bias.data_ptr(), "FSDP may free what it has gathered"
     y.sum().backward()
@@ -99,7 +99,9 @@ def test_choices_that_exclude_each_other(choice, message):
 
 
 def test_delayed_scales_without_a_step_boundary_have_no_second_cast():
-    with pytest.raises(ValueError, match="Linear: fp8_delayed has other scales in backward .* call dlp.attach"):
+    with pytest.raises(
+        ValueError, match="scales of fp8_delayed differ between forward and backward, .* call dlp.attach"
+    ):
         layer(recipe="fp8_delayed", save_original_input=True)(X)
 
 

@@ -104,7 +104,7 @@ def test_arguments_go_on_to_training(machine, capsys):
         ),
         (
             ["--train.optimizer=adamw4bit"],
-            "tiny.toml: [train] optimizer: 'adamw4bit' keeps its averages as torchao does, ",
+            "tiny.toml: [train] optimizer: 'adamw4bit' stores averages in encodings of torchao, ",
         ),
         (['--run.metrics=["wandb"]'], "[run] metrics: wandb needs the package wandb, which is not installed"),
         (["--data.path=nowhere"], "nowhere: the folder has no train-*.shard; create shards with"),

@@ -146,8 +146,8 @@ def test_a_step_is_one_graph(ao, name):
         ((15, 256), (1, 1), "fewer than 4096 elements on a rank"),
         ((16, 256), (2, 1), "fewer than 4096 elements on a rank"),
         ((129, 1024), (2, 1), "cut unevenly into 2"),
-        ((64, 256), (1, 2), "rows of 128 elements on a rank, no multiple of 256"),
-        ((64, 384), (1, 1), "rows of 384 elements on a rank, no multiple of 256"),
+        ((64, 256), (1, 2), "rows of 128 elements on a rank, not a multiple of 256"),
+        ((64, 384), (1, 1), "rows of 384 elements on a rank, not a multiple of 256"),
     ],
 )
 def test_no_block_leaves_its_row_or_its_rank(shape, shards, reason):
@@ -185,8 +185,8 @@ def test_a_plan_says_which_averages_are_in_few_bits():
     assert lines("--train.optimizer=adamw8bit") == [
         "adamw8bit: averages of 966,656 of a rank's 1,033,344 parameters in blocks of 256; 2.5 MB, where fp32 takes 8.3 MB",
         "adamw8bit: fp32 averages for model.layers.0.input_layernorm.weight and 8 more: fewer than 4096 elements on a rank",
-        "adamw8bit: fp32 averages for model.layers.0.self_attn.o_proj.weight and 3 more: rows of 128 elements on a rank, no "
-        "multiple of 256",
+        "adamw8bit: fp32 averages for model.layers.0.self_attn.o_proj.weight and 3 more: rows of 128 elements on a "
+        "rank, not a multiple of 256",
     ]
 
 

@@ -41,7 +41,7 @@ def test_x_that_holds_no_floats_is_refused_by_codes_and_by_layers(dtype: torch.d
 def test_codes_are_not_loaded_as_values(dtype: torch.dtype):
     model = layer("fp8_current")
     with pytest.raises(
-        ValueError, match=rf"0.weight: the tensor to load holds {dtype}, codes .*: convert them to bf16"
+        ValueError, match=rf"0.weight: the tensor to load has dtype {dtype}, and codes .*: dequantize to bf16"
     ):
         model.load_state_dict({"0.weight": X.repeat(8, 1).to(dtype)}, strict=False)
 
@@ -71,7 +71,7 @@ def test_a_file_of_codes_has_no_nan(recipe: str):
     floats = [name for name, part in names.items() if part.is_floating_point() or name == "scale_e8m0"]
     for part in floats:
         with pytest.raises(
-            ValueError, match=rf"0.weight.{part} has NaN or Inf, which would be in every y: save the codes"
+            ValueError, match=f"0.weight.{part} has NaN or Inf, which would spread to every y: save the codes"
         ):
             load_codes(recipe, part, to_nan)
     assert [each for each in floats if each != "codes"], "a scale"
@@ -127,7 +127,7 @@ def test_values_with_nan_become_no_codes_of_a_held_weight():
         model = layer("fp8_current")
     dlp.attach(model, dlp.with_master_weights(model, lambda parameters: torch.optim.SGD(parameters, 0.1)))
     y, state = model(X), dlp.state_dict(model)
-    with pytest.raises(ValueError, match=r"0.weight: its weight has NaN or Inf, which codes would hide: restore"):
+    with pytest.raises(ValueError, match="0.weight: the weight has NaN or Inf, which codes would hide: restore"):
         model.load_state_dict({"0.weight": torch.full((64, 64), torch.nan)}, strict=False)
     for wrong, said in (
         (state["masters.0"] * torch.nan, "masters.0 must be finite floats: restore"),

@@ -32,7 +32,7 @@ def foreign_swaps(_: object) -> None:
 
 
 PROVOKED: list[tuple[Callable[[pytest.MonkeyPatch], object], str]] = [
-    (one_gpu, "local rank 1 has no GPU of its own, this machine has 1; start fewer ranks"),
+    (one_gpu, "local rank 1 has no GPU, since this machine has 1; start fewer ranks"),
     (
         lambda _: dlp.LayerGroup("a", "layers..up", recipe="bf16"),
         "pattern 'layers..up' has an empty component: write the dots between names only",

@@ -143,7 +143,7 @@ def test_a_plan_shows_fused_blocks_and_refuses_what_they_cannot_be() -> None:
     assert "o_proj | + x | post_attention_layernorm" in plan_text(load("tiny", ["--model.fused=true"]), 2, "cpu")
     config = load("tiny", ["--model.fused=true"])
     apart = replace(config.groups[0], name="own", match=["layers.*.self_attn.{q,k,v}_proj"], siblings=False)
-    with pytest.raises(ValueError, match="a Linear is no linear that dlp.convert made"):
+    with pytest.raises(ValueError, match="a Linear is not a converted linear"):
         ops.Converted(torch.nn.Linear(8, 8))
     with pytest.raises(ValueError, match="q_proj: its groups set siblings = false, and a fused block quantizes x once"):
         plan_for(replace(config, groups=[*config.groups, apart]), 2, "cpu")

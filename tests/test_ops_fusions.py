@@ -110,7 +110,9 @@ def test_extra_tensors_pass_groups_in_their_order():
     assert_bit_equal(second, (x + a).tanh() + b)
     assert_bit_equal(y, 2 * second)
     for given in ((a,), (a, b, b)):
-        with pytest.raises(ValueError, match=f"its ops take 2 extra inputs; got {len(given)}: pass those of all ops"):
+        with pytest.raises(
+            ValueError, match=f"the ops take 2 extra inputs; got {len(given)}: pass the extra inputs of all ops"
+        ):
             model(x, *given)
 
 

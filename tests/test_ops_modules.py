@@ -34,7 +34,7 @@ def test_a_transformer_layer_is_that_of_torch():
     expected.backward(values(2, 2, 16, H))
     same({"y": y, "dx": x.grad}, {"y": expected, "dx": other.grad})  # type: ignore[dict-item]
     assert_close(layer(x.flatten(0, 1), batch=2), y.flatten(0, 1), 1e-6)
-    with pytest.raises(ValueError, match="pass batch=B"):
+    with pytest.raises(ValueError, match="with batch=B"):
         layer(x.flatten(0, 1))
     with pytest.raises(ValueError, match="choose num_gqa_groups"):
         ops.TransformerLayer(H, FFN, 4, 3)
@@ -107,7 +107,7 @@ def test_states_of_transformer_engine_load_and_go_back(make: Any, names: str, ne
     weight = prefix + next(
         name for name in names.split() if not name.endswith("layer_norm_weight") and "bias" not in name
     )
-    with pytest.raises(ValueError, match=rf"^{weight} is \(3, 2\); here it must be \(\d+, 32\)"):
+    with pytest.raises(ValueError, match=rf"^{weight} has shape \(3, 2\); expected \(\d+, 32\)"):
         ops.from_te(models[0], state | {weight: torch.zeros(3, 2)})
 
 

@@ -143,7 +143,7 @@ def test_collectives_of_the_users_are_those_of_the_linear_beside(recipe: str, ra
     fused, basic = (ranks(2).run(explicit, recipe, basic) for basic in (False, True))
     for (found, sent, plan), (expected, nothing, _) in zip(fused, basic, strict=True):
         if recipe == "fp8_delayed":
-            assert "AllReduce: delayed scales of a linear without tensor_parallel_group are its own rank's" in plan
+            assert "AllReduce: delayed scales of a linear without tensor_parallel_group differ between ranks" in plan
         else:
             assert (
                 "GatheredLinear[AllGather, Linear, Bias] | SwiGLU | ReducedLinear[BasicLinear, ReduceScatter, Bias]"
@@ -199,7 +199,7 @@ def without_a_group() -> str:
 def test_a_mode_without_a_group_is_refused_where_there_are_ranks(ranks: Any):
     """Elsewhere it means all ranks; here it would silently be a layer that is whole."""
     for said in ranks(2).run(without_a_group):
-        assert said.startswith('tensor_parallel_mode "row" without tensor_parallel_group, of 2 ranks: pass those that')
+        assert said.startswith('tensor_parallel_mode "row" needs a tensor_parallel_group with 2 ranks: pass the ranks')
 
 
 def returned_bias() -> tuple[Tensor, Tensor]:
@@ -270,7 +270,7 @@ def test_codes_that_came_are_gathered_as_they_are(recipe: str, ranks: Any):
             and not any("hp" in s for s in sent)
         )
         if recipe == "fp8_current":
-            assert "its ranks must share its scales" in said and "give Quantize process_group=" in said
+            assert "the ranks must share scales" in said and "give Quantize process_group=" in said
         else:  # a scale of each block is a rank's own
             assert said == ""
 
@@ -290,7 +290,7 @@ def refused() -> list[str]:
 @pytest.mark.ranks(2)
 def test_one_tensor_in_halves_is_refused_where_tp_cuts_it(ranks: Any):
     for said in ranks(2).run(refused):
-        assert all("make it siblings, Linear(in_features, (gate, up))" in each for each in said)
+        assert all("construct siblings, Linear(in_features, (gate, up))" in each for each in said)
 
 
 class Residual(nn.Module):
@@ -348,7 +348,7 @@ def programs_on_shards() -> list[str]:
         model, alone = program(), program()
         alone.load_state_dict(model.state_dict())
         if codes_only(model):
-            with pytest.raises(ValueError, match=r"Linear: its weight is held as codes only, .* by ignored_params"):
+            with pytest.raises(ValueError, match="Linear: the weight is quantized-only, .* by ignored_params"):
                 dlp.fully_shard(model, mesh=mesh)
         for part in (*model.children(), model):
             dlp.fully_shard(part, mesh=mesh, ignored_params=codes_only(model))
@@ -366,9 +366,7 @@ def programs_on_shards() -> list[str]:
             found.append({"y": y.detach(), "dx": x.grad} | grads)
         its, expected = found
         plans = [str(part.plan()) for part in model.modules() if isinstance(part, ops.Sequential)]
-        wrong += (
-            [] if name != "a_sequence" or "1 (FSDPLinear): sharded by itself: it ends a group" in plans[0] else plans
-        )
+        wrong += [] if name != "a_sequence" or "1 (FSDPLinear): an FSDP unit ends a group" in plans[0] else plans
         wrong += [f"{name} {key}" for key in expected if key not in its or not torch.equal(its[key], expected[key])]
     return wrong
 
@@ -479,7 +477,7 @@ ON_SHARDS = [
     Shards(lambda column, row: [ops.GELU(), row()], "ReducedLinear[Linear, ReduceScatter, Bias]", features=True),
     Shards(
         lambda column, row: [ops.MakeExtraOutput(in_place=True), row(bias=False)],
-        "MakeExtraOutput, Linear: its sum over tp is an op behind it", features=True,
+        "MakeExtraOutput, Linear: the linear is fused with the sum over tp", features=True,
     ),
     Shards(
         lambda column, row: [ops.MakeExtraOutput(in_place=True), column(bias=False)],

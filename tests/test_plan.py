@@ -139,8 +139,8 @@ def test_sequence_parallel_layers_are_marked():
 @pytest.mark.parametrize(
     ("groups", "options", "message"),
     [
-        ([QKV], {"tp": 3}, "layers.0.attn.q_proj: COLUMN cuts out_features 64 over tp 3, which does not divide it"),
-        ([OUT], {"tp": 3}, "layers.0.attn.o_proj: ROW cuts in_features 64 over tp 3, which does not divide it"),
+        ([QKV], {"tp": 3}, "layers.0.attn.q_proj: COLUMN shards out_features over tp 3, which does not divide 64"),
+        ([OUT], {"tp": 3}, "layers.0.attn.o_proj: ROW shards in_features over tp 3, which does not divide 64"),
         (
             [{"name": "v", "match": ["embed"], "style": "column"}],
             {"tp": 5},

@@ -29,7 +29,8 @@ def test_an_index_that_names_what_is_not_there(tmp_path: Path):
     index = tmp_path / safetensors_folder.INDEX
     index.write_text(json.dumps({"weight_map": {"b": "one.safetensors"}}))
     with pytest.raises(
-        ValueError, match="no tensor b in it, which model.safetensors.index.json promises; fetch the folder again"
+        ValueError,
+        match="no tensor b in this file, although model.safetensors.index.json lists it; fetch the folder again",
     ):
         safetensors_folder.entries(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "../one.safetensors"}}))
@@ -44,7 +45,7 @@ def test_a_state_that_no_saved_dataset_has(tmp_path: Path):
 
 
 def test_codes_of_no_encoding():
-    with pytest.raises(ValueError, match=r"codes \[3\] with scales \[2\] are of no encoding in "):
+    with pytest.raises(ValueError, match=r"codes \[3\] with scales \[2\] match no encoding in "):
         encoding_of(torch.zeros(3, dtype=torch.uint8), torch.zeros(2))
 
 

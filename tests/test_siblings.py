@@ -126,7 +126,7 @@ def test_in_inference_mode_all_are_computed_once(three):
 
 def test_another_tensor_is_refused_by_name(three):
     three.q(values(0))
-    with pytest.raises(ValueError, match="k: siblings must read the same tensor, but this one got another"):
+    with pytest.raises(ValueError, match="k: siblings must read the same tensor, but x differs"):
         three.k(values(0))
 
 

@@ -132,7 +132,7 @@ def test_advice_is_ranked_and_names_what_does_not_fit(capsys):
     advise.main(["llama3_1b", "--world", "2", "--board", "h200", "--show", "1", *arguments])
     said = capsys.readouterr().out
     assert "settings fit" in said and "--plan --world 2 --device h200" in said
-    with pytest.raises(ValueError, match="fits on 1 x h200 in none of .*: take more GPUs"):
+    with pytest.raises(ValueError, match="does not fit on 1 x h200 in any of .*: take more GPUs"):
         advise.main(["llama3_70b", "--world", "1", "--board", "h200"])
 
 

@@ -54,7 +54,7 @@ def test_there_are_six():
 
 
 def test_an_unknown_style_is_refused():
-    with pytest.raises(ValueError, match="unknown parallel style 'diagonal': it is one of local, column, row"):
+    with pytest.raises(ValueError, match="unknown parallel style 'diagonal': choose from local, column, row"):
         style("diagonal", False)
 
 
@@ -72,6 +72,6 @@ def test_an_indivisible_size_names_the_layer_the_numbers_and_the_way_out(name, f
     with pytest.raises(ValueError) as error:
         shard_sizes(row, 6, 10, 4, "layers.0.mlp.up_proj")
     assert str(error.value) == (
-        f"layers.0.mlp.up_proj: {row.name} cuts {feature} {size} over tp 4, which does not divide it; choose a tp that does, "
-        f"or style = 'local' for this layer"
+        f"layers.0.mlp.up_proj: {row.name} shards {feature} over tp 4, which does not divide {size}; "
+        f"choose a tp that divides {feature}, or style = 'local' for this layer"
     )

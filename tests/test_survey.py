@@ -89,9 +89,9 @@ LEAVE = "leave the module out by a layer group with convert = false"
         (LoRA(), "a LoRA is not exactly nn.Linear, and conversion would replace its own forward: " + LEAVE),
         (FakeQuantized(16, 16), "a FakeQuantized is not exactly nn.Linear"),
         (nn.LazyLinear(16), "the parameter has no shape yet: call the model once before dlp.convert"),
-        (changed(nn.utils.parametrizations.weight_norm), "its weight is parametrized, as by weight_norm; torch.nn.utils."),
-        (changed(nn.utils.parametrizations.spectral_norm), "its weight is parametrized"),
-        (changed(nn.utils.spectral_norm), "its weight is no parameter but computed by a hook"),
+        (changed(nn.utils.parametrizations.weight_norm), "weight is parametrized, for example by weight_norm; call torch."),
+        (changed(nn.utils.parametrizations.spectral_norm), "weight is parametrized"),
+        (changed(nn.utils.spectral_norm), "the weight is computed by a hook"),
         (changed(patched), "its forward was replaced on the instance; replace it after dlp.convert, or " + LEAVE),
         (changed(own_parameter), "the parameter is a Mine, which conversion would replace by a plain parameter; " + LEAVE),
         (changed(with_gradient), "the parameter has a gradient, which would be lost; call optimizer.zero_grad() before "

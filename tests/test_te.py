@@ -214,7 +214,7 @@ def test_parameters_are_split_by_name(split: Any):
         layer.load_state_dict(ops.from_te(layer, ops.to_te(layer)))
     y, bias = te.Linear(H, 32, parameters_split=split, return_bias=True)(x)
     assert y.shape == (M, 32) and bias.shape == (32,)
-    with pytest.raises(ValueError, match="does not make up out_features 33"):
+    with pytest.raises(ValueError, match="does not add up to out_features 33"):
         te.Linear(H, 33, parameters_split=split)
 
 

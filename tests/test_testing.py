@@ -136,12 +136,12 @@ class In(CurrentScaling):
 
 PLANTED = {
     "scale": (WrongScale(), "basic: SQNR of values is 2.* dB, below the floor of 30.0"),
-    "strides": (Strided(), "basic: parts .'codes'. of a matrix that lies transposed are not contiguous"),
-    "part": (StandingScaling(), "pieces: part scale_inv says that it is shared along 0, and differs between pieces"),
+    "strides": (Strided(), "basic: parts .'codes'. of a transposed matrix are not contiguous"),
+    "part": (StandingScaling(), "pieces: part scale_inv is declared SHARED along 0, and differs between pieces"),
     "transpose": (In(kind=Unturned), "transpose: the transpose has other values"),
     "factors": (In(kind=Unfactored), "linear: SQNR of y is .* dB, below the floor of 29.0"),
-    "saving": (In(kind=Unsaved), "saving: what is read is not what was saved"),
-    "compile": (In(kind=Listed), "compile: a linear with this weight makes no graph: (?s:.)*aten.equal"),
+    "saving": (In(kind=Unsaved), "saving: the loaded tensor differs from the saved tensor"),
+    "compile": (In(kind=Listed), "compile: a linear with this weight cannot be compiled: (?s:.)*aten.equal"),
 }
 
 
@@ -158,5 +158,5 @@ def test_planted_mistakes_are_caught(planted, monkeypatch):
 
 
 def test_histories_are_refused():
-    with pytest.raises(ValueError, match="scales by history"):
+    with pytest.raises(ValueError, match="uses delayed scaling"):
         check_format(recipes.load("fp8_delayed").x.rowwise)

@@ -192,7 +192,7 @@ def test_groups_have_one_name():
 def test_the_plan_prints_the_wire_and_names_how_dy_travels():
     text = plan_text(load("tiny", ["--recipe", "mxfp8"]), 4, "cpu")
     lines = [line.split() for line in text.splitlines()]
-    assert re.search(r"^wire: each rank sends 14.0 MB a step, 0.784 of bf16, 11.2 ms at the stated speed", text, re.M)
+    assert re.search("^wire: each rank sends 14.0 MB a step, 0.784 of bf16, 11.2 ms at the nominal speed", text, re.M)
     assert any(line[:2] == ["tp", "dgrad"] for line in lines) and any(
         line[:2] == ["dp_shard", "weights"] for line in lines
     )

@@ -136,8 +136,8 @@ def test_a_continued_run_says_where_its_learning_rate_leaves_the_curve():
     assert list(rate_remarks(300, to_toml(before), before.train)) == []
     (warning,) = rate_remarks(300, to_toml(before), longer.train)
     assert warning == (
-        "WARNING: the learning rate goes from 0.001 in step 300 to 0.00586 in step 301, where the run so far would have gone "
-        "on with 0.001, because train.steps changed and the curve with it; to keep 0.001: --train.lr 0.001 --train.min_lr 1 "
+        "WARNING: the learning rate goes from 0.001 in step 300 to 0.00586 in step 301, where the previous settings "
+        "would give 0.001, because train.steps changed the schedule; to keep 0.001: --train.lr 0.001 --train.min_lr 1 "
         "--train.warmup 0"
     )
     kept = load("tiny", ["--train.steps=600", "--train.lr=0.001", "--train.min_lr=1", "--train.warmup=0"]).train

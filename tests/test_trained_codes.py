@@ -137,7 +137,8 @@ def test_codes_that_no_file_can_hold_are_refused_by_name(ranks: Any, tmp_path: P
 
     scales = refused("a", "--mesh.tp=2")
     assert (
-        "model.layers.0.self_attn.q_proj: each of 2 tp ranks had its own scale of w in fp8_current, which the" in scales
+        "model.layers.0.self_attn.q_proj: each of 2 tp ranks had a separate scale of w in fp8_current, which the"
+        in scales
     )
     assert "amax_scope = 'all' }" in scales
     blocks = refused("b", "--mesh.tp=2", "--groups.default.recipe=fp8_block")

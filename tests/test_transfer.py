@@ -43,7 +43,7 @@ def test_values_travel_where_shards_do_not_concatenate():
     route = plan.dy(True, True)
     assert route.cast_before == (True, False) and route.cast_after == (False, True)
     assert route.gathers == (Gathered("dgrad", False, True), Gathered("wgrad", None))
-    assert route.reasons[0] is None and "100 tokens a rank are no multiple of 128" in str(route.reasons[1])
+    assert route.reasons[0] is None and "100 tokens per rank are not a multiple of 128" in str(route.reasons[1])
     whole = linear_plan(replace(recipes.load("fp8_block"), gather_dy="high_precision"), ROW_SP, 2, 512).dy(True, True)
     assert whole.gathers == (Gathered("dgrad", None),) and whole.cast_after == (True, True), "one transfer for both"
 

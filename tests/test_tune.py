@@ -230,8 +230,8 @@ def test_help_is_its_own_without_a_gpu(arguments: list[str], capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (None, "cannot be read as JSON ("), ("[{", "cannot be read as JSON ("), ("{}", "is no list of GEMMs with the keys"),
-        ('[{"gemm": "fprop"}]', "is no list of GEMMs with the keys gemm, kernel, rows,"),
+        (None, "cannot be read as JSON ("), ("[{", "cannot be read as JSON ("), ("{}", "is not a list of GEMMs with the keys"),
+        ('[{"gemm": "fprop"}]', "is not a list of GEMMs with the keys gemm, kernel, rows,"),
     ],
 )  # fmt: skip
 def test_a_file_that_holds_no_problems(

@@ -1,8 +1,7 @@
 """Lockstep: ranks that share collectives must run the same forwards and steps.
 
-A rank with fewer tokens, fewer microbatches or an empty batch leaves the other ranks waiting in a collective, without
-an error.
-Two checks detect this:
+A rank with fewer tokens, fewer microbatches or an empty batch leaves the other ranks waiting in a collective, without an
+error. Two checks detect this:
 
 first step    before each forward of the model and before the first optimizer step, ranks exchange a description of the next
               action. If the descriptions differ, every rank raises RuntimeError that names the action of each rank
@@ -122,8 +121,9 @@ def check_alike(mine: Mapping[str, str], group: ProcessGroup | None, who: str) -
     first, other, ranks = plans[0], plans[place], dist.get_process_group_ranks(group)
     name = next((name for name in (*first, *other) if first.get(name) != other.get(name)), "the order of layers")
     raise ValueError(
-        f"{who}: rank {ranks[place]} plans {name} otherwise than rank {ranks[0]}: {other.get(name, 'nothing')}, and rank "
-        f"{ranks[0]} {first.get(name, 'nothing')}; call {who} on all ranks for the same model with the same recipes"
+        f"{who}: rank {ranks[place]} has another plan for {name} than rank {ranks[0]}: {other.get(name, 'nothing')}, "
+        f"and rank {ranks[0]} has {first.get(name, 'nothing')}; call {who} on all ranks for the same model with the "
+        f"same recipes"
     )
 
 

@@ -190,9 +190,7 @@ def init_process_group(device_type: str) -> None:
     if device_type == "cuda":
         local_rank, devices = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if local_rank >= devices:
-            raise ValueError(
-                f"local rank {local_rank} has no GPU of its own, this machine has {devices}; start fewer ranks"
-            )
+            raise ValueError(f"local rank {local_rank} has no GPU, since this machine has {devices}; start fewer ranks")
         torch.cuda.set_device(local_rank)
     if dist.is_initialized():
         return

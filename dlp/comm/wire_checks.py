@@ -1,12 +1,13 @@
-"""Checksums of what ranks send each other: a transfer that arrives with other bits is found, and both ranks are named.
+"""Checksums of transfers between ranks, which detect transfers that arrive with other bits, and name both ranks.
 
     with WireChecks() as checks:      a torch dispatch mode, as the observer is
         ...                           all-gathers and all-to-alls, in forward, backward and FSDP
-    checks.damaged()                  the transfers that arrived with other bits than were sent; all ranks call it together
+    checks.damaged()                  the transfers that arrived with other bits than were sent; all ranks call this method
+                                      together
 
 A sender sums the bits of each chunk before the transfer, a receiver the bits of each chunk that arrived; the sums are compared
-after the context, by one gather for each group. The sum of the bits as integers changes with any flipped bit. Reductions inside
-NCCL or gloo, and copies into memory of a peer, have no chunk that arrives as it was sent, and are not checked.
+after the context, by one gather for each group. The sum of the bits as integers changes with any flipped bit. Reductions
+inside NCCL or gloo, and copies into memory of a peer, are not checked.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class WireChecks(Observer):
         return tensor
 
     def damaged(self) -> list[Damaged]:
-        """Return the chunks that arrived at this rank with other bits than their senders summed. All ranks call it together;
-        waits for the device."""
+        """Return the chunks whose checksums differ between sender and this rank. All ranks call this method together; waits
+        for the device."""
         found = []
         for group, transfers in self._transfers.items():
             sent = torch.stack([each.sent for each in transfers])  # [transfers, receiver]

@@ -52,12 +52,12 @@ def _of_batches(observer: Callable[[Tensor], Tensor], names: Sequence[str], wind
     found = observer(window[seen.any(1)])
     if found.shape != window.shape[1:]:
         raise ValueError(
-            f"calibrate: the observer returned {list(found.shape)}, and must return an amax a layer, {[len(names)]}"
+            f"calibrate: the observer returned {list(found.shape)}, and must return one amax per layer, {[len(names)]}"
         )
     for name, amax, there in zip(names, found.tolist(), seen.any(0).tolist(), strict=True):
         if there and not 0 < amax < math.inf and window.isfinite().all():
             raise ValueError(
-                f"calibrate: the observer found an amax of {amax:g} for {name}: expected one that is finite and above 0"
+                f"calibrate: the observer found an amax of {amax:g} for {name}: expected a finite number above 0"
             )
     return found
 
@@ -130,11 +130,11 @@ def calibrate(
             hook.remove()
     for name, slot in table.state_dict().items():
         if not slot["history"].isfinite().all():
-            raise ValueError(f"calibrate: x of {name} was not finite in a batch: leave that out")
+            raise ValueError(f"calibrate: x of {name} was not finite in a batch: leave this batch out")
         if not slot["history"].any():
             raise ValueError(
-                f"calibrate: {name} was given nothing but zeros, or no tokens, of which no scale follows: calibrate with other "
-                f"batches"
+                f"calibrate: {name} received only zeros or no tokens, from which no scale can be computed: calibrate "
+                f"with other batches"
                 if name in ran
                 else f"calibrate: {name} did not run: call the model inside, not compiled (compiled code skips hooks), or "
                 f"leave the layer out of {pattern!r}"

@@ -1,12 +1,12 @@
-"""Codes as plain tensors: what a quantized model is saved as, and loaded from, on any mesh.
+"""Codes as plain tensors: save and load the state of a quantized model, on any mesh.
 
-    NAME.weight.codes, NAME.weight.scale_inv, ...   the parts of a quantized weight, whole
-    NAME.weight.format                              uint8 [bytes]: the name of their format, "int4[32]" say, and the shape
-                                                    of the weight where its codes are padded: "int4[32] of 64 x 48"
-    NAME.x_scale                                    what x is multiplied by, where that is static
-    NAME                                            every other parameter and buffer, whole
+    NAME.weight.codes, NAME.weight.scale_inv, ...   the parts of a quantized weight, unsharded
+    NAME.weight.format                              uint8 [bytes]: the name of the format, such as "int4[32]", with the shape
+                                                    of the weight if the codes are padded: "int4[32] of 64 x 48"
+    NAME.x_scale                                    multiplier of x, for a static cast of x
+    NAME                                            every other parameter and buffer, unsharded
 
-Nothing else is needed: neither values nor dlp, to read them.
+The tensors can be read without dlp and without high-precision values.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FORMAT = "format"
 
 
 class Held(NamedTuple):
-    """A quantized weight by name: parts on this rank, the parameter whose placement on the mesh the parts have, and the
-    quantizer of x; None: x stays in high precision."""
+    """A quantized weight by name: parts on this rank, the parameter with the placement of the parts, and the quantizer of x
+    (None: x stays in high precision)."""
 
     name: str
     q: QuantizedTensor
@@ -68,8 +68,8 @@ def static_scales(model: nn.Module) -> Iterator[tuple[str, Tensor, ParallelLinea
 
 
 def _placements(held: Held, part: Part) -> list[Placement]:
-    """The placements of a part on the mesh of its parameter. ValueError where a block lies on two ranks, or shards are not
-    equal."""
+    """The placements of a part on the mesh of its parameter. ValueError for a block that spans two ranks, and for unequal
+    shards."""
     assert isinstance(held.parameter, DTensor)
     made: list[Placement] = []
     shards = shards_of(held.parameter)
@@ -80,13 +80,14 @@ def _placements(held: Held, part: Part) -> list[Placement]:
         cut, local = int(placement.dim), local_values(held.parameter).shape  # type: ignore[attr-defined]
         if held.parameter.shape[cut] % shards[cut]:
             raise ValueError(
-                f"{held.name}: {held.parameter.shape[cut]} along dimension {cut} are cut unevenly into {shards[cut]} shards: "
-                f"save it on a mesh that divides them"
+                f"{held.name}: {held.parameter.shape[cut]} along dimension {cut} cannot be divided evenly into "
+                f"{shards[cut]} shards: save on a mesh whose size divides this dimension"
             )
         if held.q.shape[cut] != local[cut] or not held.q.format.concatenates(cut, local[cut]):
             raise ValueError(
-                f"{held.name}: shards of {local[cut]} along dimension {cut} cut blocks of {held.q.format.name}, so that codes "
-                f"are not those of the whole: use a mesh whose shards hold whole blocks"
+                f"{held.name}: shards of {local[cut]} along dimension {cut} cut blocks of {held.q.format.name}, so "
+                f"that codes differ from the codes of the unsharded weight: use a mesh whose shards hold complete "
+                f"blocks"
             )
         along = part.moves_along(cut)
         if along is None:
@@ -111,7 +112,7 @@ def quantized_state_dict(model: nn.Module) -> dict[str, Tensor]:
         Tensors by name.
 
     Raises:
-        ValueError: where tp shards a block of a format.
+        ValueError: when tp shards a block of a format.
 
     Examples:
         >>> model = dlp.quantize_(nn.Sequential(nn.Linear(64, 64)), "int8")
@@ -138,7 +139,7 @@ def _bytes_of(held: Held) -> Tensor:
 
 
 def _format_of(held: Held) -> str:
-    """The name of a weight's format, with the shape of the whole weight where the codes are padded."""
+    """The name of a weight's format, with the shape of the unsharded weight if the codes are padded."""
     rows, columns = held.parameter.shape
     padded = tuple(local_values(held.parameter).shape) != held.q.shape
     return held.q.format.name + (f" of {rows} x {columns}" if padded else "")
@@ -201,8 +202,8 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
     formats = {f"{name}.{FORMAT}": _format_of(held) for name, held in weights.items()}
     if unstated := next((name for name in formats if name not in state and into.keys() <= state.keys()), None):
         raise ValueError(
-            f"the saved codes lack {unstated!r}, as files of older versions do: codes of one width may be those of several "
-            f"formats. If they are {formats[unstated]}, add state[{unstated!r}] = "
+            f"the saved codes lack {unstated!r}, as in files of older versions: codes of one width may belong to "
+            f"several formats. If the format is {formats[unstated]}, add state[{unstated!r}] = "
             f"torch.tensor(list(b{formats[unstated]!r}), dtype=torch.uint8), for each weight"
         )
     if missing := sorted((into.keys() | formats.keys()) - state.keys()):
@@ -214,7 +215,9 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
     for name in (*into, *formats):
         kind = state[name].device if isinstance(state[name], Tensor) else type(state[name]).__name__
         if str(kind) == "meta" or not isinstance(state[name], Tensor):
-            raise ValueError(f"{name} must be a tensor with memory, as dlp.quantized_state_dict returns it; got {kind}")
+            raise ValueError(
+                f"{name} must be a tensor with memory, as in the result of dlp.quantized_state_dict; got {kind}"
+            )
     for name, wanted in formats.items():
         if (saved := bytes(state[name].byte().tolist()).decode(errors="replace")) != wanted:
             raise ValueError(
@@ -223,14 +226,14 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
             )
     if without := next((name for name, (tensor, _, _) in into.items() if tensor.is_meta), None):
         raise ValueError(
-            f"{without} lies on the meta device, which has no memory to load into: call model.to_empty(device=...) first"
+            f"{without} is on the meta device and has no memory to load into: call model.to_empty(device=...) first"
         )
     found = {name: _cut(state[name], spread, placements) for name, (_, spread, placements) in into.items()}
     for name, (tensor, _, _) in into.items():
         if (found[name].shape, found[name].dtype) != (tensor.shape, tensor.dtype):
             raise ValueError(
-                f"{name} was saved as {found[name].dtype} {tuple(found[name].shape)}, of which this rank takes what the model "
-                f"has as {tensor.dtype} {tuple(tensor.shape)}: quantize the model as it was saved"
+                f"{name} was saved as {found[name].dtype} {tuple(found[name].shape)}, and the shard of this rank is "
+                f"{tensor.dtype} {tuple(tensor.shape)} in the model: quantize the model as it was saved"
             )
     _check_values(weights, found, state)
     for name, (tensor, _, _) in into.items():
@@ -241,14 +244,14 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
 
 
 def _check_values(weights: Mapping[str, Held], found: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for parts and static scales that are NaN or Inf. `quantized_state_dict` writes none: weights with NaN or
-    Inf are not quantized. Scales are small, so that each rank looks at the scales of all ranks; codes are this rank's."""
+    """Raise ValueError for parts and static scales with NaN or Inf, which `quantized_state_dict` never writes. Each rank
+    checks the scales of all ranks, which are small, and its own codes."""
     for name, held in weights.items():
         for part in (f"{name}.{each.name}" for each in held.q.format.parts):
             looked_at = found[part] if part.endswith(".codes") else state[part]
             if not _finite(looked_at.view(torch.float8_e8m0fnu) if part.endswith("e8m0") else looked_at):
                 raise ValueError(
-                    f"{part} has NaN or Inf, which would be in every y: save the codes again, or load another file"
+                    f"{part} has NaN or Inf, which would spread to every y: save the codes again, or load another file"
                 )
     for name in (each for each in found if each.rpartition(".")[2] == SCALE):
         if not (_finite(state[name]) and bool((state[name] > 0).all())):
@@ -262,7 +265,7 @@ def _finite(part: Tensor) -> bool:
 
 
 def _cut(whole: Tensor, spread: Tensor | None, placements: list[Placement]) -> Tensor:
-    """This rank's piece of a whole tensor."""
+    """This rank's shard of a full tensor."""
     if spread is None:
         return whole
     assert isinstance(spread, DTensor)

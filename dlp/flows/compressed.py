@@ -1,4 +1,4 @@
-"""Layout of compressed-tensors, the format in which vLLM and transformers read codes: one linear, its tensors and its scheme.
+"""Layout of compressed-tensors, the format in which vLLM and transformers read codes: tensors and scheme of one linear.
 
     format of dlp          tensors, after NAME.                                      scheme (format, strategy)
     fp8 per tensor         weight e4m3 [N, K], weight_scale fp32 [1]                 float-quantized, tensor
@@ -12,9 +12,9 @@
     other integers         weight_packed int32 [N, ceil(K bits / 32)], weight_scale fp32 [N, 1] or [N, K/group],
                            weight_shape int64 [2], weight_zero_point int32           pack-quantized, channel or group
 
-Codes are copied, never computed again. Scales of tiles are repeated for each row where the layout has no tiles (mxfp8, nvfp4).
-A number that the layout stores only as a rounded reciprocal (the amax of nvfp4, a static scale of x) also stands in the header
-of the safetensors file, as `float.hex`, so that `decode` returns the exact codes and scales.
+Codes are copied, never computed again. Scales of tiles are repeated for each row if the layout has no tiles (mxfp8, nvfp4). A
+number that the layout stores only as a rounded reciprocal (the amax of nvfp4, a static scale of x) is also stored in the
+header of the safetensors file, as `float.hex`, so that `decode` returns the exact codes and scales.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FLOATS = (Fp8Tensor, Fp8Rowwise, Fp8Block)
 
 
 class Encoded(NamedTuple):
-    """Tensors of one linear by the name after its module's, and the exact numbers for the header, fp32 []."""
+    """Tensors of one linear by the name after the module's name, and the exact numbers for the header, fp32 []."""
 
     tensors: dict[str, Tensor]
     exact: dict[str, Tensor]
@@ -123,7 +123,7 @@ def _plain_int8(fmt: Int, x_in_codes: bool) -> bool:
 
 
 def pack_dense(codes: Tensor, bits: int) -> Tensor:
-    """Signed codes int8 [rows, C] -> int32 [rows, ceil(C bits / 32)]: code i, minus the smallest code, at bit i * bits of its
+    """Signed codes int8 [rows, C] -> int32 [rows, ceil(C bits / 32)]: code i, minus the smallest code, at bit i * bits of the
     row, least significant bit first, without gaps."""
     counted = (codes.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
     counted = F.pad(counted, (0, -counted.shape[1] % 32))  # 32 codes fill `bits` words
@@ -189,7 +189,7 @@ def _decode_integers(tensors: Mapping[str, Tensor], weights: Mapping[str, Any]) 
 
 
 def scheme(fmt: Format, activation: Quantizer | None, *, static: bool = False) -> dict[str, Any]:
-    """The scheme of a linear, as a group of `quantization_config` has it, without targets.
+    """The scheme of a linear, in the form of a group of `quantization_config`, without targets.
 
     fmt         format of the weight
     activation  quantizer of x; None: x stays in high precision
@@ -242,7 +242,7 @@ def quantization_config(schemes: Mapping[str, Mapping[str, Any]], linears: list[
     """`quantization_config` of config.json.
 
     schemes  scheme of each quantized linear
-    linears  names of all linears; those without a scheme are listed in `ignore`
+    linears  names of all linears; linears without a scheme are listed in `ignore`
     """
     groups: list[tuple[Mapping[str, Any], list[str]]] = []
     for name, each in schemes.items():
@@ -266,7 +266,7 @@ def quantization_config(schemes: Mapping[str, Mapping[str, Any]], linears: list[
 
 
 def scheme_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The group of `quantization_config` that holds for a linear: by its name, a pattern (`re:`), or the class.
+    """The group of `quantization_config` that applies to a linear: by name, pattern (`re:`) or class.
 
     ValueError for a linear that no group matches."""
     found: Mapping[str, Any] | None = None
@@ -284,7 +284,7 @@ def scheme_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def activation_of(x: Mapping[str, Any] | None) -> Quantizer | None:
-    """The quantizer of x that `input_activations` states, with the default options of dlp; None: x stays as it is."""
+    """The quantizer of x that `input_activations` states, with the default options of dlp; None: x is not quantized."""
     if x is None or x["dynamic"] == "local":
         return None
     if x["type"] == "int":

@@ -1,10 +1,10 @@
-"""Folders of compressed-tensors: codes of a quantized model out, and into a plain model again.
+"""Folders of compressed-tensors: save the codes of a quantized model, and load codes into a plain model.
 
     dlp.quantize_(model, "nvfp4")
     model.save_pretrained(folder)                  a model of transformers; any other: dlp.save_compressed(model, folder)
     dlp.load_compressed(plain, folder, "nvfp4")    the same codes, and the same forward
 
-`dlp.flows.compressed` has the layout. Files have at most `FILE_BYTES`; rank 0 writes, and all ranks gather.
+`dlp.flows.compressed` defines the layout. Files have at most `FILE_BYTES` bytes; all ranks gather, and rank 0 writes.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _encoded(held: Held, scale: Tensor | None, device: torch.device | None = Non
 
 
 def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, shared ones once, without static scales of x."""
+    """Parameters and buffers, each shared tensor once, without static scales of x."""
     yield from model.named_parameters()
     yield from ((name, buffer) for name, buffer in saved_buffers(model) if not name.endswith(SCALE))
 
@@ -165,7 +165,7 @@ def header(exact: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 class SavesCodes:
-    """`save_pretrained` of a model that `dlp.quantize_` has quantized: `save_compressed` in its place."""
+    """Replacement of `save_pretrained` in a model that `dlp.quantize_` has quantized: calls `save_compressed`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -187,7 +187,7 @@ class SavesCodes:
 
 
 class Folder:
-    """Folder of compressed-tensors: its tables and tensors by name. ValueError for a folder of another kind."""
+    """Folder of compressed-tensors: tables and tensors by name. ValueError for a folder of another kind."""
 
     def __init__(self, folder: str | Path) -> None:
         from safetensors import safe_open
@@ -246,9 +246,10 @@ def load_compressed(
     Args:
         model: plain model with the layer names of the folder, with memory.
         folder: folder that `dlp.save_compressed`, `launch.convert_hf export --codes` or another program wrote.
-        recipe: recipe that says how x is quantized, as in training, or a function from the name of a layer to a recipe; None:
-            x is quantized as config.json says, with default options.
-        mode: "weight_only": x stays in high precision; "dynamic" or "static": as of `dlp.quantize_`; None: as config.json says.
+        recipe: recipe that quantizes x as in training, or a function from the name of a layer to a recipe; None: x is
+            quantized as config.json says, with default options.
+        mode: "weight_only": x stays in high precision; "dynamic" or "static": as of `dlp.quantize_`; None: as config.json
+            says.
 
     Returns:
         Names of the layers that hold codes.

@@ -1,9 +1,9 @@
-"""export: what training has made of a model's values, whole, in the plain model that it was converted from.
+"""export: copy the trained values of a converted model into a plain model.
 
     plain = dlp.export(model, build())              nn.Linears, on every rank
     dlp.quantize_(plain, "qat", mode="dynamic")     the codes that a qat recipe trained for; or a config of torchao
 
-From any mesh: whatever lies on several ranks is gathered.
+The model may be on any mesh: sharded tensors are gathered.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def export(model: nn.Module, into: Plain) -> Plain:
     for name, module in into.named_modules():
         if getattr(module, "dlp_made", None) is not None:
             raise ValueError(
-                f"export: {name or 'the model'} to be written is a layer of dlp; make it anew, and do not convert it"
+                f"export: {name or 'the model'} in `into` is a layer of dlp; construct `into` again, without dlp.convert"
             )
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear) and any(isinstance(weight, HeldWeight) for weight in module.core.weights):
@@ -60,17 +60,20 @@ def export(model: nn.Module, into: Plain) -> Plain:
             raise ValueError(f"export: {name} holds codes and no values; save them by dlp.quantized_state_dict")
     for name, parameter in into.named_parameters():
         if isinstance(parameter, QuantizedParameter):
-            raise ValueError(f"export: {name} to be written holds codes; quantize it afterwards")
+            raise ValueError(f"export: {name} in `into` holds codes; quantize `into` after the export")
     whole, wanted = whole_state_dict(model), into.state_dict()
     for name in sorted(whole.keys() ^ wanted.keys()):
         has, lacks = ("model", "into") if name in whole else ("into", "model")
-        raise ValueError(f"export: {has} has {name}, which {lacks} lacks: make `into` by the code that made the model")
+        raise ValueError(
+            f"export: {has} has {name}, which {lacks} lacks: construct `into` by the code that constructed the model"
+        )
     for name, tensor in wanted.items():
         ours = whole[name]
         if isinstance(tensor, Tensor) and (tensor.is_meta or (ours.shape, ours.dtype) != (tensor.shape, tensor.dtype)):
             raise ValueError(
-                f"export: {name} is {ours.dtype} {tuple(ours.shape)}, and in `into` {tensor.dtype} {tuple(tensor.shape)} on "
-                f"{tensor.device}: make that alike, with memory"
+                f"export: {name} is {ours.dtype} {tuple(ours.shape)}, and in `into` {tensor.dtype} "
+                f"{tuple(tensor.shape)} on {tensor.device}: construct `into` with equal shapes and dtypes, and with "
+                f"memory"
             )
     _check_ties(into, whole)
     into.load_state_dict(whole)
@@ -78,12 +81,12 @@ def export(model: nn.Module, into: Plain) -> Plain:
 
 
 def _check_ties(into: nn.Module, whole: Mapping[str, Tensor]) -> None:
-    """ValueError for names of one parameter of `into` that have different values in `whole`: one would overwrite the other."""
+    """ValueError for names of one tied parameter of `into` with different values in `whole`."""
     first: dict[int, str] = {}
     for name, parameter in into.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)
         if not torch.equal(whole[name], whole[other]):
             raise ValueError(
-                f"export: {other} and {name} are one parameter in `into`, and differ in the model: make `into` without the tie "
-                f"(as tie_word_embeddings = False in its configuration)"
+                f"export: {other} and {name} are one parameter in `into`, and differ in the model: construct `into` "
+                f"without the tie (for example tie_word_embeddings = False in the configuration)"
             )

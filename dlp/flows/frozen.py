@@ -71,12 +71,19 @@ def check_mode(recipe: Recipe, mode: str, asked_by: str) -> None:
     if mode not in get_args(Mode):
         raise ValueError(f"{asked_by}: mode must be one of {', '.join(get_args(Mode))}; got {mode!r}")
     if recipe.w.rowwise.format.keeps_source:
-        raise ValueError(f"{asked_by}: {recipe} keeps weights in high precision; choose one that quantizes them")
+        raise ValueError(
+            f"{asked_by}: {recipe} keeps weights in high precision; choose a recipe that quantizes weights"
+        )
     check_without_history(asked_by, recipe)
     if mode == "dynamic" and caps_of(recipe.x.rowwise).slot is not None:
-        raise ValueError(f"{asked_by}: {recipe} scales x by its history: choose mode 'static', or a recipe without one")
+        raise ValueError(
+            f"{asked_by}: {recipe} uses delayed scaling for x: choose mode 'static', or a recipe without delayed scales"
+        )
     if mode == "static" and not isinstance(recipe.x.rowwise.format, Fp8Tensor):
-        raise ValueError(f"{asked_by}: static scales are one a tensor, as in fp8_current; {recipe} casts x otherwise")
+        raise ValueError(
+            f"{asked_by}: a static scale is one per tensor, as in fp8_current; {recipe} casts x differently: choose "
+            f"mode 'dynamic'"
+        )
 
 
 def cast_of_x(recipe: Recipe, mode: str) -> Quantizer | None:
@@ -145,7 +152,7 @@ def calibrated(module: nn.Module, name: str) -> Tensor:
         raise ValueError(f"{name}: static mode has no scale of x: run the model inside dlp.calibrate first")
     if scale.dtype != torch.float32:
         raise ValueError(
-            f"{name}: its {SCALE} is {scale.dtype} now, as the model was changed to: calibrate again, behind such a change"
+            f"{name}: {SCALE} was converted to {scale.dtype} together with the model: calibrate again after a change of dtype"
         )
     return scale
 
@@ -163,8 +170,8 @@ def _check(
     sharded = any(num_axes(parameter) > core.spec.num_axes for parameter in core.parameters())
     if sharded or any(weight.managed or weight.gathered for weight in core.weights):
         raise ValueError(
-            f"{name}: FSDP has its weight; freeze before dlp.fully_shard, which passes its parameters by (ignored_params), or "
-            f"use dlp.quantize_ on the plain model, whose codes FSDP gathers"
+            f"{name}: the weight is managed by FSDP; call dlp.freeze before dlp.fully_shard and pass the frozen "
+            f"parameters as ignored_params, or use dlp.quantize_ on the plain model, whose codes FSDP gathers"
         )
     for member in core.members:
         check_has_values(name, getattr(member.module, member.weight))

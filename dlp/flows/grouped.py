@@ -5,13 +5,13 @@
 
     offsets [E]   the end of each expert's rows; an expert may have none
 
-Each expert is a linear of its own (`bank[e]`, a parameter `e.weight` [N, K]), so that recipes, tensor parallelism, quantized
-gathers of FSDP, delayed scales, checkpoints and `dlp.quantize_` treat an expert as any other linear: an expert has the bits of
-a linear called with its rows. An expert without rows runs as well: it takes part in collectives and gets a gradient of zeros,
-which FSDP needs on every rank.
+Each expert is a separate linear (`bank[e]`, a parameter `e.weight` [N, K]), so that recipes, tensor parallelism, quantized
+gathers of FSDP, delayed scales, checkpoints and `dlp.quantize_` treat an expert like any other linear, with the bits of a
+linear that is called with the rows of the expert. An expert without rows also runs: the expert takes part in collectives and
+gets a gradient of zeros, which FSDP needs on every rank.
 
-GEMMs run as one `torch.nn.functional.grouped_mm` where all experts are in bf16, whole on this rank, on a GPU; else one
-expert after the other. Routing, and sending tokens to other ranks, are not done here.
+GEMMs run as one `torch.nn.functional.grouped_mm` on a GPU if all experts are in bf16 and unsharded; else one expert after the
+other. Routing and the transfer of tokens between ranks are left to the user.
 
     dlp.group_experts(model)     the experts of Mixtral and Qwen3-MoE (transformers), as banks
 """
@@ -68,8 +68,8 @@ class GroupedLinear(nn.ModuleList):
             raise ValueError(f"GroupedLinear: style must be one of {', '.join(STYLES)}, or None; got {style!r}")
         if options.get("sequence_parallel"):
             raise ValueError(
-                "GroupedLinear reads the rows of whole experts, and sequence parallelism shards tokens; gather tokens before "
-                "routing (dlp.gather_tokens), and leave sequence_parallel out"
+                "GroupedLinear reads complete rows of tokens, and sequence parallelism shards tokens; gather tokens "
+                "before routing (dlp.gather_tokens), and leave sequence_parallel out"
             )
         kind: Callable[..., nn.Module] = nn.Linear if style is None else STYLES[style]
         super().__init__(kind(in_features, out_features, bias, **options) for _ in range(num_experts))
@@ -92,19 +92,18 @@ class GroupedLinear(nn.ModuleList):
         for spec in [expert.core.spec for expert in self if isinstance(expert, ParallelLinear)]:
             if spec.tp > 1 and spec.style.sequence_parallel:
                 raise ValueError(
-                    f"{spec.name}: an expert reads the rows of whole experts, and sequence parallelism shards "
-                    f"tokens; set sequence_parallel = false for this layer group, and gather tokens before routing"
+                    f"{spec.name}: an expert reads complete rows of tokens, and sequence parallelism shards tokens; "
+                    f"set sequence_parallel = false for this layer group, and gather tokens before routing"
                 )
         return sizes
 
     def multiplies_grouped(self, x: Tensor) -> bool:
-        """Whether all experts run as one grouped GEMM: bf16 x on a GPU, experts in bf16 or in high precision, whole on this
-        rank."""
+        """Whether all experts run as one grouped GEMM: bf16 x on a GPU, experts in bf16 or in high precision, unsharded."""
         return x.is_cuda and x.dtype is torch.bfloat16 and all(_groups(expert) for expert in self)
 
     def _grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """One GEMM; weights are stacked, which copies them once. Rounds sums as torch's grouped kernel does, which need not be
-        the bits of one linear after the other."""
+        """One GEMM; weights are stacked, which copies them once. torch's grouped kernel may round sums differently from
+        separate linears."""
         weights = torch.stack([_values(expert).to(x.dtype) for expert in self])
         y = F.grouped_mm(x, weights.transpose(1, 2), offs=offsets.to(torch.int32))
         if getattr(self[0], "bias", None) is None:
@@ -200,8 +199,9 @@ def group_experts(model: nn.Module) -> list[str]:
     found = [name for name, module in model.named_modules() if _are_experts(module)]
     if not found:
         raise ValueError(
-            f"group_experts: {type(model).__name__} has no experts as Mixtral and Qwen3-MoE of transformers 5 have "
-            f"(gate_up_proj [E, 2 I, H], down_proj [E, H, I], act_fn); build the bank by hand: dlp.GroupedLinear"
+            f"group_experts: {type(model).__name__} has no experts in the form of Mixtral and Qwen3-MoE of "
+            f"transformers 5 (gate_up_proj [E, 2 I, H], down_proj [E, H, I], act_fn); construct dlp.GroupedLinear "
+            f"explicitly"
         )
     for name in found:
         model.set_submodule(name, GroupedExperts(model.get_submodule(name)))

@@ -39,7 +39,7 @@ PREFIX = "base_model.model."  # of every name in a PEFT file
 
 
 class LoRALinear(nn.Module):
-    """A linear with a low-rank adapter, which `dlp.lora` puts in the place of an `nn.Linear`.
+    """A linear with a low-rank adapter; `dlp.lora` replaces an `nn.Linear` by this module.
 
     base      the frozen linear
     lora_A    nn.Linear K -> rank without bias
@@ -181,7 +181,7 @@ def lora_groups(model: nn.Module, groups: Sequence[LayerGroup], recipe: Any = "b
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> list[str]:
-    """Add every adapter to the weight of its base, and put the plain linear back in its place.
+    """Add every adapter to the weight of the base, and restore the plain linear.
 
     The merged weight has the dtype of the adapter; codes are decoded first. Call `dlp.quantize_` afterwards for codes.
 
@@ -192,7 +192,7 @@ def merge_lora(model: nn.Module) -> list[str]:
         Names of the merged linears.
 
     Raises:
-        ValueError: for a model without adapters, and for a converted or sharded one (save its adapters, and load them into a
+        ValueError: for a model without adapters, and for a converted or sharded model (save the adapters, and load them into a
             plain model).
 
     Examples:

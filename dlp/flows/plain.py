@@ -78,9 +78,7 @@ def _is_torchaos(config: Any) -> bool:
 def _by_torchao(model: nn.Module, config: Any, filter_fn: Filter | None, mode: str) -> nn.Module:
     """Call torchao's `quantize_`, which replaces weights or modules in place."""
     if mode != "weight_only":
-        raise ValueError(
-            f"quantize_: a {type(config).__name__} says itself what becomes of x; leave mode={mode!r} away"
-        )
+        raise ValueError(f"quantize_: {type(config).__name__} defines the quantization of x; leave mode={mode!r} out")
     _check_plain(model)
     try:
         from torchao.quantization import quantize_ as torchao_quantize
@@ -103,7 +101,7 @@ def _check_plain(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             raise ValueError(
-                f"quantize_: {name} is a layer of dlp.convert, which dlp.freeze quantizes; this is for nn.Linear"
+                f"quantize_: {name} is a layer of dlp.convert, and quantize_ is for nn.Linear; call dlp.freeze"
             )
 
 

@@ -5,7 +5,7 @@ one rank. A segment is summed exactly and rounded once to fp32; the segments are
 
     s0   s1   s2   s3   s4   s5   s6   s7        SEGMENTS, or the largest smaller power of two that divides the dimension
       └┬─┘      └┬─┘      └┬─┘      └┬─┘
-       └────┬────┘         └────┬────┘           a rank that holds an aligned power of two of them owns a subtree
+       └────┬────┘         └────┬────┘           a rank that holds an aligned power of two of segments owns a subtree
             └─────────┬─────────┘
 
 Exact: within a chunk of at most CHUNK terms, the values of a row are rounded to integers times one power of two, so that the
@@ -30,8 +30,8 @@ ROOM = 2**22  # elements of products in fp64 that are held at a time
 
 
 def segments_on_rank(size: int, ranks: int = 1) -> int:
-    """Number of segments on each of `ranks` ranks, of a dimension with `size` elements on each. ValueError where a segment
-    would lie on several ranks."""
+    """Number of segments on each of `ranks` ranks, of a dimension with `size` elements per rank. ValueError if a segment would
+    span several ranks."""
     segments = min(SEGMENTS, (size * ranks) & -(size * ranks)) or 1
     if segments % ranks and size:
         raise ValueError(
@@ -42,15 +42,15 @@ def segments_on_rank(size: int, ranks: int = 1) -> int:
 
 
 def tree(parts: Sequence[Tensor]) -> Tensor:
-    """Sum of a power of two of tensors by a binary tree of neighbours."""
+    """Sum of a power-of-two number of tensors by a binary tree of neighbours."""
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
 
 
 def pairwise(parts: Iterable[Tensor]) -> Tensor:
-    """Sum of any number of tensors by the tree, in the order in which they come. A stack holds sums of powers of two of them,
-    as the digits of a binary number."""
+    """Sum of any number of tensors by the tree, in order of arrival. A stack holds sums of 1, 2, 4, ... tensors, like the
+    digits of a binary number."""
     stack: list[tuple[int, Tensor]] = []
     for total in parts:
         count = 1
@@ -95,7 +95,7 @@ def _exact_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _integers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """x [..., C] -> integers of at most `bits` bits in fp64 [..., C], and the power of two [..., 1] that they count."""
+    """x [..., C] -> integers of at most `bits` bits in fp64 [..., C], and the power of two [..., 1] that is their unit."""
     exponent = _exponents(x.abs().amax(-1, keepdim=True))
     return (x.double() * _power_of_two(bits - exponent)).round_(), _power_of_two(exponent - bits)
 
@@ -155,7 +155,7 @@ def square_sums(tensors: Sequence[Tensor], largest: Tensor) -> Tensor:
 
 
 def norm_of(digits: Tensor, largest: Tensor) -> Tensor:
-    """The 2-norm, fp32 [], of tensors with these `square_sums`. Not finite where `largest` is not."""
+    """The 2-norm, fp32 [], of tensors with these `square_sums`. Not finite if `largest` is not finite."""
     places = torch.tensor([DIGIT**-1, DIGIT**-2, DIGIT**-3], dtype=torch.float64, device=digits.device)
     squares = (digits * places).sum(1) * _power_of_two(2 * _exponents(largest))
     norm = squares.sum().sqrt().float()

@@ -39,7 +39,7 @@ def amax_rht(x: Tensor, out: Tensor) -> None:
     """Write to out, fp32 [2], max |x| of x [rows, cols] and the maximum of |x.t()| after the Hadamard transform along rows of
     x.
 
-    Raises ValueError if `rows` is no multiple of 16.
+    Raises ValueError if `rows` is not a multiple of 16.
     """
     module = loader.load()
     if x.shape[0] % 16:

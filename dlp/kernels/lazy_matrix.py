@@ -116,7 +116,7 @@ def fuses(codes: torch.dtype | None, *matrices: Tensor, casts: Sequence[torch.dt
 
 
 class Produced:
-    """Result of an operation that is computed only when it is read, by the kernel that casts it where possible.
+    """Result of an operation that is computed when it is first read; if possible, by the kernel of the cast.
 
     Args:
         matrix: lazy matrix [M, C].

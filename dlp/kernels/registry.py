@@ -170,7 +170,7 @@ class GemmEntry(KernelEntry):
     """One kernel of the operation "gemm". `run` is a `GemmLaunch`; if the launch depends on the layouts, `prepare(a, b)`
     returns the launch for two `OperandLayout` objects. `takes` is a condition on the arguments of a launch.
 
-    formats    pairs of `gemm_kind` of A and B; (): any pair without an entry of its own that applies
+    formats    pairs of `gemm_kind` of A and B; (): any pair for which no other entry applies
     layouts    condition on the layouts of A and B; None: all
     status     "native": the device's own unit for the formats; "emulated": decoded values or plain torch; "own": user-defined
     when       `takes` in a word, printed with the name
@@ -211,8 +211,8 @@ def remembered(function: Function) -> Function:
 
 
 def register(entry: KernelEntry) -> KernelEntry:
-    """Register a kernel, which is asked before the registered kernels. Register before layers run, because captured launches
-    stay.
+    """Register a kernel, which has priority over the kernels registered before. Register before layers run, because captured
+    launches do not change.
 
     Raises ValueError for an unknown device, for a name with a comma, and for a name that a kernel of the operation already has
     on one of the devices for the same pairs.

@@ -51,7 +51,7 @@ class Kernel(NamedTuple):
 class Gemm(NamedTuple):
     """Row of GEMMS.
 
-    pairs      `gemm_kind` of A and of B; ANY: all pairs without a row of their own that applies
+    pairs      `gemm_kind` of A and of B; ANY: all pairs for which no other row applies
     devices    of DEVICES
     name       as plans print the kernel
     status     "native": the device's own unit for the formats; "emulated": decoded values, or plain torch

@@ -196,7 +196,7 @@ def problems_of(arguments: Sequence[str], world: int | None) -> list[dict[str, A
         world: number of ranks; None: number of this machine's GPUs.
 
     Raises:
-        ValueError: for a file that is no list of GEMMs.
+        ValueError: for a file that is not a list of GEMMs.
         SystemExit: for a config that `bench.shapes` refuses, which prints the reason.
     """
     if arguments and arguments[0].endswith(".json"):
@@ -215,7 +215,7 @@ def _of_file(file: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read as JSON ({error}); {FROM_SHAPES}") from None
     if not isinstance(found, list) or not all(isinstance(each, dict) and each.keys() >= set(READ) for each in found):
-        raise ValueError(f"{file}: is no list of GEMMs with the keys {', '.join(READ)}; {FROM_SHAPES}")
+        raise ValueError(f"{file}: is not a list of GEMMs with the keys {', '.join(READ)}; {FROM_SHAPES}")
     return found
 
 

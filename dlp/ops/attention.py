@@ -3,8 +3,8 @@
     mask type            keys that query i sees, off = Sk - Sq of "bottom_right" types, else 0
     no_mask              all
     causal               j <= i + off
-    padding              all that `attention_mask` [B, 1, 1, Sk] does not mark with True
-    arbitrary            all that `attention_mask` [B or 1, H or 1, Sq, Sk] does not mark with True
+    padding              keys that are False in `attention_mask` [B, 1, 1, Sk]
+    arbitrary            keys that are False in `attention_mask` [B or 1, H or 1, Sq, Sk]
     padding_causal       both
     window_size (l, r)   in addition i + off - l <= j <= i + off + r; -1: no bound
 
@@ -76,8 +76,8 @@ class DotProductAttention(nn.Module):
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if groups < 1 or num_attention_heads % groups:
             raise ValueError(
-                f"DotProductAttention: {groups} groups of k and v do not divide {num_attention_heads} heads: choose "
-                f"num_gqa_groups that does"
+                f"DotProductAttention: {groups} groups of k and v do not divide {num_attention_heads} heads: choose a "
+                f"num_gqa_groups that divides the heads"
             )
         self.heads, self.groups, self.qkv_format = num_attention_heads, groups, qkv_format
         self.channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
@@ -99,7 +99,7 @@ class DotProductAttention(nn.Module):
         Args:
             query_layer, key_layer, value_layer: The heads, in `qkv_format`.
             attention_mask: Boolean, True where a key is not seen.
-            attn_mask_type, window_size, bottom_right_diagonal: In place of the constructor's.
+            attn_mask_type, window_size, bottom_right_diagonal: Override the arguments of the constructor.
             checkpoint_core_attention: Compute attention again in backward.
             core_attention_bias_type: "no_bias", "post_scale_bias" or "pre_scale_bias".
             core_attention_bias: [B or 1, H or 1, Sq, Sk], added to the scores behind or before the scale.
@@ -107,7 +107,7 @@ class DotProductAttention(nn.Module):
         Shape: [B, S, H, D] or [S, B, H, D] -> [B, S, H * D] or [S, B, H * D].
 
         Raises:
-            ValueError: For inputs of other heads, and for a mask or a bias that the types do not take.
+            ValueError: For inputs with another number of heads, and for a mask or bias that does not fit the types.
         """
         refuse("DotProductAttention.forward", FORWARD, options, keywords_of(DotProductAttention.forward))
         for name, given, heads, size in (
@@ -147,7 +147,7 @@ def _checked_mask(kind: str) -> str:
 
 
 def _bias(kind: str, bias: Tensor | None, scale: float) -> Tensor | None:
-    """The bias that is added to the scaled scores. ValueError for an unknown type, or a type without tensor."""
+    """The bias that is added to the scaled scores. ValueError for an unknown type, or if the tensor of the type is missing."""
     if kind not in BIASES or (bias is None) != (kind == "no_bias"):
         raise ValueError(
             f"DotProductAttention: core_attention_bias_type must be one of {', '.join(BIASES)}, with core_attention_bias "
@@ -160,7 +160,7 @@ def seen_keys(
     kind: str, window: tuple[int, int] | None, corner: bool | None, heads: tuple[Tensor, Tensor], given: Tensor | None,
     explicit: bool,
 ) -> tuple[Tensor | None, bool]:  # fmt: skip
-    """The mask of torch's attention, True where a key is seen, and whether it is torch's causal mask instead.
+    """The mask of torch's attention, True where a key is seen, and whether torch's causal mask replaces the tensor.
 
     Args:
         kind: Mask type.
@@ -174,7 +174,8 @@ def seen_keys(
     if takes != (given is not None):
         raise ValueError(
             f"DotProductAttention: mask type {kind} {'needs' if takes else 'takes no'} attention_mask; got "
-            f"{'none' if given is None else tuple(given.shape)}: pass another attn_mask_type, or the mask that it needs"
+            f"{'none' if given is None else tuple(given.shape)}: pass another attn_mask_type, or a mask that fits the "
+            f"type"
         )
     queries, keys = heads[0].shape[2], heads[1].shape[2]
     causal, (left, right) = "causal" in kind, window or (UNBOUNDED, UNBOUNDED)

@@ -1,11 +1,11 @@
 """Records that a fuser keeps between calls, and the state of one call.
 
-    FuserPlan    which ops run in which direction; one for each state of the fuser (recipes, who needs gradients, dtype, ...)
-    FuserCall    one for each set of shapes, strides and dtypes: its plan, its linears, its captured launches
-    Pass         one forward, and the backward that belongs to it
+    FuserPlan    the ops of each direction; one plan for each state of the fuser (recipes, gradients needed, dtype, ...)
+    FuserCall    one record for each set of shapes, strides and dtypes: plan, linears, captured launches
+    Pass         state of one forward and its backward
 
-The first call with such tensors makes the `FuserCall`. Further calls find it by a key of all that a pass depends on
-(`OperationFuser._run`), and ask the ops nothing.
+The first call with a set of shapes creates the `FuserCall`. Further calls find the record by a key of all that a pass depends
+on (`OperationFuser._run`), without calling methods of the ops.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class FuserPlan:
-    """Operations that a fuser runs in one of its states.
+    """Operations that a fuser runs in one state.
 
     forward, backward   the ops of each direction, in the order of forward
-    needs_dx            by basic op: whether the gradient of its input is needed
-    needs_backward      by basic op: whether a gradient of it, or of an op before it, is needed
-    quantizers          by basic op: (of the op before, which will cast dx; of the op behind, which will cast y); None: no cast
-    shards              ops that have DTensors among their own parameters
+    needs_dx            by basic op: whether the gradient of the input is needed
+    needs_backward      by basic op: whether this op, or an op before it, needs a gradient
+    quantizers          by basic op: (quantizers with which the previous op will cast dx, quantizers with which the next op
+                        will cast y); None: no cast
+    shards              ops whose parameters include DTensors
     sums                the coalesced sums of gradients over tp (`tp_sums`) of ops that need gradients
     with_end_backward   indices of the linears whose `end_backward` is called after a backward
-    notes               lines for the printed plan: what is not fused, and why
+    notes               lines for the printed plan: patterns that are not fused, with reasons
     captured            the captured launches of forward and of backward
-    num_parameters      by basic op
+    num_parameters      by basic op: number of parameters
     """
 
     forward: Sequence[Placed]
@@ -61,11 +62,11 @@ class FuserPlan:
 
 
 class LinearCall(NamedTuple):
-    """A linear of a fuser, and the spec that it runs under.
+    """A linear of a fuser, with the active spec.
 
-    place      its index among the basic ops
-    weights    where its weights are among the tensors of a pass
-    needs_dw   by weight: whether its gradient is needed
+    place      index among the basic ops
+    weights    indices of the weights among the tensors of a pass
+    needs_dw   by weight: whether the gradient is needed
     """
 
     op: Any
@@ -76,12 +77,12 @@ class LinearCall(NamedTuple):
 
 
 class ResultLayout(NamedTuple):
-    """How the flat list that a forward returns is divided: outputs, extra outputs, tensors that the ops save.
+    """Layout of the flat list that a forward returns: outputs, extra outputs, saved tensors of the ops.
 
-    num_outputs   1, or as many as the tuple of siblings has
+    num_outputs   1, or the number of siblings
     many          the output is a tuple
-    num_saved     by basic op
-    num_results   outputs and extra outputs
+    num_saved     by basic op: number of saved tensors
+    num_results   number of outputs and extra outputs
     """
 
     num_outputs: int = 1
@@ -95,12 +96,12 @@ class FuserCall:
     """Record that calls of a fuser with tensors of equal shapes, strides and dtypes share. The record holds no tensors.
 
     members             the basic ops (`dlp.ops.passes.Members`)
-    dtype               of x
-    many, num_inputs    whether x is a tuple of siblings, and of how many tensors
-    layouts             for each tensor of a pass the DTensorSpec, None for a plain one; empty if all are plain
+    dtype               dtype of x
+    many, num_inputs    whether x is a tuple of siblings, and the number of tensors
+    layouts             for each tensor of a pass the DTensorSpec, None for a plain tensor; empty if all are plain
     bounds              the specs of the linears
     backward_linears    the linears that run in backward: (index among the linears, the linear, whether its dgrad reads w)
-    forward, backward   captured launches, of backward by the layout of its gradients
+    forward, backward   captured launches; for backward by the layout of the gradients
     """
 
     members: Any
@@ -116,7 +117,7 @@ class FuserCall:
     plan: FuserPlan = None  # type: ignore[assignment]  # set by `follow`: a plan is made of the contexts of such a call
 
     def follow(self, plan: FuserPlan) -> None:
-        """Run by this plan."""
+        """Use this plan."""
         self.plan, self.bounds = plan, [each.bound for each in self.linears]
         self.backward_linears = [
             (i, each, reads_w(each.bound.spec.recipe, plan.needs_dx[each.place], any(each.needs_dw)))
@@ -126,27 +127,29 @@ class FuserCall:
 
 
 def layouts_of(tensors: Sequence[Any]) -> list[Any]:
-    """For each tensor its DTensorSpec, None for a plain one; empty if all are plain."""
+    """For each tensor the DTensorSpec, None for a plain tensor; empty if all are plain."""
     spread = any(isinstance(tensor, DTensor) for tensor in tensors)
     return [t._spec if isinstance(t, DTensor) else None for t in tensors] if spread else []
 
 
 @dataclass(eq=False, slots=True)
 class Pass:
-    """One forward of a fuser, and the backward that belongs to it.
+    """State of one forward of a fuser and its backward.
 
     record             whether autograd records
-    scales             by linear: the scales of its session when forward ran
-    weight_parts       by linear: its weights as they were cast before the pass (`WeightParts`); None: it casts them itself
-    given              this rank's tensors: inputs, parameters, extra inputs. Dropped after forward, as are the next four
-    parts              by linear: the tensors that its fprop reads of its weights
+    scales             by linear: the scales of the session when forward ran
+    weight_parts       by linear: the operands of the weights, cast before the pass (`WeightParts`); None: the pass casts the
+                       weights
+    given              this rank's tensors: inputs, parameters, extra inputs. This field and the next four are dropped after
+                       forward
+    parts              by linear: the parts of the weights that fprop reads
     reads, addresses   all of `given` and `parts` without repetition, and their addresses
-    same               where some are repeated: for each, its index in `reads` (`deduplicated`)
-    kwargs             keywords of ops, by op; None: no op has some
+    same               for each tensor of `given` and `parts` the index in `reads` (`deduplicated`); empty without repetition
+    kwargs             keywords of the ops, by op; None: no keywords
     ctxs               the contexts of the ops; None: launches were replayed, and no op has run
     replayed           the results of the captured launches of forward; None: they did not run
-    moved              saved-tensor hooks may bring saved tensors back in other memory
-    layout             how the results of forward are divided
+    moved              saved-tensor hooks may return saved tensors in other memory
+    layout             the `ResultLayout` of forward
     """
 
     call: FuserCall
@@ -165,7 +168,7 @@ class Pass:
     layout: ResultLayout = ResultLayout()
 
     def contexts(self) -> list[Any]:
-        """The contexts of the ops, as forward has left them: made now if launches were replayed."""
+        """The contexts of the ops after forward; created here if launches were replayed."""
         if self.ctxs is None:
             self.ctxs = [OperationContext() for _ in self.call.members.ops]
             for i, each in enumerate(self.call.linears):
@@ -190,8 +193,8 @@ class Pass:
 def deduplicated(
     reads: Sequence[Tensor], addresses: Sequence[int]
 ) -> tuple[Sequence[Tensor], Sequence[int], tuple[int, ...]]:
-    """One tensor for each address, the addresses, and for each given tensor the index of the one with its address; no indices
-    where all addresses differ."""
+    """One tensor for each address, the addresses, and for each given tensor the index of the tensor with this address; no
+    indices if all addresses differ."""
     if len(set(addresses)) == len(addresses):
         return reads, addresses, ()
     distinct = dict(zip(addresses, reads, strict=True))

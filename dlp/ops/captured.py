@@ -1,12 +1,12 @@
-"""Forward or backward of a whole fuser as captured launches, as of one linear in `dlp.parallel.linear.capture`.
+"""Forward or backward of a complete fuser as captured launches; `dlp.parallel.linear.capture` does this for one linear.
 
     first call      runs the ops
-    second call     records what the ops launch (`dlp.runtime.capture`), and runs the launches
+    second call     records the launches of the ops (`dlp.runtime.capture`), and runs them
     further calls   allocate the results and replay the launches in one native call; collectives and operations of torch split
-                    it into several
+                    the replay into several native calls
 
-This needs ops that only launch kernels of this package, call collectives and operations of torch by `dlp.kernels.launches`, and
-take views. The printed plan says why a direction is not captured.
+All ops must only launch kernels of this package, call collectives and operations of torch by `dlp.kernels.launches`, and take
+views. The printed plan states why a direction is not captured.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Shape = tuple[int, ...]
 class ReplayResults:
     """Results of the ops when their launches were recorded, without tensors.
 
-    places       of each result of the flat list
+    places       place of each result of the flat list
     shapes       (index, shape) of the results that are views of another shape
     dirty        indices of the tensors, among those read, that the ops wrote to
-    attributes   by context: what its op has set in it, beside tensors
+    attributes   by context: attributes that the op has set, except tensors
     """
 
     places: list[Place]
@@ -48,7 +48,7 @@ class ReplayResults:
     attributes: tuple[dict[str, Any], ...]
 
     def flat(self, allocated: Sequence[Tensor], reads: Sequence[Tensor]) -> Flat:
-        """The results as the ops return them, of the tensors that launches allocated and read."""
+        """The results in the form that the ops return, built from the tensors that launches allocated and read."""
         flat = [None if at is None else allocated[at] if at >= 0 else reads[-1 - at] for at in self.places]
         for i, shape in self.shapes:
             flat[i] = flat[i].view(shape)  # type: ignore[union-attr]
@@ -56,7 +56,7 @@ class ReplayResults:
 
 
 class ReplayEntry(NamedTuple):
-    """Captured launches and their results; valid as long as the layers still have these `directions` in their caches."""
+    """Captured launches and their results; valid while the caches of the layers contain these `directions`."""
 
     directions: CapturedDirections
     launches: CapturedLaunches
@@ -68,11 +68,11 @@ class Direction:
 
     name       "forward" or "backward"
     ops        the names of the ops, for messages
-    obstacle   why this direction is never captured; empty: it can be
-    linears    the names of the linears in it, for the named range of its launches
-    captured   the launches found so far. Each linear has the same object in its cache of calls, and drops it when memory that
-               launches read moves, as tables of scales do: then this direction is captured anew
-    entries    captured launches by all that they depend on
+    obstacle   reason why this direction is never captured; empty: it can be captured
+    linears    the names of the linears, for the named range of the launches
+    captured   the captured launches so far. Each linear holds the same object in the cache of calls, and drops it when memory
+               that launches read moves, for example a table of scales; then this direction is captured again
+    entries    captured launches, by all that the launches depend on
     """
 
     def __init__(self, name: str, ops: str, obstacle: str, linears: str) -> None:
@@ -100,10 +100,10 @@ class Direction:
         self, ctxs: Sequence[Any], bounds: Sequence[Any], reads: Sequence[Tensor], addresses: Sequence[int], key: Key,
         compute: Callable[[], Flat],
     ) -> tuple[Flat, ReplayEntry | None]:  # fmt: skip
-        """The results of `compute`, which runs the ops; and the captured launches, if these made the results.
+        """The results of `compute`, which runs the ops, or of captured launches; and the captured launches in the second case.
 
         reads, addresses   the tensors that the ops read, without repetition
-        key                what the launches depend on beside the shapes, strides, dtypes and alignment of these
+        key                values that the launches depend on, besides the shapes, strides, dtypes and alignment of `reads`
         """
         captured = self._directions(bounds, reads[0])
         if not captured.possible[self.name]:
@@ -144,7 +144,7 @@ class Direction:
         return recorded[0].flat(allocated, reads), entry
 
     def _directions(self, bounds: Sequence[Any], x: Tensor) -> CapturedDirections:
-        """Captured launches so far; new ones if a linear has dropped them."""
+        """Captured launches so far; a new object if a linear has dropped the old object."""
         captured = self.captured
         if captured is not None:
             for bound in bounds:
@@ -167,7 +167,8 @@ class Direction:
         self.entries.clear()
 
     def describe(self) -> list[str]:
-        """Lines for the printed plan: whether this direction is captured, or why not; none before it has run."""
+        """Lines for the printed plan: whether this direction is captured, or the reason why not; no lines before the first
+        run."""
         captured = self.captured
         if captured is None:
             return []
@@ -183,8 +184,8 @@ class Direction:
 def _results_of(
     flat: Flat, ctxs: Sequence[Any], before: Sequence[set[str]], reads: Sequence[Tensor]
 ) -> tuple[ReplayResults, list[Tensor]]:
-    """The results of recorded ops without tensors, and the tensors among them that were allocated. before: names of the
-    attributes that each context had before its op ran. NotPlain for ops that do more than launches can repeat."""
+    """The results of recorded ops without tensors, and the allocated tensors among the results. before: names of the
+    attributes of each context before the op ran. NotPlain for ops with effects that launches cannot repeat."""
     allocated = list[Tensor]()
     places = [_place(result, allocated, reads) for result in flat]
     shapes = []
@@ -199,13 +200,13 @@ def _results_of(
 def _left_in(
     ctxs: Sequence[Any], before: Sequence[set[str]], reads: Sequence[Tensor]
 ) -> tuple[tuple[int, ...], tuple[dict[str, Any], ...]]:
-    """Changes that the ops made in their contexts: the indices of tensors that they wrote to, and by context the attributes
-    that were set. NotPlain for a tensor among these, and for a write to a tensor that is not among `reads`."""
+    """Changes of the contexts by the ops: the indices of written tensors, and by context the new attributes. NotPlain for an
+    attribute that is a tensor, and for a write to a tensor outside of `reads`."""
     dirty, attributes = list[int](), []
     for ctx, had in zip(ctxs, before, strict=True):
         own = {name: value for name, value in vars(ctx).items() if name not in had and name not in OWN}
         if any(isinstance(value, Tensor) for value in own.values()):
-            raise NotPlain("an op keeps a tensor that it does not save")
+            raise NotPlain("an op keeps a tensor without save_for_backward")
         attributes.append(own)
         dirty += [_index_of(tensor, reads) for tensor in ctx.dirty]
     return tuple(dirty), tuple(attributes)
@@ -214,12 +215,13 @@ def _left_in(
 def _index_of(tensor: Tensor, reads: Sequence[Tensor]) -> int:
     at = next((i for i, each in enumerate(reads) if each is tensor), None)
     if at is None:
-        raise NotPlain("an op writes to a tensor that it was not given")
+        raise NotPlain("an op writes to a tensor outside of its inputs")
     return at
 
 
 def _place(result: Tensor | None, allocated: list[Tensor], reads: Sequence[Tensor]) -> Place:
-    """Place of a result: among the tensors that are read, or among those allocated, to which a new one is appended."""
+    """Place of a result: among the tensors that are read, or among the allocated tensors, to which a new tensor is
+    appended."""
     if result is None:
         return None
     for tensors, first, step in ((reads, -1, -1), (allocated, 0, 1)):

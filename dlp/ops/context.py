@@ -1,4 +1,4 @@
-"""OperationContext: what one forward of a basic op keeps for its backward."""
+"""OperationContext: values that one forward of a basic op keeps for the backward."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class OperationContext:
         requires_grad: whether there will be a backward.
         needs_dx: whether backward must return the gradient of the input.
         to_save: arguments of `save_for_backward`.
-        saved_tensors: the same in backward, as tensors.
+        saved_tensors: these tensors, in backward.
         dirty: inputs that forward has written to.
         pass_tensors: tensors that a linear reads in this direction only; dropped afterwards.
         deferred: tensors of a backward whose wgrad is delayed.
-        shared_addresses: addresses of gradients that several outputs have in common.
+        shared_addresses: addresses of gradients that several outputs share.
 
     Examples:
         >>> ctx = ops.OperationContext()
@@ -48,12 +48,13 @@ class OperationContext:
         def __setattr__(self, name: str, value: object) -> None: ...
 
     def save_for_backward(self, *tensors: Saved) -> None:
-        """Keep tensors for backward, which finds them in `saved_tensors`. In place of a tensor that exists only when a later op
-        has run, such as rstd of a lazy norm, a function that returns it: it is called when the forward of all ops is over."""
+        """Keep tensors for backward, which finds them in `saved_tensors`. For a tensor that exists only after a later op has
+        run, such as rstd of a lazy norm, pass a function that returns the tensor: the function is called after the forward of
+        all ops."""
         self.to_save = tensors
 
     def mark_dirty(self, *tensors: Tensor) -> None:
-        """Name the inputs that forward has written to; autograd is told of them."""
+        """Mark the inputs that forward has written to, for autograd."""
         self.dirty = tensors
 
 

@@ -1,4 +1,4 @@
-"""Converted: an op that runs linears which `dlp.convert` made. Their parameters, names and recipes stay in those modules."""
+"""Converted: an op that runs converted linears of a model. Parameters, names and recipes stay in the modules of the model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dlp.parallel.linear.modules import ConvertedLinear
 class Converted(Linear):
     """Use linears that `dlp.convert` made as one operation of a sequence.
 
-    Names, layer groups and checkpoints of the model stay as they are. A row-parallel linear is summed over tp, and then its
-    bias is added. Linears with hooks are called as modules.
+    Names, layer groups and checkpoints of the model stay as they are. The output of a row-parallel linear is summed over tp
+    before the bias is added. Linears with hooks are called as modules.
 
     Args:
         *modules: one converted linear, or all siblings in their order, which return a tuple.
@@ -40,17 +40,20 @@ class Converted(Linear):
         linears = [module for module in modules if isinstance(module, ConvertedLinear)]
         other = next((type(module).__name__ for module in modules if module not in linears), None)
         if other is not None or not linears:
-            raise ValueError(f"ops.Converted: a {other} is no linear that dlp.convert made")
+            raise ValueError(f"ops.Converted: a {other} is not a converted linear: pass linears of dlp.convert")
         core, names = linears[0].core, ", ".join(linear.name for linear in linears)
         if [member.module for member in core.members] != linears:
-            raise ValueError(f"ops.Converted: {names} do not run as one: pass siblings, all of them, in their order")
+            raise ValueError(f"ops.Converted: {names} do not run as one layer: pass all siblings, in their order")
         if core.bias_apart:
             raise ValueError(
-                f"ops.Converted: {names} with return_bias returns more than y: leave the bias to an ops.Bias"
+                f"ops.Converted: {names} with return_bias returns more than y: leave return_bias out, and add ops.Bias "
+                f"to the sequence"
             )
         biased = [linear.bias is not None for linear in linears]
         if any(biased) != all(biased):
-            raise ValueError(f"ops.Converted: of {names} some have a bias, and some have none: give it to all")
+            raise ValueError(
+                f"ops.Converted: some of {names} have a bias, and others have none: give all of them a bias, or none"
+            )
         vars(self).update(core=core, biased=all(biased), _linears=tuple(linears))
 
     @property
@@ -59,7 +62,7 @@ class Converted(Linear):
         return linears
 
     def reset_parameters(self) -> None:
-        """Nothing: the converted linears have their own `reset_parameters`."""
+        """Do nothing: the converted linears have a `reset_parameters`."""
 
     def forward(self, x: Any) -> Any:  # type: ignore[override]
         """Call the converted linears as modules."""

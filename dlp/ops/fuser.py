@@ -1,7 +1,7 @@
-"""The fuser: runs the basic ops of a sequence as one autograd function, fused differently in forward and in backward.
+"""The fuser: run the basic ops of a sequence as one autograd function, fused differently in forward and in backward.
 
-Fusions are applied once for each state of the fuser: the active spec of every linear, which tensors need gradients, train or
-eval, dtype, registered fusions. The result is a `FuserPlan`, which is kept: a recipe that is set again finds its plan again.
+Fusions are applied once for each state of the fuser: the active spec of every linear, the tensors that need gradients, train
+or eval mode, dtype, registered fusions. The result, a `FuserPlan`, is kept, and found again when a recipe is set again.
 `dlp.ops.passes` runs the directions of a plan. Under torch.compile and dispatch modes ops run one by one (`dlp.ops.traced`).
 """
 
@@ -64,9 +64,9 @@ class OperationFuser:
     def __init__(self, ops: Ops, names: Sequence[str] | None = None) -> None:
         other = next((type(op).__name__ for op in ops if not hasattr(op, "expanded")), None)
         if other is not None:
-            raise TypeError(f"OperationFuser: a {other} is no op: put it into a Sequential, where it ends a group")
+            raise TypeError(f"OperationFuser: a {other} is not an operation: pass plain modules to ops.Sequential")
         if not ops:
-            raise ValueError("OperationFuser of no ops: pass one at least")
+            raise ValueError("OperationFuser: no operations given: pass at least one")
         self.members = Members([basic for op in ops for basic in op.expanded], names)
         self.basic_ops, self.names = self.members.ops, self.members.names
         self.num_extra_inputs = sum(self.members.extra_inputs)
@@ -87,13 +87,13 @@ class OperationFuser:
         """x [..., C], or a tuple of siblings, and the extra inputs of all ops in order -> the output, or a tuple of the output
         and the extra outputs of all ops in order. basic_op_kwargs: keywords of each basic op.
 
-        Raises ValueError for another number of extra inputs or keywords, TypeError for inputs that are no tensors.
+        Raises ValueError for another number of extra inputs or keywords, TypeError for inputs that are not tensors.
         """
         if len(extra_inputs) != self.num_extra_inputs:
             takers = [name for name, count in zip(self.names, self.members.extra_inputs, strict=True) if count]
             raise ValueError(
-                f"ops take {self.num_extra_inputs} extra inputs{' (of ' + ', '.join(takers) + ')' if takers else ''}; got "
-                f"{len(extra_inputs)}: pass those of all ops, in their order"
+                f"ops take {self.num_extra_inputs} extra inputs{' (of ' + ', '.join(takers) + ')' if takers else ''}; "
+                f"got {len(extra_inputs)}: pass the extra inputs of all ops, in order"
             )
         inputs = each(x)
         for tensor in (*inputs, *extra_inputs) if inputs else (x,):
@@ -104,7 +104,7 @@ class OperationFuser:
         if torch._C._is_any_autocast_enabled() and inputs and autocasts(inputs[0]):
             cast = tuple(map(in_autocast_dtype, inputs))
             if not torch.compiler.is_dynamo_compiling() and cast[0].dtype != inputs[0].dtype:
-                self.autocast = f"x is cast from {inputs[0].dtype} to {cast[0].dtype} first, as torch.autocast says"
+                self.autocast = f"x is first cast from {inputs[0].dtype} to {cast[0].dtype}, by torch.autocast"
             with no_autocast(inputs):
                 return self._call(cast if isinstance(x, tuple) else cast[0], extra_inputs, basic_op_kwargs)
         return self._call(x, extra_inputs, basic_op_kwargs)
@@ -119,7 +119,7 @@ class OperationFuser:
         self, inputs: tuple[Any, ...], many: bool, extra_inputs: Sequence[Tensor],
         kwargs: Sequence[Mapping[str, Any]] | None,
     ) -> Any:  # fmt: skip
-        """Find or make the `FuserCall` of these tensors, and run its forward. many: x is a tuple, of `inputs`."""
+        """Find or make the `FuserCall` of these tensors, and run the forward. many: x is a tuple, stored in `inputs`."""
         if torch._C._are_functorch_transforms_active():
             refuse_transforms(self.names[0])
         setting_values = [getattr(op, name) for op, name in self.settings]
@@ -170,11 +170,13 @@ class OperationFuser:
         if tensor is None:
             parameters = ((self.names[i], self.basic_ops[i].op_parameters()) for i in self.owners)
             name = next(name for name, own in parameters if any(each is None for each in own))
-            raise ValueError(f"{name}: its bias was set to None, and it still adds one: make a Linear with bias=False")
+            raise ValueError(
+                f"{name}: the bias was set to None after construction: construct the Linear with bias=False"
+            )
         return held(tensor)
 
     def _forget(self, setting_values: list[Any]) -> None:
-        """A setting of an op has changed since the last call: drop plans and captured launches."""
+        """Drop plans and captured launches, after a setting of an op has changed."""
         for plan in self.plans.values():
             for direction in plan.captured:
                 direction.forget()
@@ -185,23 +187,19 @@ class OperationFuser:
     def _new_call(
         self, own: Sequence[Sequence[Any]], tensors: Sequence[Any], bounds: Sequence[Any], many: bool, num_inputs: int
     ) -> FuserCall:  # fmt: skip
-        """A `FuserCall` for such tensors, without its plan.
+        """A `FuserCall` for these tensors, without a plan.
 
         Raises TypeError for inputs that are DTensors or not of floating point, ValueError for ops with parametrizations.
         """
         self.members.check_floating(tensors[0].dtype)
         for name, op in zip(self.names, self.basic_ops, strict=True):
             if is_parametrized(op):
-                raise ValueError(
-                    f"{name}: it is parametrized, and ops read parameters as they are: use the module of torch"
-                )
+                raise ValueError(f"{name}: parametrized parameters are not supported by ops: use the module of torch")
         firsts = [*accumulate(map(len, own), initial=num_inputs)]
         for place in (*range(num_inputs), *range(firsts[-1], len(tensors))):
             if isinstance(tensors[place], DTensor):
                 name = self.names[0] if place < num_inputs else "an extra input"
-                raise TypeError(
-                    f"{name}: it is a DTensor, but ops read this rank's plain tensor; pass to_local() of it"
-                )
+                raise TypeError(f"{name} is a DTensor, but ops read plain local tensors; pass the result of to_local()")
         linears = []
         for (at, place, op), bound in zip(self.linears, bounds, strict=True):
             op.local_weights(bound)
@@ -212,7 +210,7 @@ class OperationFuser:
     # Plans
 
     def _plan_call(self, call_key: Any, run: Pass, own: Sequence[Any], tensors: Sequence[Any]) -> None:
-        """Give a new call its plan, which depends on the contexts of its first pass, and keep it for further passes."""
+        """Give a new call a plan, which depends on the contexts of the first pass, and keep the plan for further passes."""
         run.call.follow(self._plan(run, own, tensors))
         run.ctxs = None  # made anew, with the needs_dx and requires_grad of the plan
         if len(self.calls) >= LIMIT:
@@ -220,9 +218,9 @@ class OperationFuser:
         self.calls[call_key] = run.call
 
     def _plan(self, run: Pass, of_owners: Sequence[Any], tensors: Sequence[Any]) -> FuserPlan:
-        """The plan of the current state, found or made. of_owners: the parameters of each op that has some.
+        """The plan of the current state, found or made. of_owners: the parameters of each op with parameters.
 
-        Raises ValueError where one would have to be made while a CUDA graph is captured.
+        Raises ValueError if a plan would have to be made while a CUDA graph is captured.
         """
         needs = tuple([run.record and tensor.requires_grad for tensor in tensors])
         key = (
@@ -234,8 +232,8 @@ class OperationFuser:
         if plan is None:
             if capturing():
                 raise ValueError(
-                    f"{self.names[0]} and the ops behind it have not run like this before (recipe, dtype, "
-                    f"gradients), and would be fused anew inside of a CUDA graph: run them once before its capture"
+                    f"{self.names[0]} and the following ops have no plan for this recipe, dtype and these gradients, "
+                    f"and cannot be planned inside a CUDA graph: run the ops once before the capture"
                 )
             own: list[Sequence[Any]] = [()] * len(self.basic_ops)
             for i, parameters in zip(self.owners, of_owners, strict=True):
@@ -244,8 +242,8 @@ class OperationFuser:
         return plan
 
     def _make_plan(self, ctxs: Sequence[Any], own: Sequence[Any], needs: Sequence[bool]) -> FuserPlan:
-        """Apply the fusions. own: the parameters of each op; needs: whether each of inputs, parameters and extra inputs needs a
-        gradient."""
+        """Apply the fusions. own: the parameters of each op; needs: for inputs, parameters and extra inputs, whether a
+        gradient is needed."""
         ops, extra = self.basic_ops, sum(self.members.extra_inputs)
         count = sum(map(len, own))
         inputs = len(needs) - count - extra
@@ -284,7 +282,7 @@ class OperationFuser:
         )  # fmt: skip
 
     def _obstacle(self, which: str, direction: Sequence[Placed], ctxs: Sequence[Any]) -> str:
-        """Why a direction cannot be captured: the reason of the first op that has one; empty: it can be."""
+        """Reason why a direction cannot be captured, from the first op with a reason; empty: the direction can be captured."""
         obstacles = ((places[0], op.obstacle([ctxs[i] for i in places], which)) for op, places in direction)
         return next((f"{self.names[first]}: {why}" for first, why in obstacles if why), "")
 
@@ -300,8 +298,8 @@ class OperationFuser:
 
 
 def _quantizers_before(pairs: Sequence[tuple[Any, Any]], method: str) -> list[Any]:
-    """For each op, the quantizers that `method` of the op before it returns; None for the first op. An op that passes its input
-    through returns those of the op before it."""
+    """For each op, the quantizers that `method` of the previous op returns; None for the first op. An op that passes the input
+    through returns the quantizers of the op before."""
     quantizers, last = list[Any](), None
     for op, ctx in pairs:
         quantizers.append(last)

@@ -1,10 +1,10 @@
-"""Fusions: functions that replace ops of a sequence by fused ones, in one direction or in both.
+"""Fusions: functions that replace ops of a sequence by fused ops, in one direction or in both.
 
-    func(ops, *, recipe) -> ops     `recipe`: that of the first linear, None if there is none
+    func(ops, *, recipe) -> ops     `recipe`: the recipe of the first linear, None without a linear
 
-The ops that a fusion returns must expand to the same basic ops in the same order. The fusions of `dlp.ops.fused`, one file
-each, are applied first, then registered ones in their order; `prepend=True` puts one before all others. Registering a fusion
-makes all fusers plan anew.
+The ops that a fusion returns must expand to the same basic ops in the same order. The fusions of `dlp.ops.fused`, one file per
+fusion, are applied first, then registered fusions in the order of registration; `prepend=True` puts a fusion before all
+others. After a registration all fusers plan again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Match = Sequence[Any]
 
 @dataclass
 class Fusions:
-    """The registered fusions, by direction. version: counts registrations; plans that were made at another one are not used."""
+    """The registered fusions, by direction. version: number of registrations; plans of another version are not used."""
 
     forward: list[Fusion] = field(default_factory=list)
     backward: list[Fusion] = field(default_factory=list)
@@ -42,7 +42,7 @@ REGISTERED = Fusions()
 
 
 def load_shipped() -> None:
-    """Register the fusions of `dlp.ops.fused`: each module of that folder registers its own when it is imported."""
+    """Register the fusions of `dlp.ops.fused`: each module of this folder registers a fusion when imported."""
     folder = Path(__file__).parent / "fused"
     for name in sorted(module.name for module in pkgutil.iter_modules([str(folder)])):
         importlib.import_module(f"dlp.ops.fused.{name}")
@@ -95,8 +95,8 @@ def register_forward_backward_fusion(func: Fusion, prepend: bool = False) -> Non
 
 
 def fuse(which: str, basic_ops: Ops, recipe: Any, notes: list[str]) -> Ops:
-    """Apply all fusions of a direction to basic ops, and return the resulting ops. notes: gets a line for each pattern that
-    matches and is not fused, with the reason.
+    """Apply all fusions of a direction to basic ops, and return the resulting ops. notes: receives a line for each pattern
+    that matches and is not fused, with the reason.
 
     Raises RuntimeError for a fusion that loses, adds or moves a basic op.
     """
@@ -139,9 +139,9 @@ def maybe(kind: type) -> Step:
 
 
 class Pattern:
-    """A fusion that replaces neighbouring ops of these classes, one of each, by the fused op `make(*ops)`.
+    """A fusion that replaces neighbouring ops, one of each of these classes, by the fused op `make(*ops)`.
 
-    obstacle   takes the matched ops; returns why they cannot be fused, None if they can
+    obstacle   takes the matched ops; returns the reason why they cannot be fused, None if they can
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Pattern:
         return fused
 
     def _match(self, ops: Ops) -> Match:
-        """The first ops, if they match the pattern, with all optional ones that are there; else nothing."""
+        """The first ops, with all optional ops that are present, if they match the pattern; else nothing."""
         matched: list[Any] = []
         for step in self.steps:
             if len(matched) < len(ops) and isinstance(ops[len(matched)], step.kind):

@@ -1,7 +1,7 @@
-"""Handed: a tensor [..., C] that is quantized already, so that quantized activations and gradients travel between modules.
+"""Handed: a tensor [..., C] that is quantized already, for quantized activations and gradients between modules.
 
-It holds the rowwise and the columnwise operand of one matrix [M, C], the quantizers that made them, and the group whose ranks
-agreed on the scales. A linear whose recipe quantizes in the same way reads the operands as they are; all other operations read
+The tensor holds the rowwise and the columnwise operand of one matrix [M, C], their quantizers, and the group whose ranks
+agreed on the scales. A linear whose recipe quantizes in the same way reads the operands unchanged; all other operations read
 the decoded values. The gradient of a `Handed` is a plain tensor.
 """
 
@@ -23,11 +23,11 @@ from dlp.quant.recipe import Operand, Recipe
 
 
 class CastRecord(NamedTuple):
-    """How operands were quantized.
+    """Record of the quantization of both operands.
 
     quantizers   rowwise and columnwise
     group        the ranks that agreed on the scales; None: this rank alone
-    strict       a linear that would have to decode them and quantize again raises
+    strict       a linear raises if it would have to decode the operands and quantize again
     """
 
     quantizers: Operand
@@ -65,9 +65,10 @@ class Handed(Tensor):
     @staticmethod
     def __new__(cls, operands: Operands, cast_record: CastRecord, shape: Sequence[int], dtype: torch.dtype) -> Handed:
         device = operands.at(columnwise=False).payload.device
-        self: Handed = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[no-any-return]
+
+    def __init__(self, operands: Operands, cast_record: CastRecord, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.operands, self.cast_record = operands, cast_record
-        return self
 
     def rows(self) -> Handed:
         """The same operands as a tensor [M, C]."""
@@ -87,7 +88,7 @@ class Handed(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """detach, alias, clone and views of the same shape return a `Handed` of the same operands; all other operations are run
-        on the decoded values. TypeError for one that would write to a `Handed`."""
+        on the decoded values. TypeError for an operation that would write to a `Handed`."""
         if func in _KEEPS_OPERANDS and isinstance(args[0], Handed):
             x = args[0]
             return Handed(x.operands, x.cast_record, x.shape, x.dtype)
@@ -107,21 +108,22 @@ _KEEPS_OPERANDS = (
 
 def _refuse_written(func: Any, written: Sequence[Any]) -> None:
     if any(isinstance(one, Handed) for one in written):
-        raise TypeError(f"{func}: a Handed holds codes, which nothing writes to: write to its tensor()")
+        raise TypeError(f"{func}: a Handed is read-only: write to the result of tensor()")
 
 
 def why_not(recipe: Recipe, tensor: str) -> str | None:
-    """Why `tensor`, "x" or "dy", of this recipe can only be quantized inside its layer; None: it can be quantized before."""
+    """Reason why `tensor`, "x" or "dy", of this recipe can only be quantized inside a layer; None: it can be quantized
+    before."""
     operand = recipe.of(tensor)
     if operand is None or operand.keeps_source:
-        return "its recipe quantizes nothing"
+        return "the recipe does not quantize"
     caps = [caps_of(quantizer) for quantizer in (operand.rowwise, operand.columnwise)]
     if any(each.slot is not None for each in caps):
-        return "delayed scales belong to the layer that reads it"
+        return "delayed scales belong to the layer that reads the tensor"
     if any(each.origin for each in caps):
-        return "it is rounded by chance, by its place in its layer"
+        return "stochastic rounding depends on the layer that reads the tensor"
     if recipe.units != (1, 1, 1):
-        return "it is padded as its layer wants"
+        return "the layer that reads the tensor pads it"
     return None
 
 
@@ -135,8 +137,8 @@ def quantized(
 ) -> Handed:
     """`rows` [M, C] quantized in both orientations, as `recipe` casts `tensor`, "x" or "dy"; the result has `shape` [..., C].
 
-    group    the ranks that have the other tokens; they agree on scales, as ranks do that gather x or dy. None: this rank alone
-    strict   of the `CastRecord`
+    group    the ranks that hold the other token shards and agree on scales; None: this rank alone
+    strict   see `CastRecord`
     """
     row = LOCAL if group is None else STYLE_THAT_GATHERS[tensor]
     plan = cast_plan(row, recipe, tensor, BOTH, rows.shape[0], group=group)

@@ -5,9 +5,9 @@
 
     x [..., K]    w [N, K]    y [..., N]    siblings: several w, which share one cast of x, and a tuple of y
 
-x and dy may be lazy, results of a norm, an activation or their gradients: the cast computes them. Where the ops of a
-row-parallel `Linear` run one by one, its BasicLinear multiplies without communication; fused
-(`dlp.ops.fused.reduced_linear`), they are one row of the style table, with its overlap.
+x and dy may be lazy, for example results of a norm or an activation: the cast then computes the values. If the ops of a
+row-parallel `Linear` run one by one, the BasicLinear multiplies without communication; the fused op
+(`dlp.ops.fused.reduced_linear`) is one row of the style table, with the overlap of this style.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class BasicLinear(BasicOperation, modules.Linear):
             )
         if tensor_parallel_mode is not None and tensor_parallel_group is None and (ranks := _ranks()) > 1:
             raise ValueError(
-                f'tensor_parallel_mode "{tensor_parallel_mode}" without tensor_parallel_group, of {ranks} ranks: pass those '
-                f'that share it, mesh["tp"]'
+                f'tensor_parallel_mode "{tensor_parallel_mode}" needs a tensor_parallel_group with {ranks} ranks: pass the '
+                f'ranks that share the weight, mesh["tp"]'
             )
         self._style = tensor_parallel_mode or "local"
         super().__init__(
@@ -108,7 +108,7 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     @property
     def reduced(self) -> bool:
-        """Whether y is a partial sum, which an op behind this one adds up over ranks."""
+        """Whether y is a partial sum, which a later op sums over ranks."""
         return False
 
     def op_parameters(self) -> Sequence[Tensor]:
@@ -119,13 +119,13 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     @property
     def planned_spec(self) -> LinearSpec:
-        """The spec that a plan is being made for: what fusions ask for style, recipe and options."""
+        """The spec for which a plan is made; fusions read style, recipe and options from it."""
         spec: LinearSpec = vars(self).get("_planned") or self.core.spec
         return spec
 
     @property
     def pads(self) -> bool:
-        """Whether the recipe of `planned_spec` needs zeros appended to a weight."""
+        """Whether the recipe of `planned_spec` zero-pads a weight."""
         _, n, k = self.planned_spec.recipe.units
         return any(held(weight).shape[0] % n or held(weight).shape[1] % k for weight in self.op_parameters())
 
@@ -140,7 +140,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         return [held(parameter) for parameter in parameters]
 
     def operands(self, bound: BoundSpec, dtype: torch.dtype, record: bool) -> tuple[Any, Sequence[Tensor]]:
-        """The weights for x of this dtype: as they were cast before the pass (`WeightParts`), or None if they were not; and the
+        """The operands of the weights for x of this dtype, cast before the pass (`WeightParts`; None: not cast), and the
         tensors that fprop reads. record: whether there may be a backward."""
         weight_parts = self.core.weights.operands_for(bound, dtype)
         if weight_parts is not None:
@@ -178,7 +178,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         return ys if len(ys) > 1 else ys[0]
 
     def _unreduced(self, ctx: OperationContext) -> BoundSpec:
-        """The spec without the sum over ranks, if that is another op's."""
+        """The spec without the sum over ranks, if another op computes the sum."""
         return without_communication(ctx.bound) if self.reduced else ctx.bound
 
     def multiply(
@@ -189,14 +189,14 @@ class BasicLinear(BasicOperation, modules.Linear):
         biases: Sequence[Tensor | None] | None = None,
         finish: Finish = NO_FINISH,
     ) -> tuple[Tensor, ...]:
-        """y_i = x @ w_i.T (+ biases) under `bound`; the tensors that backward reads are saved in ctx.
+        """y_i = x @ w_i.T (+ biases) under the spec `bound`; the tensors that backward reads are saved in ctx.
 
-        biases   by weight; None: none is added
-        finish   what the GEMM does beside: scale, or add into another tensor
+        biases   by weight; None: no bias is added
+        finish   epilogue of the GEMM: a factor, or a tensor to add into
         """
         if isinstance(input_, tuple):
             raise ValueError(
-                f"{bound.spec.name}: it reads one tensor and is given {len(input_)}: join siblings by SwiGLU or GEGLU"
+                f"{bound.spec.name}: expected one tensor; got {len(input_)}: combine siblings by SwiGLU or GEGLU"
             )
         if input_.dtype != ctx.dtype:
             ctx.dtype, (ctx.weight_parts, parts) = input_.dtype, self.operands(ctx.bound, input_.dtype, ctx.record)
@@ -219,12 +219,12 @@ class BasicLinear(BasicOperation, modules.Linear):
         return tuple(ys)
 
     def _dy(self, grad: Any, bound: BoundSpec) -> Any:
-        """dy as a matrix [M, N], lazy or quantized if it is that."""
+        """dy as a matrix [M, N]; lazy and quantized dy are returned as such."""
         grad = accepted(bound, grad, "dy") if is_handed(grad) else grad
         return grad.rows() if is_handed(grad) else rows_of(grad)
 
     def operands_back(self, ctx: OperationContext) -> Sequence[Tensor]:
-        """The tensors that dgrad reads of weights that were not cast before the pass."""
+        """The tensors that dgrad reads for weights that were not cast before the pass."""
         weights = ctx.saved_tensors[: len(ctx.needs_dw)]
         read: Sequence[Tensor] = ctx.bound.weights.read(
             ctx.bound, range(len(weights)), weights, ctx.x_dtype, columnwise=True, record=True
@@ -232,8 +232,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         return read
 
     def targets(self, ctx: OperationContext) -> tuple[Any, ...]:
-        """By weight, the main gradient that its wgrad is written or added to, None for one without; empty: autograd gets all
-        wgrads."""
+        """For each weight the main gradient to which wgrad is written or added, or None; empty: autograd gets all wgrads."""
         weights = ctx.saved_tensors[: len(ctx.needs_dw)]
         if not ctx.bound.weights.main_grads or self._waits(ctx):
             return ()
@@ -241,7 +240,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         return tuple([to if needed else None for to, needed in zip(into, ctx.needs_dw, strict=False)])
 
     def _waits(self, ctx: OperationContext) -> bool:
-        """Whether wgrads wait for `dlp.backward_dw`."""
+        """Whether wgrads are delayed until `dlp.backward_dw`."""
         return waits(ctx.bound.spec.options.delay_wgrad, ctx.needs_dx)
 
     def has_end_backward(self, ctx: OperationContext) -> bool:
@@ -249,8 +248,8 @@ class BasicLinear(BasicOperation, modules.Linear):
         return bool(ctx.bound.weights.main_grads) or self._waits(ctx)
 
     def end_backward(self, ctx: OperationContext, grads: list[Tensor | None], deferred: Sequence[Tensor]) -> None:
-        """Called after the launches of a backward, captured or not. Main gradients that were written are marked, and stand in
-        `grads`, by weight; `deferred`, the tensors that waiting wgrads read, are kept for `dlp.backward_dw`."""
+        """Finish a backward after its launches, captured or not: mark written main gradients, which are in `grads`, by weight,
+        and keep `deferred`, the operands of delayed wgrads, for `dlp.backward_dw`."""
         for i in ctx.written:
             main = ctx.bound.weights.main_grads[i]
             assert main is not None
@@ -265,8 +264,8 @@ class BasicLinear(BasicOperation, modules.Linear):
     def differentiate(
         self, ctx: OperationContext, grad_output: Value, bound: BoundSpec, finish: Finish = NO_FINISH
     ) -> tuple[Value, list[Tensor | None]]:
-        """dx and, by weight, dw under `bound`; None where they are not needed. finish: as of `multiply`, for dgrad, whose
-        factor wgrad has, too."""
+        """dx and, by weight, dw under the spec `bound`; None for gradients that are not needed. finish: epilogue of dgrad, as
+        in `multiply`; the factor also applies to wgrad."""
         count = len(ctx.needs_dw)
         if not ctx.requires_grad:
             return None, [None] * count
@@ -302,7 +301,7 @@ class BasicLinear(BasicOperation, modules.Linear):
     # Under torch.compile and dispatch modes
 
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
-        """y of the whole `Linear`, with its sum over ranks and its bias."""
+        """y of the complete `Linear`, with the sum over ranks and the bias."""
         ys = self.core.by_ops(one_tensor(x))
         return ys if len(ys) > 1 else ys[0]
 
@@ -362,13 +361,15 @@ class Linear(BasicLinear):
             if given not in ("values", "quantized"):
                 raise ValueError(f'{name} must be "values" or "quantized"; got {given!r}')
         if output == "quantized" and not isinstance(out_features, int):
-            raise ValueError(f'output="quantized" is of one out_features; got {out_features!r}: siblings go to a gate')
+            raise ValueError(
+                f'output="quantized" needs one out_features; got {out_features!r}: pass siblings to a gate'
+            )
         super().__init__(in_features, out_features, bias=bias, **options)
         self.biased, self.output, self.grad_input = bias, output, grad_input
         self.own_fuser()  # here, since compiled code does not make it
 
     def te_names(self, fused: bool = False) -> TeNames:
-        """It is a BasicLinear and a Bias there."""
+        """Names of Transformer Engine, where the layer consists of a BasicLinear and a Bias."""
         return {f"basic_ops.{int(name == 'bias')}.{name}": its for name, its in names_of(self, "", "").items()}
 
     @property

@@ -1,7 +1,7 @@
 """LayerNormLinear and LayerNormMLP of ops, with the names and keywords of `transformer_engine.pytorch`.
 
-Both are `Sequential`s, and fuse as such. Their parameters have the names of a `Sequential`; `te_names` maps the
-names of Transformer Engine to these (`dlp.ops.te_names`).
+Both are `Sequential`s, and fuse like a `Sequential`. Parameters have the names of a `Sequential`; `te_names` maps the names of
+Transformer Engine to these names (`dlp.ops.te_names`).
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ OPTIONS = ("tp_group", "tp_size", "sequence_parallel", "params_dtype", "delay_wg
 def _chosen(what: str, table: dict[str, Any], name: str) -> Any:
     """The class of this name. ValueError for a name that is not in the table."""
     if name not in table:
-        raise ValueError(f"unknown {what} {name!r:.60}: it is one of {', '.join(table)}")
+        raise ValueError(f"unknown {what} {name!r:.60}: choose from {', '.join(table)}")
     return table[name]
 
 
 def own_options(layer: str, family: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that modules have, of keywords that a constructor does not name. TypeError for any other."""
+    """The supported options among keywords that a constructor does not name. TypeError for other keywords."""
     others = {name: value for name, value in options.items() if name not in OPTIONS}
     refuse(layer, ARGUMENTS[family], others, OPTIONS)
     return {name: value for name, value in options.items() if name in OPTIONS}
@@ -60,7 +60,8 @@ def own_options(layer: str, family: str, options: dict[str, Any]) -> dict[str, A
 def linear_options(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a `Linear`, from a parallel mode and further options of a module.
 
-    Raises ValueError for an unknown mode, for tp options without a mode, and for a tp_size that is not that of the group.
+    Raises ValueError for an unknown mode, for tp options without a mode, and for a tp_size that differs from the size of the
+    group.
     """
     keywords: dict[str, Any] = {name: options[name] for name in SAME if name in options}
     if options.get("delay_wgrad_compute"):
@@ -72,7 +73,7 @@ def linear_options(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"parallel_mode must be one of {MODES}; got {mode!r}")
     if mode is None and (group is not None or options.get("sequence_parallel")):
         raise ValueError(
-            "tp_group and sequence_parallel without a mode cut nothing: set parallel_mode, or set_parallel_mode=True"
+            "tp_group and sequence_parallel have no effect without a mode: set parallel_mode, or set_parallel_mode=True"
         )
     if mode is None or group is None:
         return keywords
@@ -92,7 +93,7 @@ def _norm(normalization: str, size: int, eps: float, zero_centered_gamma: bool, 
 
 
 class _WithNorm(Sequential):
-    """A Sequential that begins with a norm. returns_norm: the output of the norm is returned, too, as the last result."""
+    """A Sequential that begins with a norm. returns_norm: the output of the norm is returned as the last result."""
 
     returns_norm = False
 

@@ -1,10 +1,11 @@
 """Base classes of operations, with the names and signatures of `transformer_engine.pytorch.ops`.
 
-    BasicOperation   one step: `op_forward(ctx, input_, ...)` and `op_backward(ctx, grad_output)`; a module, callable by itself
+    BasicOperation   one step: `op_forward(ctx, input_, ...)` and `op_backward(ctx, grad_output)`; a module that can also be
+                     called alone
     FusedOperation   several basic ops in one: `fuser_forward`, `fuser_backward`, or one of the two
-    ctx              an `OperationContext`: what one forward of an op keeps for its backward
+    ctx              an `OperationContext`: values that one forward of an op keeps for the backward
 
-Ops compute under `no_grad`; autograd sees one function, that of the fuser (`dlp.ops.fuser`).
+Ops compute under `no_grad`; autograd sees one function, the fuser (`dlp.ops.fuser`).
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ class FusibleOperation(nn.Module):
 
     @property
     def basic_ops(self) -> Sequence[BasicOperation]:
-        """The basic ops that it runs as one, in order; a basic op has itself."""
+        """The basic ops that this op fuses, in order; for a basic op the op itself."""
         raise NotImplementedError
 
     @property
     def expanded(self) -> Sequence[BasicOperation]:
-        """The basic ops that a fuser runs for it: more than `basic_ops` of a `Linear`, which stands for its bias, too."""
+        """The basic ops that a fuser runs for this op: for a `Linear` also the sum over ranks and the bias."""
         return self.basic_ops
 
     @property
     def owners(self) -> Sequence[nn.Module]:
-        """The modules that users see in its place: if one of them has hooks, it must be called as a module."""
+        """The modules that users see in place of this op: if such a module has hooks, the op must be called as a module."""
         return (self,)
 
     @property
@@ -53,16 +54,16 @@ class FusibleOperation(nn.Module):
 
     @property
     def basic_extra_inputs(self) -> int:
-        """The number of extra inputs of its basic ops."""
+        """The number of extra inputs of all basic ops."""
         return sum(op.num_extra_inputs for op in self.expanded)
 
     @property
     def basic_extra_outputs(self) -> int:
-        """The number of extra outputs of its basic ops."""
+        """The number of extra outputs of all basic ops."""
         return sum(op.num_extra_outputs for op in self.expanded)
 
     def forward(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
-        """Called by itself, outside of a Sequential: runs a fuser of its own basic ops. kwargs: of the first of them."""
+        """Call the op outside of a Sequential, by a fuser of the basic ops. kwargs: keywords of the first basic op."""
         kwargs_by_op = [kwargs] + [{}] * (len(self.expanded) - 1)
         return self.own_fuser()(x, *extra_inputs, basic_op_kwargs=kwargs_by_op)
 
@@ -77,8 +78,8 @@ class FusibleOperation(nn.Module):
         return {name: value for name, value in vars(self).items() if name != "_fuser"}
 
     def obstacle(self, basic_op_ctxs: Sequence[OperationContext], which: str) -> str:
-        """Why direction `which`, "forward" or "backward", cannot be captured: on a GPU it does something that a recording of
-        launches does not repeat. Empty: it can be."""
+        """Reason why direction `which`, "forward" or "backward", cannot be captured: on a GPU the direction has effects that
+        recorded launches do not repeat. Empty: the direction can be captured."""
         raise NotImplementedError
 
     # The fuser calls these two. A fused op overrides one or both of them; `BasicOperation` calls op_forward and op_backward.
@@ -94,7 +95,7 @@ class FusibleOperation(nn.Module):
     def fuser_backward(
         self, basic_op_ctxs: Sequence[OperationContext], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Value, Grads, Grads]:
-        """The gradient of the input, and for each basic op the gradients of its parameters and those of its extra inputs."""
+        """The gradient of the input, and for each basic op the gradients of parameters and of extra inputs."""
         raise NotImplementedError
 
 
@@ -113,10 +114,10 @@ class BasicOperation(FusibleOperation):
         launches: on a GPU the operation only launches kernels of dlp and takes views, so that its launches can be captured.
         settings: names of attributes that users may change between calls and that fusions or launches depend on; after a change
             plans and captured launches are made anew.
-        passes_through: "input_quantizer" or "grad_output_quantizer", where the operation passes its input or gradient through,
-            so that the neighbour on the other side provides the quantizer.
+        passes_through: "input_quantizer" or "grad_output_quantizer", if the operation passes its input or gradient through, so
+            that the neighbour on the other side provides the quantizer.
         token_rows: rows of a token shard, in an operation that conversion has replicated over tp; else None.
-        traced_by: linear that does the work of this operation where operations run one by one; else None.
+        traced_by: linear that does the work of this operation when operations run one by one; else None.
         traced_note: difference under torch.compile and dispatch modes, for the plan.
         layer_name: name in a converted model, else the name of the class.
 
@@ -155,42 +156,42 @@ class BasicOperation(FusibleOperation):
         return [parameter for parameter in self._parameters.values() if parameter is not None]
 
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
-        """The same function of tensors in code that autograd and torch.compile differentiate. Returns the output, or a tuple of
-        it and the extra outputs. By default an autograd function of this op alone."""
+        """The op as code that autograd and torch.compile differentiate. Returns the output, or a tuple of the output and the
+        extra outputs. By default an autograd function of this op alone."""
         return one_op(self, type(self).__name__, x, extra_inputs, kwargs)
 
     # The fuser asks these when it makes a plan. Linears and ops with quantizers override them.
 
     def planned(self, ctx: OperationContext) -> None:
-        """Called before a plan is made for calls like that of `ctx`."""
+        """Prepare for a plan for calls like the call of `ctx`."""
 
     def recipe_of(self, ctx: OperationContext) -> Recipe | None:
-        """The recipe that it runs under; None if it has none."""
+        """The recipe of this op; None: no recipe."""
         return None
 
     def input_quantizer(self, ctx: OperationContext) -> Operand | None:
-        """The quantizers of its input, a `dlp.quant.recipe.Operand`; None if it does not cast it."""
+        """The quantizers of the input, a `dlp.quant.recipe.Operand`; None: the op does not cast the input."""
         return None
 
     def grad_output_quantizer(self, ctx: OperationContext) -> Operand | None:
-        """The quantizers of the gradient of its output; None if it does not cast it."""
+        """The quantizers of the gradient of the output; None: the op does not cast the gradient."""
         return None
 
     @property
     def takes_keywords(self) -> bool:
-        """Whether callers may pass keywords to its forward: true of ops that are not dlp's own."""
+        """Whether callers may pass keywords to forward: true for user-defined ops."""
         method = type(self).op_forward if self.overrides("op_forward") else type(self).fuser_forward
         return not method.__module__.startswith("dlp.ops.")
 
     def overrides(self, name: str) -> bool:
-        """Whether its class overrides this method of `BasicOperation`."""
+        """Whether the class overrides this method of `BasicOperation`."""
         return getattr(type(self), name) is not getattr(BasicOperation, name)
 
     def obstacle(self, basic_op_ctxs: Sequence[OperationContext], which: str) -> str:
         return "" if self.launches else "it computes by torch"
 
     def runs_in(self, which: str) -> bool:
-        """Whether it has direction `which`: a basic op has both."""
+        """Whether the op has direction `which`: a basic op has both directions."""
         return True
 
     def op_forward(
@@ -202,13 +203,13 @@ class BasicOperation(FusibleOperation):
         next_op_input_quantizer: Operand | None,
         **kwargs: Any,
     ) -> Value:
-        """input [..., C] -> output. prev_op_grad_output_quantizer, next_op_input_quantizer: the quantizers by which the op
-        before will cast the dx that this op returns, and the op behind its output; None: it casts nothing. kwargs: of a
-        caller."""
+        """input [..., C] -> output. prev_op_grad_output_quantizer: quantizers with which the previous op will cast dx of this
+        op; next_op_input_quantizer: quantizers with which the next op will cast the output; None: no cast. kwargs: keywords of
+        the caller."""
         raise NotImplementedError(f"{type(self).__name__} must define op_forward")
 
     def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
-        """The gradient of the output -> the gradient of the input, and those of `op_parameters()`, in order."""
+        """The gradient of the output -> the gradient of the input, and the gradients of `op_parameters()`, in order."""
         raise NotImplementedError(f"{type(self).__name__} must define op_backward")
 
     def fuser_forward(
@@ -230,14 +231,14 @@ class BasicOperation(FusibleOperation):
         grads = self.op_backward(basic_op_ctxs[0], grad_output)
         if not isinstance(grads, tuple | list) or len(grads) != 2:
             raise RuntimeError(
-                f"{type(self).__name__}: op_backward must return two things, the gradient of the input and a tuple of those of "
-                f"the parameters"
+                f"{type(self).__name__}: op_backward must return the gradient of the input and a tuple with the "
+                f"gradients of the parameters"
             )
         return grads[0], [grads[1]], [()]
 
     def check_tokens(self, input_: Value) -> None:
-        """Check an op that conversion has replicated over tp: ValueError if the op gets a token shard and its layer group says
-        whole tokens, or the other way round."""
+        """Check an op that conversion has replicated over tp: ValueError for a token shard outside of sequence parallelism,
+        and for all tokens under sequence parallelism."""
         for value in each(input_) if self.token_rows is not None else ():
             tensor = value if isinstance(value, Tensor) else torch.empty(value.shape, dtype=value.dtype, device="meta")
             self._check_tokens(tensor)  # type: ignore[operator]  # set by conversion
@@ -268,7 +269,7 @@ class FusedOperation(FusibleOperation):
         return next((why for op, ctx in pairs if (why := op.obstacle([ctx], which))), "")
 
     def runs_in(self, which: str) -> bool:
-        """Whether its class overrides the method of this direction; else its basic ops run there."""
+        """Whether the class overrides the method of this direction; else the basic ops run."""
         method = f"fuser_{which}"
         return getattr(type(self), method) is not getattr(FusibleOperation, method)
 
@@ -283,13 +284,14 @@ class FusedOperation(FusibleOperation):
 
     @property
     def expanded(self) -> Sequence[BasicOperation]:
-        """With the sum and the bias of a `Linear` that is listed without them."""
+        """The basic ops, including the sum and the bias of a `Linear`."""
         listed = self.basic_ops
         return [basic for op in listed for basic in op.expanded if basic is op or basic not in listed]
 
 
 class InnerFused(FusedOperation):
-    """A fused op that dlp's fusions make. It is not part of the model, so that its basic ops are not its submodules."""
+    """A fused op of the fusions of dlp. The fused op is not part of the model, so basic ops are not registered as
+    submodules."""
 
     def __init__(self, *basic_ops: BasicOperation) -> None:
         super().__init__(())

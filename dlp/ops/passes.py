@@ -1,8 +1,8 @@
 """Forward and backward of a fuser, and the two directions that `PassFunction` runs.
 
-forward    runs the ops in order on values (`dlp.ops.values`); the tensors that they save become one flat list
-backward   runs the ops in reverse on gradients, down to the first op that needs one
-captured   from its third call on, a direction replays its launches, if it is captured (`dlp.ops.captured`), and no op runs
+forward    runs the ops in order on values (`dlp.ops.values`); saved tensors become one flat list
+backward   runs the ops in reverse on gradients, down to the first op that needs a gradient
+captured   from the third call on, a captured direction replays launches (`dlp.ops.captured`), and no op runs
 """
 
 from __future__ import annotations
@@ -24,40 +24,41 @@ from dlp.runtime.function import Directions, layout_keys, multiplies_tf32, owned
 
 
 def check_count(name: str, what: str, found: Any, expected: int) -> None:
-    """RuntimeError if an op returned no tuple, or one of another length than it declares. what: the names of its elements."""
+    """RuntimeError if an op did not return a tuple of the declared length. what: the names of the elements."""
     if not isinstance(found, tuple | list):
-        raise RuntimeError(f"{name}: it returned a {type(found).__name__}; due is a tuple of {what}, {expected}")
+        raise RuntimeError(f"{name}: the op returned a {type(found).__name__}; expected a tuple of {what}, {expected}")
     if len(found) != expected:
-        raise RuntimeError(f"{name}: it returned {len(found)} {what}; it declares {expected}")
+        raise RuntimeError(f"{name}: the op returned {len(found)} {what}; expected {expected}, as declared")
 
 
 def check_shapes(name: str, op: Any, grads: Sequence[Any]) -> None:
-    """RuntimeError for gradients that do not have the shapes of the op's parameters. Autograd would sum them to those shapes
-    where it can, silently."""
+    """RuntimeError for gradients whose shapes differ from the op's parameters. Autograd would silently sum to the shapes of
+    the parameters where possible."""
     for parameter, grad in zip(() if hasattr(op, "core") else op.op_parameters(), grads, strict=False):
         if isinstance(grad, Tensor) and grad.shape != parameter.shape:
             raise RuntimeError(
-                f"{name}: a parameter is {tuple(parameter.shape)}, and the gradient that it returned {tuple(grad.shape)}"
+                f"{name}: the op returned a gradient of shape {tuple(grad.shape)} for a parameter of shape "
+                f"{tuple(parameter.shape)}: return a gradient of the same shape"
             )
 
 
 def check_output(name: str, value: Value) -> None:
-    """RuntimeError for an output that is neither a tensor nor a lazy or quantized one."""
+    """RuntimeError for an output that is neither a tensor nor a lazy or quantized value."""
     for one in each(value):
         if not isinstance(one, Tensor) and not hasattr(one, "tensor"):
-            raise RuntimeError(f"{name}: it returned a {type(one).__name__} as its output; due is a tensor")
+            raise RuntimeError(f"{name}: the op returned a {type(one).__name__} as output; expected a tensor")
 
 
 def check_not_none(name: str, grad: Value) -> None:
     """RuntimeError if the gradient of the input is None."""
     if grad is None:
         raise RuntimeError(
-            f"{name}: it returned None as the gradient of its input, which ops before it need: return zeros where there is none"
+            f"{name}: the op returned None as the gradient of the input, which earlier ops need: return zeros instead"
         )
 
 
 class Members:
-    """The basic ops of a fuser, in order, and checks of what they take and return. names: of the ops in their Sequential, for
+    """The basic ops of a fuser, in order, with checks of inputs and outputs. names: names of the ops in the Sequential, for
     messages; None: messages name class and index."""
 
     def __init__(self, ops: Sequence[Any], names: Sequence[str] | None) -> None:
@@ -72,31 +73,35 @@ class Members:
         check_count(self.names[place], what, found, expected)
 
     def check_keywords(self, kwargs: Sequence[Mapping[str, Any]]) -> None:
-        """ValueError if `kwargs` has not one mapping for each op, TypeError for keywords of an op that takes none."""
+        """ValueError unless `kwargs` has one mapping for each op, TypeError for keywords of an op without keywords."""
         if len(kwargs) != len(self.ops):
-            raise ValueError(f"basic_op_kwargs are of {len(kwargs)} basic ops; these are {', '.join(self.names)}")
+            raise ValueError(
+                f"basic_op_kwargs has {len(kwargs)} entries; expected one entry for each of {', '.join(self.names)}"
+            )
         for name, op, keywords in zip(self.names, self.ops, kwargs, strict=True):
             if keywords and not op.takes_keywords:
-                raise TypeError(f"{name}: it takes no keywords; got {', '.join(keywords)}")
+                raise TypeError(f"{name}: the op takes no keywords; got {', '.join(keywords)}")
 
     def check_floating(self, dtype: torch.dtype) -> None:
         """TypeError for an x of integers, unless the first op takes integers."""
         if not (dtype.is_floating_point or INTEGERS in self.ops[0].takes):
-            raise TypeError(f"{self.names[0]}: x must be floating point; got {dtype}: convert it before")
+            raise TypeError(f"{self.names[0]}: x must be floating point; got {dtype}: convert x before the call")
 
     def check_gradient(self, place: int, grad: Value, shapes: Sequence[Sequence[int]]) -> None:
-        """RuntimeError if the gradient of the input is None or does not have the shapes of the input, one for each sibling."""
+        """RuntimeError if the gradient of the input is None or differs in shape from the input; one gradient for each
+        sibling."""
         check_not_none(self.names[place], grad)
         returned = [None if one is None else tuple(one.shape) for one in each(grad)]
         pairs = zip(returned, shapes, strict=False)
         if len(returned) != len(shapes) or any(one not in (None, due) for one, due in pairs):
             raise RuntimeError(
-                f"{self.names[place]}: its input is {_listed(shapes)}, and the gradient that it returned {_listed(returned)}"
+                f"{self.names[place]}: the op returned a gradient of shape {_listed(returned)} for an input of shape "
+                f"{_listed(shapes)}: return a gradient of the same shape"
             )
 
     def named_error(self, places: Sequence[int], error: Exception) -> Exception:
-        """The error to raise for one that an op raised: with the names of the ops in its message, or as a note where its class
-        is not a plain one and takes other arguments, as torch's OutOfMemoryError."""
+        """The error to raise for an error of an op: with the names of the ops in the message, or in a note if the class takes
+        other arguments, such as torch's OutOfMemoryError."""
         names = ", ".join(dict.fromkeys(self.names[i] for i in places))
         if self.named and type(error) in (ValueError, TypeError, RuntimeError):
             message = str(error).removeprefix(f"{names}: ").removeprefix(f"{type(self.ops[places[0]]).__name__}: ")
@@ -111,8 +116,8 @@ def _listed(shapes: Sequence[Any]) -> str:
 
 
 def adapted(members: Members, placed: Placed, value: Value) -> Value:
-    """The value in a form that the op takes (`BasicOperation.takes`): lazy ones are stored, and quantized ones decoded, for an
-    op that does not take them. ValueError for a tuple if it takes one tensor."""
+    """The value in a form that the op takes (`BasicOperation.takes`): lazy values are stored, and quantized values decoded, if
+    the op does not take them. ValueError for a tuple if the op takes one tensor."""
     takes = placed.op.takes
     check_many(members, placed.places[0], takes, value)
     if isinstance(value, tuple):
@@ -124,13 +129,13 @@ def check_many(members: Members, place: int, takes: frozenset[str], value: Value
     """ValueError for a tuple if this op takes one tensor."""
     if isinstance(value, tuple) and MANY not in takes:
         raise ValueError(
-            f"{members.names[place]}: it takes one tensor and is given {len(value)}: of siblings, only ops that say so, as "
-            f"Bias, SwiGLU and GEGLU, take several"
+            f"{members.names[place]}: expected one tensor; got {len(value)} siblings, which only Bias, SwiGLU, GEGLU and ops "
+            f"that declare 'many' accept"
         )
 
 
 def _adapted_one(takes: frozenset[str], value: Any) -> Any:
-    """`adapted` for a value that is no tuple."""
+    """`adapted` for a value that is not a tuple."""
     if is_handed(value):
         return value if HANDED in takes else value.tensor()
     return value if isinstance(value, Tensor) or LAZY in takes else tensor_of(value)
@@ -140,7 +145,8 @@ def _adapted_one(takes: frozenset[str], value: Any) -> Any:
 
 
 def forward(ctx: Any, run: Pass, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Inputs, parameters and extra inputs -> outputs and extra outputs. ctx: of autograd; None: there will be no backward."""
+    """Inputs, parameters and extra inputs -> outputs and extra outputs. ctx: context of autograd; None: there will be no
+    backward."""
     call, reads, flat = run.call, run.reads, None
     entry = None if run.kwargs is not None else call.forward
     if entry is not None:
@@ -180,8 +186,8 @@ def forward(ctx: Any, run: Pass, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def _forward_by_ops(run: Pass, tensors: Sequence[Any]) -> tuple[Flat, ReplayEntry | None]:
-    """Results and saved tensors as one flat list, computed by the ops or by launches that were captured before or just now; and
-    the entry of these launches."""
+    """Results and saved tensors as one flat list, computed by the ops or by captured launches; and the entry of these
+    launches."""
     call, ctxs = run.call, run.contexts()
     inputs, extras = tensors[: call.num_inputs], tensors[call.num_inputs + sum(call.plan.num_parameters) :]
 
@@ -239,7 +245,8 @@ def _forward_ops(run: Pass, inputs: Sequence[Any], extras: Sequence[Tensor]) -> 
 
 
 def _checked_outputs(members: Members, places: Sequence[int], results: Any) -> tuple[Value, Sequence[Sequence[Tensor]]]:
-    """The output and the extra outputs that `fuser_forward` returned. RuntimeError if their numbers are not those declared."""
+    """The output and the extra outputs that `fuser_forward` returned. RuntimeError for numbers that differ from the
+    declaration."""
     members.check_count(places[0], "results, output and extra outputs of each basic op,", results, 2)
     value, extra = results
     check_output(members.names[places[-1]], value)
@@ -250,20 +257,20 @@ def _checked_outputs(members: Members, places: Sequence[int], results: Any) -> t
 
 
 def _check_written(names: Sequence[str], ctxs: Sequence[Any], saved: Sequence[Any], num_saved: Sequence[int]) -> None:
-    """ValueError if an op has written to a tensor that an op before it saves: backward would read the new values."""
+    """ValueError if an op has written to a tensor that an earlier op saves: backward would read the new values."""
     written = [(writer, tensor) for writer, ctx in enumerate(ctxs) for tensor in ctx.dirty]
     savers = [saver for saver, count in enumerate(num_saved) for _ in range(count)] if written else ()
     for writer, tensor in written:
         for saver, other in zip(savers, saved, strict=False):
             if saver < writer and other is not None and share_bytes(other, tensor):
                 raise ValueError(
-                    f"{names[writer]}: it writes to a tensor that {names[saver]} keeps for backward: set in_place=False, or "
-                    f"give it a copy"
+                    f"{names[writer]}: the op writes to a tensor that {names[saver]} saves for backward: set in_place=False, "
+                    f"or pass a copy"
                 )
 
 
 class _LocalParameters:
-    """A context in which the parameters of these ops are this rank's plain tensors in place of DTensors."""
+    """Context in which the parameters of these ops are this rank's plain tensors in place of DTensors."""
 
     def __init__(self, ops: Sequence[Any]) -> None:
         self.ops = ops
@@ -284,9 +291,9 @@ class _LocalParameters:
 
 
 def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Flat:
-    """Backward of the fuser. grads: of the outputs and extra outputs; saved: what forward has saved.
+    """Backward of the fuser. grads: gradients of the outputs and extra outputs; saved: tensors that forward has saved.
 
-    Returns the gradients of inputs, parameters and extra inputs, in this order; None where none is needed.
+    Returns the gradients of inputs, parameters and extra inputs, in this order; None for gradients that are not needed.
     """
     call = run.call
     plan, given, parts = call.plan, [*grads, *saved], list[Sequence[Tensor]]()
@@ -337,7 +344,7 @@ def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor])
 
 
 def _contexts_of(run: Pass, saved: Sequence[Tensor]) -> list[Any]:
-    """The contexts of the ops, with their share of the flat list of saved tensors."""
+    """The contexts of the ops, each with its part of the flat list of saved tensors."""
     ctxs, at = run.contexts(), 0
     for ctx, count in zip(ctxs, run.layout.num_saved, strict=True):
         ctx.saved_tensors = tuple(saved[at : at + count])
@@ -349,11 +356,11 @@ def _backward_by_ops(
     run: Pass, grads: Sequence[Tensor | None], is_given: tuple[bool, ...], given: Sequence[Tensor],
     addresses: Sequence[int],
 ) -> tuple[Flat, ReplayEntry | None]:  # fmt: skip
-    """The gradients, computed by the ops or by captured launches, and the entry of these launches. The contexts have their
-    saved tensors.
+    """The gradients, computed by the ops or by captured launches, and the entry of these launches. The contexts hold the saved
+    tensors.
 
-    is_given           of gradients, saved tensors and weights: which are not None; empty: all
-    given, addresses   those that are not None; the main gradients that wgrads are added to are appended here
+    is_given           for gradients, saved tensors and weights: whether the value is not None; empty: all are given
+    given, addresses   the given tensors and their addresses; main gradients of wgrads are appended here
     """
     call, ctxs, plan, states = run.call, run.contexts(), run.call.plan, list[Any]()
     for _, linear, _ in call.backward_linears:
@@ -377,7 +384,7 @@ def _backward_by_ops(
 
 
 def _end_backwards(call: FuserCall, ctxs: Sequence[Any], flat: Flat) -> None:
-    """Call `end_backward` of linears that have one, and take their deferred tensors off the end of the flat list."""
+    """Call `end_backward` of linears with this method, and remove their deferred tensors from the end of the flat list."""
     plan, members = call.plan, call.members
     first = call.num_inputs + sum(plan.num_parameters) + sum(members.extra_inputs)
     deferred, at = iter(flat[first:]), call.num_inputs
@@ -392,7 +399,7 @@ def _end_backwards(call: FuserCall, ctxs: Sequence[Any], flat: Flat) -> None:
 
 def _backward_ops(run: Pass, ctxs: Sequence[Any], grads: Sequence[Tensor | None]) -> Flat:
     """Run the ops of backward; returns the gradients of inputs, parameters and extra inputs, and the deferred tensors of
-    linears whose wgrad waits, as one flat list."""
+    linears with delayed wgrads, as one flat list."""
     plan, members = run.call.plan, run.call.members
     count = run.layout.num_outputs
     value: Value = tuple(grads[:count]) if run.layout.many else grads[0]
@@ -436,8 +443,9 @@ def _checked_grads(
     members: Members, places: Sequence[int], results: Any, shapes: Sequence[Sequence[int]] | None,
     num_parameters: Sequence[int],
 ) -> tuple[Value, Sequence[Sequence[Any]], Sequence[Sequence[Any]]]:  # fmt: skip
-    """The gradients of input, parameters and extra inputs that `fuser_backward` returned. shapes: of the input, None if its
-    gradient is not needed. RuntimeError if numbers are not those declared, or shapes not those of input and parameters."""
+    """The gradients of input, parameters and extra inputs that `fuser_backward` returned. shapes: shapes of the input, None if
+    the gradient is not needed. RuntimeError for numbers or shapes that differ from the declaration, the input or the
+    parameters."""
     first = places[0]
     members.check_count(first, "results, gradients of input, of parameters and of extra inputs,", results, 3)
     value, parameters, extras = results
@@ -453,7 +461,7 @@ def _checked_grads(
 
 
 def _recorded_backward(ctx: Any, run: Pass, grads: Sequence[Tensor | None]) -> Sequence[Any]:
-    """`backward` with zeros for gradients that are None, where ops do not take None, and DTensors for gradients of DTensors."""
+    """`backward` with zeros for gradients that are None, if ops do not take None, and DTensors for gradients of DTensors."""
     call = run.call
     if any([grad is None for grad in grads]):
         of_outputs = run.layout.many and call.plan.backward[-1].op.none_grads

@@ -1,4 +1,4 @@
-"""The printed plan of a Sequential: its groups, the ops of each direction, what is not fused, and why."""
+"""The printed plan of a Sequential: groups, ops of each direction, and patterns that are not fused, with reasons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dlp.ops.fusions import fuse
 
 
 class SequencePlan:
-    """A plan to be printed; one string for each group."""
+    """A printable plan; one string for each group."""
 
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
@@ -21,8 +21,8 @@ class SequencePlan:
 
 
 def group_plan(fuser: OperationFuser) -> str:
-    """The lines of one fuser: the ops of each direction as they ran last or, before the first call, as they are fused without
-    knowledge of recipes and gradients; and notes."""
+    """The lines of one fuser: the ops of each direction in the last call or, before the first call, fused without knowledge of
+    recipes and gradients; and notes."""
     notes: list[str]
     if fuser.last is not None:
         directions: Any = [[placed.op for placed in ops] for ops in (fuser.last.forward, fuser.last.backward)]
@@ -43,6 +43,6 @@ def group_plan(fuser: OperationFuser) -> str:
 
 
 def _name_of(op: Any) -> str:
-    """Its class, and the classes of the basic ops that a fused one runs."""
+    """The class of an op and, for a fused op, the classes of the basic ops."""
     name = type(op).__name__
     return name if len(op.basic_ops) == 1 else f"{name}[{', '.join(type(basic).__name__ for basic in op.basic_ops)}]"

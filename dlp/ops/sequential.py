@@ -1,7 +1,7 @@
 """Sequential: modules in order, in which groups of neighbouring ops run as one fuser each.
 
-A group ends at a plain module, at an op with hooks or a `forward` of its own, and at an op that FSDP shards by itself: these
-are called as modules.
+A group ends at a plain module, at an op with hooks or an overridden `forward`, and at an op that is an FSDP unit: these are
+called as modules.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dlp.ops.values import Tensors, one_tensor
 class Sequential(nn.Module):
     """Run modules in order; neighbouring operations run as one autograd function, with fusions.
 
-    A plain module, an operation with hooks or a `forward` of its own, and an operation that FSDP shards by itself are called as
-    modules. `plan()` returns what runs.
+    A plain module, an operation with hooks or an overridden `forward`, and an operation that is an FSDP unit are called as
+    modules. `plan()` shows the fused operations.
 
     Args:
         *modules: modules, or one dict of modules by name, as for `torch.nn.Sequential`.
@@ -89,7 +89,7 @@ class Sequential(nn.Module):
         return self
 
     def pop(self, index: int | slice) -> nn.Module:
-        """Take this module out, or several as a sequence."""
+        """Remove and return this module, or several modules as a sequence."""
         taken = self[index]
         del self[index]
         return taken
@@ -98,7 +98,7 @@ class Sequential(nn.Module):
         return self.extend(modules)
 
     def __add__(self, modules: Iterable[nn.Module]) -> Sequential:
-        """Both in a new sequence, numbered anew."""
+        """A new sequence of both, with new numbers as names."""
         return Sequential(*self, *modules)
 
     def insert(self, index: int, module: nn.Module) -> Sequential:
@@ -129,8 +129,8 @@ class Sequential(nn.Module):
         wanted = self.num_extra_inputs
         if len(extra_inputs) != wanted:
             raise ValueError(
-                f"Sequential: its ops take {wanted} extra inputs; got {len(extra_inputs)}: pass those of all ops, in their "
-                f"order"
+                f"Sequential: the ops take {wanted} extra inputs; got {len(extra_inputs)}: pass the extra inputs of "
+                f"all ops, in order"
             )
         outputs: list[Tensor] = []
         for group in groups:
@@ -144,12 +144,12 @@ class Sequential(nn.Module):
 
     @property
     def num_extra_inputs(self) -> int:
-        """The number of extra inputs of its ops, those of nested sequences included."""
+        """The number of extra inputs of all ops, including nested sequences."""
         return sum(_num_extra(group)[0] for group in self._groups_now())
 
     @property
     def num_extra_outputs(self) -> int:
-        """The number of extra outputs of its ops, those of nested sequences included."""
+        """The number of extra outputs of all ops, including nested sequences."""
         return sum(_num_extra(group)[1] for group in self._groups_now())
 
     def _groups_now(self) -> list[Any]:
@@ -173,8 +173,8 @@ class Sequential(nn.Module):
         return groups
 
     def plan(self) -> SequencePlan:
-        """Groups of ops, forward and backward, in the last call; before the first, without knowledge of recipes
-        and gradients."""
+        """Return the groups of ops, forward and backward, in the last call; before the first call, without knowledge of
+        recipes and gradients."""
         lines, at = [], iter(zip(self._modules.items(), [_why_called(module) for module in self], strict=True))
         for group in self._groups_now():
             if isinstance(group, OperationFuser):
@@ -186,10 +186,10 @@ class Sequential(nn.Module):
 
 
 class _Groups:
-    """The groups of a sequence, with the facts that they were made from.
+    """The groups of a sequence, with the properties of modules from which the groups follow.
 
-    reasons     by module: why it is called as a module; None: it runs in a fuser
-    owners      the modules that must have no hooks and no other `forward`, with their classes, which FSDP changes
+    reasons     by module: reason why it is called as a module; None: the module runs in a fuser
+    owners      the modules that must have neither hooks nor another `forward`, with their classes, which FSDP changes
     all_fused   all ops run in fusers, so that checking `owners`, which is fast, is enough
     """
 
@@ -221,21 +221,21 @@ def _num_extra(group: Any) -> tuple[int, int]:
 
 
 def _hooks(owner: nn.Module) -> Any:
-    """The hooks of a module, which would not be called if its op ran in a fuser; falsy: it has none."""
+    """The hooks of a module, which would not be called if the op ran in a fuser; falsy: no hooks."""
     return owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks
 
 
 def _why_called(module: Any) -> str | None:
-    """Why a module is called as such and ends a group; None for an op that runs in a fuser."""
+    """Reason why a module is called as a module and ends a group; None for an op that runs in a fuser."""
     if not isinstance(module, FusibleOperation):
         return "no op: it ends a group"
     for owner in _called(module):
         if isinstance(owner, FSDPModule):
-            return "sharded by itself: it ends a group; shard the Sequential, or what is above it"
+            return "an FSDP unit ends a group; shard the Sequential, or an enclosing module"
         if _hooks(owner):
-            return "it has hooks: it ends a group"
+            return "a module with hooks ends a group"
         if "forward" in vars(owner) or not type(owner).forward.__module__.startswith("dlp."):
-            return "it has a forward of its own: it ends a group"
+            return "a module with an overridden forward ends a group"
     return None
 
 
@@ -257,13 +257,13 @@ def _fuser(neighbours: list[tuple[str, FusibleOperation]]) -> OperationFuser:
 
 
 def _changes_features(op: FusibleOperation) -> bool:
-    """Whether the last dimension of its output is another one than that of its input."""
+    """Whether the last dimensions of output and input differ."""
     return isinstance(op, BasicLinear | Reshape) or hasattr(op, "halves")
 
 
 def check_halves(ops: list[FusibleOperation], names: list[str]) -> None:
-    """ValueError for a gate that cuts the output of a column-parallel linear in halves: tp has cut it, so that the first ranks
-    have the gate and the others have up."""
+    """ValueError for a gate that halves the output of a column-parallel linear: tp shards this output, so that the first ranks
+    hold the gate and the other ranks hold up."""
     for place, gate in enumerate(ops):
         if not hasattr(gate, "halves"):
             continue
@@ -271,6 +271,6 @@ def check_halves(ops: list[FusibleOperation], names: list[str]) -> None:
         spec = before.core.spec if isinstance(before, BasicLinear) else None
         if spec is not None and spec.style.cut_dy == 1 and spec.tp > 1 and len(spec.members) == 1:
             raise ValueError(
-                f"{type(gate).__name__} behind {type(before).__name__}: tp {spec.tp} cuts its output, of which a rank would "
-                f"have the gate only; make it siblings, Linear(in_features, (gate, up))"
+                f"{type(gate).__name__} after {type(before).__name__}: tp {spec.tp} shards the output, so that a rank "
+                f"would hold either gate or up; construct siblings, Linear(in_features, (gate, up))"
             )

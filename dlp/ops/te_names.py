@@ -1,10 +1,10 @@
-"""State dicts of linear ops, and of the modules that have Transformer Engine's (TE's) names, from TE and to it.
+"""State dicts of linear ops, and of modules with names of Transformer Engine (TE), from TE and to TE.
 
     model.load_state_dict(from_te(model, state))     `state` was saved by TE's module
     te_module.load_state_dict(to_te(model))
 
-A method `te_names` of each module maps names of TE's tensors to names of its own. Siblings, such as gate and up, are one tensor
-of TE, concatenated along the first dimension.
+A method `te_names` of each module maps names of TE's tensors to names of the module. Siblings, such as gate and up, are one
+tensor of TE, concatenated along the first dimension.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class Joined(NamedTuple):
-    """The names of the tensors that one tensor of TE consists of.
+    """Names of the tensors that one tensor of TE joins.
 
-    head   0: they lie one behind the other; else the rows of a head: q, k and v are interleaved by groups of heads
+    head   0: the tensors are concatenated; else rows of a head: q, k and v are interleaved by groups of heads
     """
 
     parts: tuple[str, ...]
@@ -101,7 +101,7 @@ def to_te(model: nn.Module, *, fuse_qkv_params: bool = False, qkv_weight_interle
 
 
 def _has_te_state(module: nn.Module) -> bool:
-    """Whether TE keeps an `_extra_state` of its recipe: an op, or a module of these names."""
+    """Whether TE keeps an `_extra_state` of the recipe: for an op, or a module with these names."""
     return hasattr(module, "te_names") or hasattr(module, "basic_ops")
 
 
@@ -113,14 +113,14 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _split(name: str, tensor: Tensor, own: Sequence[Tensor], head: int) -> list[Tensor]:
-    """Split a tensor of TE, whole or this rank's part, into values for the parameters `own`. ValueError for other shapes."""
+    """Split a tensor of TE, full or this rank's shard, into values for the parameters `own`. ValueError for other shapes."""
     local = [each.to_local() if isinstance(each, DTensor) else each for each in own]
     shapes = {False: [each.shape for each in own], True: [each.shape for each in local]}  # by is_local
     fits = {is_local: (sum(shape[0] for shape in its), *its[0][1:]) for is_local, its in shapes.items()}
     is_local = next((is_local for is_local, shape in fits.items() if shape == tuple(tensor.shape)), None)
     if is_local is None:
         raise ValueError(
-            f"{name} is {tuple(tensor.shape)}; here it must be {fits[False]}, or of this rank {fits[True]}"
+            f"{name} has shape {tuple(tensor.shape)}; expected {fits[False]}, or {fits[True]} for the shard of this rank"
         )
     rows = [shape[0] for shape in shapes[is_local]]
     if head:
@@ -133,7 +133,7 @@ def _split(name: str, tensor: Tensor, own: Sequence[Tensor], head: int) -> list[
 
 
 def _distributed(values: Tensor, like: Tensor, is_local: bool) -> Tensor:
-    """Values with the mesh and placements of `like`, if that is a DTensor. is_local: they are this rank's part."""
+    """Values with the mesh and placements of `like`, if `like` is a DTensor. is_local: values are this rank's shard."""
     if not isinstance(like, DTensor):
         return values
     mesh, placements = like.device_mesh, like.placements

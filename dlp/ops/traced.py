@@ -1,7 +1,7 @@
 """Ops one by one, under torch.compile, dispatch modes and fake tensors.
 
-Each op runs `plain`, which autograd differentiates and torch.compile fuses, and a linear its two opaque ops. No fuser is
-traced, so that `fullgraph=True` works.
+Each op runs `plain`, which autograd differentiates and torch.compile fuses; a linear runs two opaque ops. No fuser is traced,
+so that `fullgraph=True` works.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dlp.parallel.weight.local import local
 
 
 def one_by_one(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]]) -> Any:
-    """Run the ops of a fuser one by one; arguments and result as of `OperationFuser`. Ops that conversion has replicated have
-    this rank's plain tensors in place of DTensors meanwhile. TypeError for compiled code that is given a `Handed`."""
+    """Run the ops of a fuser one by one; arguments and result as of `OperationFuser`. Meanwhile, ops that conversion has
+    replicated hold this rank's plain tensors in place of DTensors. TypeError for a `Handed` in compiled code."""
     if torch.compiler.is_dynamo_compiling() and isinstance(x, Handed):
         raise TypeError(
-            f"{fuser.names[0]}: compiled code reads values, and is given a Handed: compile what hands it on with it, or pass "
-            f"its tensor()"
+            f"{fuser.names[0]}: compiled code reads plain tensors; got a Handed: compile both modules together, or "
+            f"pass the result of tensor()"
         )
     fuser.members.check_floating(each(x)[0].dtype)
     spread = [op for op in fuser.basic_ops if not hasattr(op, "core") and _spread(op)]
@@ -45,7 +45,7 @@ def one_by_one(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Seque
 
 
 def _spread(op: Any) -> bool:
-    """Whether conversion has replicated it. Others are left as they are: torch traces no change within a checkpoint."""
+    """Whether conversion has replicated the op. Other ops are not changed: torch cannot trace a change inside a checkpoint."""
     return any(isinstance(parameter, DTensor) for parameter in op._parameters.values())
 
 
@@ -73,14 +73,14 @@ def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Ma
 
 
 def one_op(op: Any, name: str, x: Any, extra_inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Any:
-    """The output of a basic op that runs by itself, or a tuple of it and the extra outputs. RuntimeError if it returns other
-    numbers of them than it declares."""
+    """The output of one basic op, or a tuple of the output and the extra outputs. RuntimeError for a number of outputs that
+    differs from the declaration."""
     results = OneOpFn.apply(op, name, kwargs, x, *extra_inputs, *op.op_parameters())
     return results if op.num_extra_outputs else results[0]
 
 
 class TracedContext(OperationContext):
-    """A context that lists the attributes that its op sets, since dynamo of torch 2.11 cannot iterate over a `__dict__`."""
+    """A context that lists the attributes that the op sets, since dynamo of torch 2.11 cannot iterate over a `__dict__`."""
 
     def __init__(self) -> None:
         object.__setattr__(self, "attributes", {})

@@ -151,15 +151,15 @@ class TransformerLayer(nn.Module):
         refuse("TransformerLayer.forward", FORWARD, options, keywords_of(TransformerLayer.forward))
         if (batch is None) != (hidden_states.dim() == 3):
             raise ValueError(
-                f"TransformerLayer: it is given {tuple(hidden_states.shape)} and batch {batch}: of [B, S, H] it knows the "
-                f"batch, of tokens [B*S, H] pass batch=B"
+                f"TransformerLayer: got hidden_states of shape {tuple(hidden_states.shape)} and batch {batch}: pass "
+                f"[B, S, H] without batch, or tokens [B*S, H] with batch=B"
             )
         batch_first = self.attention.qkv_format == "bshd"
         batch = hidden_states.shape[0 if batch_first else 1] if batch is None else batch
         ys = self.qkv(hidden_states)
         tokens = ys[0].numel() // ys[0].shape[-1]
         if tokens % batch:
-            raise ValueError(f"TransformerLayer: {tokens} tokens are no {batch} sequences of one length")
+            raise ValueError(f"TransformerLayer: {tokens} tokens are not {batch} sequences of equal length")
         leading = (batch, tokens // batch) if batch_first else (tokens // batch, batch)
         q, k, v = (y.reshape(*leading, y.shape[-1] // self.head, self.head) for y in ys)
         q, k = self._positioned(q, k, rotary_pos_emb, tokens // batch)
@@ -198,16 +198,16 @@ def _heads(
     """Features of a head, groups of k and v, and tp. ValueError for numbers that do not divide."""
     if kv_channels is None and hidden_size % heads:
         raise ValueError(
-            f"TransformerLayer: {heads} heads do not divide hidden_size {hidden_size}: choose heads that do, or set "
-            f"kv_channels, the features of a head"
+            f"TransformerLayer: {heads} heads do not divide hidden_size {hidden_size}: choose a number of heads that "
+            f"divides it, or set kv_channels, the features of a head"
         )
     groups = heads if gqa_groups is None else gqa_groups
     group = options.get("tp_group") if parallel else None
     tp = 1 if group is None else group.size()
     if groups < 1 or heads % groups or groups % tp:
         raise ValueError(
-            f"TransformerLayer: {heads} heads share {groups} groups of k and v over tp {tp}, which must divide: choose "
-            f"num_gqa_groups that divides the heads and is a multiple of tp"
+            f"TransformerLayer: {groups} groups of k and v must divide {heads} heads, and tp {tp} must divide the "
+            f"groups: choose num_gqa_groups that divides the heads and is a multiple of tp"
         )
     return hidden_size // heads if kv_channels is None else kv_channels, groups, tp
 
@@ -222,15 +222,16 @@ def _qk_norm(kind: str | None, head: int, eps: float, options: dict[str, Any], t
         return L2Normalization(eps=eps)
     if tp > 1:
         raise ValueError(
-            f"TransformerLayer: qk_norm_type {kind} has weights, of which each of {tp} tp ranks would see its own heads alone; "
-            f"pass L2Normalization, or convert a model of plain modules with dlp.convert, which sums their gradients"
+            f"TransformerLayer: qk_norm_type {kind} has weights, whose gradients each of {tp} tp ranks would compute "
+            f"from its own heads; pass L2Normalization, or convert a model of plain modules with dlp.convert, which "
+            f"sums their gradients"
         )
     made: nn.Module = QK_NORMS[kind](head, eps=eps, device=options.get("device"), dtype=options.get("params_dtype"))
     return made
 
 
 def _cos_and_sin(given: Any, shape: tuple[int, int], interleaved: bool) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, head] of angles [S, 1, 1, head], or as they are given. ValueError for other shapes."""
+    """cos and sin [S, head], from angles [S, 1, 1, head] or as given. ValueError for other shapes."""
     if isinstance(given, Tensor) and tuple(given.shape) == (shape[0], 1, 1, shape[1]):
         angles = given.reshape(shape)
         return angles.cos(), angles.sin()
@@ -244,7 +245,7 @@ def _cos_and_sin(given: Any, shape: tuple[int, int], interleaved: bool) -> tuple
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotary position embedding of the heads x [..., head]. interleaved: of pairs of neighbours; else of the halves of a
+    """Rotary position embedding of the heads x [..., head]. interleaved: rotate pairs of neighbours; else the halves of a
     head."""
     if interleaved:
         turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)

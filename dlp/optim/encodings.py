@@ -32,9 +32,8 @@ Wrap = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Encoding:
-    """Encoding of an average by torchao.optim. `module`, `name`: tensor class; `block`: elements that share a scale;
-    `packed`: number of
-    codes in one element of `dtype`."""
+    """Encoding of an average by torchao.optim. `module`, `name`: tensor class; `block`: elements that share a scale; `packed`:
+    number of codes in one element of `dtype`."""
 
     module: str
     name: str
@@ -57,7 +56,7 @@ class Encoding:
         if prod(shape) // prod(shards) < SMALLEST:
             return f"fewer than {SMALLEST} elements on a rank"
         if (row := shape[-1] // shards[-1]) % self.block:
-            return f"rows of {row} elements on a rank, no multiple of {self.block}"
+            return f"rows of {row} elements on a rank, not a multiple of {self.block}"
         return None
 
     def zeros(self, parameter: Tensor) -> Average:
@@ -111,8 +110,8 @@ def encoding_of(codes: Tensor, scale: Tensor) -> Encoding:
         if codes.dtype == encoding.dtype and codes.numel() * encoding.packed == scale.numel() * encoding.block:
             return encoding
     raise ValueError(
-        f"codes {list(codes.shape)} with scales {list(scale.shape)} are of no encoding in {list(ENCODINGS)}; resume with "
-        f"the version of dlp that saved them, or start anew with --checkpoint.resume none"
+        f"codes {list(codes.shape)} with scales {list(scale.shape)} match no encoding in {list(ENCODINGS)}; resume "
+        f"with the version of dlp that saved the codes, or start again with --checkpoint.resume none"
     )
 
 

@@ -92,7 +92,7 @@ class _ByName(LowBitAdamW):
     ) -> None:  # fmt: skip
         if importlib.util.find_spec("torchao") is None:
             raise ModuleNotFoundError(
-                f"{type(self).__name__} keeps its averages as torchao does, which is not installed: pip install 'dlp[ao]'"
+                f"{type(self).__name__} stores averages in encodings of torchao, which is not installed: pip install 'dlp[ao]'"
             )
         super().__init__(params, ENCODINGS[self.kind], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         for group in self.param_groups:

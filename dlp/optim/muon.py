@@ -67,8 +67,8 @@ def muon_groups(model: nn.Module, *, weight_decay: float = 0.0) -> list[dict[str
     matrices = {name for name, p in learning.items() if p.dim() == 2 and name.startswith(tuple(lists))}
     if not matrices:
         raise ValueError(
-            f"muon_groups: {type(model).__name__} has no matrix in an nn.ModuleList: write the groups, matrices=True for those "
-            f"that Muon moves"
+            f"muon_groups: {type(model).__name__} has no matrix in an nn.ModuleList: write the groups explicitly, with "
+            f"matrices=True for the parameters that Muon updates"
         )
     rest = {name: parameter for name, parameter in learning.items() if name not in matrices}
     groups: list[dict[str, Any]] = [

@@ -187,12 +187,12 @@ class Times:
         this, its = (here.kind, ranks, transport or self.transport), (self.kind, self.ranks, self.transport)
         said = [f"{count} {kind} ranks by {by}" for kind, count, by in (its, this)]
         if this != its:
-            return f"its table is for {said[0]}, and this group is {said[1]}"
+            return f"the table is for {said[0]}, and this group has {said[1]}"
         if here.device not in ("", self.device) and here.device.lower() not in self.device.lower().split():
-            return f"its table is for {self.device}, and this is {here.device}"
+            return f"the table is for {self.device}, and this device is {here.device}"
         for name, mine in (("torch", here.torch), ("version", here.version)):
             if mine and self.about.get(name) != mine:
-                return f"its table was measured under {name} {self.about.get(name)}, and this is {mine}: measure again"
+                return f"the table was measured with {name} {self.about.get(name)}, and this is {name} {mine}: measure again"
         return None
 
     def for_ranks(self, ranks: int) -> Times:
@@ -345,9 +345,8 @@ Asked = str | dict[str, str]
 
 
 def choose(asked: Asked, problem: Problem | None, times: Times | None, why: str) -> tuple[Asked, tuple[Choice, ...]]:
-    """Strategies of a layer's GEMMs, as one name or by GEMM, from the settings of groups, and the choices of "auto".
-    `why`: the reason why
-    there are no times."""
+    """Strategies of a layer's GEMMs, as one name or by GEMM, from the settings of groups, and the choices of "auto". `why`:
+    the reason why there are no times."""
     names = dict.fromkeys(GEMMS, asked) if isinstance(asked, str) else {gemm: asked.get(gemm, SERIAL) for gemm in GEMMS}
     open_ones = [gemm for gemm in GEMMS if names[gemm] == AUTO]
     if not open_ones:
@@ -371,7 +370,7 @@ def _choice(gemm: str, problem: Problem, times: Times) -> Choice:
     predicted = {name: overlaps.load(name).seconds(work) for name in modelled} if work.gemms else {}
     best = None if row is None else row.fastest(gemm)
     if best is None and not predicted:
-        return Choice(gemm, SERIAL, why=f"its table has no times of {problem.recipe}")
+        return Choice(gemm, SERIAL, why=f"the table has no times of {problem.recipe}")
     if best is None:
         best = min(predicted, key=lambda name: predicted[name])
         best = best if predicted[best] < MODELLED * predicted[SERIAL] else SERIAL

@@ -8,8 +8,8 @@
     COLUMN_SP    0                     gather="x"           reduce="scatter"     gather="x"
     ROW_SP       1                     reduce="scatter"     gather="dy"          gather="dy"
 
-x [M, K], w [N, K], dy [M, N]. All other properties follow from the row: the transfers, the sharded
-dimension of each operand, and therefore the scales on which ranks must agree.
+x [M, K], w [N, K], dy [M, N]. All other properties follow from the row: the transfers, the sharded dimension of each operand,
+and therefore the scales on which ranks must agree.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ STYLES = {
 def style(name: str, sequence_parallel: bool) -> ParallelStyle:
     """Return the row for "local", "column" or "row". Raises ValueError for another name."""
     if (name, sequence_parallel) not in STYLES:
-        raise ValueError(f"unknown parallel style {name!r:.60}: it is one of local, column, row")
+        raise ValueError(f"unknown parallel style {name!r:.60}: choose from local, column, row")
     return STYLES[name, sequence_parallel]
 
 
@@ -95,8 +95,8 @@ def shard_sizes(style: ParallelStyle, out_features: int, in_features: int, tp: i
         feature = ("out_features", "in_features")[style.shard_dim]
         if sizes[style.shard_dim] % tp:
             raise ValueError(
-                f"{layer}: {style.name} cuts {feature} {sizes[style.shard_dim]} over tp {tp}, which does not divide it; "
-                f"choose a tp that does, or style = 'local' for this layer"
+                f"{layer}: {style.name} shards {feature} over tp {tp}, which does not divide {sizes[style.shard_dim]}; "
+                f"choose a tp that divides {feature}, or style = 'local' for this layer"
             )
         sizes[style.shard_dim] //= tp
     return sizes[0], sizes[1]

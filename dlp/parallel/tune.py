@@ -307,21 +307,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("overlap.json"), help="the table [overlap.json]")
-    parser.add_argument("--recipes", nargs="+", metavar="RECIPE", help="measure each layer under these [its own]")
     parser.add_argument(
-        "--strategies", nargs="+", type=_strategy, metavar="NAME", help=f"serial and others [{' '.join(CANDIDATES)}]"
+        "--recipes", nargs="+", metavar="RECIPE", help="recipes to measure each layer under [the layer's own]"
     )
     parser.add_argument(
-        "--tokens", nargs="+", type=int, metavar="M", help="measure each layer for these [the config's]"
+        "--strategies",
+        nargs="+",
+        type=_strategy,
+        metavar="NAME",
+        help=f"strategies to measure besides serial [{' '.join(CANDIDATES)}]",
     )
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of which the median counts [{ROUNDS}]")
-    parser.add_argument("--add", action="store_true", help="keep the rows that the file has")
+    parser.add_argument(
+        "--tokens",
+        nargs="+",
+        type=int,
+        metavar="M",
+        help="tokens of a microbatch to measure each layer for [those of the config]",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help=f"number of measurements, of which the median is stored [{ROUNDS}]"
+    )
+    parser.add_argument("--add", action="store_true", help="keep the rows of an existing file")
     known, rest = parser.parse_known_args(given)
     on_gpu = torch.cuda.is_available()
     init_process_group("cuda" if on_gpu else "cpu")
     found = layers_of(rest)
     if found["ranks"] == 1:
-        _say(f"tp is 1: no layer of {rest[0]} sends anything over it; set --mesh.tp")
+        _say(f"tp is 1: no layer of {rest[0]} communicates over tp; set --mesh.tp")
         shutdown()
         return 2
     mesh = build_mesh(tp=found["ranks"], transport=found["transport"])
@@ -335,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     times = empty_table(tp, by, links(group, device_of(tp), known.rounds), about)
     if known.add and known.out.exists():
         times = replace(times, rows=_rows_to_keep(load(known.out, together=True), times))
-    link = f"a link carries {times.speed / 1e9:.3g} GB/s, and takes {1e6 * times.meeting:.3g} us beside"
+    link = f"the link carries {times.speed / 1e9:.3g} GB/s with a latency of {1e6 * times.meeting:.3g} us"
     _say(f"{times.ranks} x {times.device} by {by}; {link}; milliseconds:")
     if dist.get_rank() == 0:
         known.out.write_text(times.text())  # checked before measuring, since the results could not be stored

@@ -1,1 +1,1 @@
-"""Parallelism that proves itself: meshes compared with one rank, tensor by tensor (`dlp.prove`, docs/prove.md)."""
+"""Comparison of meshes with one rank, tensor by tensor (`dlp.prove`, docs/prove.md)."""

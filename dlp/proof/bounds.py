@@ -1,14 +1,14 @@
 """Bounds on the difference between a mesh and one rank, from formats and contraction lengths.
 
-A rounding to u (the unit roundoff of a format) changes a value by an error that is independent of others, with the variance
-u^2 value^2 / 3. For a GEMM C = A @ B.T with the contraction length L the variance of a difference between two ranks' results is
+A rounding with unit roundoff u changes a value by an independent error with the variance u^2 value^2 / 3. For a GEMM C = A @
+B.T with the contraction length L the variance of a difference between two ranks' results is
 
-    2 (var(A) @ (B^2).T + (A^2) @ var(B).T)      operands that are cast by other scales: var from the format of each
+    2 (var(A) @ (B^2).T + (A^2) @ var(B).T)      operands that are cast with other scales: var follows from the formats
     + 2 u_sum^2 L (A^2) @ (B^2).T                sums of L terms in another order
     + u_out^2 (C^2 + (A^2) @ (B^2).T)            partial sums and results rounded to the dtype of the result
 
-`Spread` holds the two matrices of that; `variance` adds them up for a dtype. A difference is judged by its 2-norm over the
-whole part of a rank, over each row and each column, and by each element, relative to the 2-norm of the deviations there
+`Spread` holds the first two terms; `variance` computes the sum for a dtype. A difference is judged by its 2-norm over all
+values of a rank, over each row and each column, and by each element, relative to the 2-norm of the standard deviations
 (`measure`). A norm over n values may be 1.5 + 6.5 / sqrt(n) times as large as expected: 8 deviations for a single element.
 """
 
@@ -48,7 +48,8 @@ def rows_of(tensor: Tensor) -> Tensor:
 
 
 def cast_variance(values: Tensor, quantizer: Any) -> Tensor | None:
-    """The variance of each element's rounding error when `values` [rows, contraction] are quantized; None: they are kept."""
+    """The variance of each element's rounding error when `values` [rows, contraction] are quantized; None: values are not
+    quantized."""
     if quantizer is None or quantizer.format.keeps_source:
         return None
     fmt = quantizer.format
@@ -65,7 +66,7 @@ def cast_variance(values: Tensor, quantizer: Any) -> Tensor | None:
 
 
 def _by_block(values: Tensor, block: tuple[int, int], reduce: Any) -> Tensor:
-    """Each element replaced by a reduction of its block; 0 in `block`: the whole dimension."""
+    """Replace each element by a reduction over its block; 0 in `block`: the complete dimension."""
     rows, columns = values.shape
     high, wide = (min(size or whole, whole) for size, whole in zip(block, values.shape, strict=True))
     padded = nn.functional.pad(values, (0, -columns % wide, 0, -rows % high))
@@ -76,7 +77,8 @@ def _by_block(values: Tensor, block: tuple[int, int], reduce: Any) -> Tensor:
 
 @dataclass
 class Gemm:
-    """C [rows, columns] = a [rows, L] @ b [columns, L].T and its quantizers; L is cut over tp (`features`) or over tokens."""
+    """C [rows, columns] = a [rows, L] @ b [columns, L].T and its quantizers; L is sharded over tp (`features`) or over
+    tokens."""
 
     a: Tensor
     b: Tensor
@@ -88,14 +90,14 @@ class Gemm:
         return self.a.shape[1]
 
     def product(self, part: slice = slice(None)) -> Tensor:
-        """C, or the share of it that a part of the contraction has."""
+        """C, or the contribution of a part of the contraction."""
         return self.a[:, part] @ self.b[:, part].t()
 
     def squares(self) -> Tensor:
         return self.a.square() @ self.b.square().t()
 
     def casts(self) -> Tensor | float:
-        """The variance of C because of casts of a and b."""
+        """The variance of C that casts of a and b cause."""
         of_a, of_b = (cast_variance(each, q) for each, q in zip((self.a, self.b), self.quantizers, strict=True))
         total: Tensor | float = 0.0
         if of_a is not None:
@@ -128,7 +130,7 @@ class TokenSum:
 
 @dataclass
 class Scatter:
-    """C [V, H]: row v is the sum of the rows of dy [tokens, H] whose token is v."""
+    """C [V, H]: row v is the sum of the rows of dy [tokens, H] with token v."""
 
     tokens: Tensor
     dy: Tensor
@@ -151,7 +153,7 @@ class Scatter:
 
 @dataclass
 class Lookup:
-    """C [tokens, H]: rows of w [V, H], where tp cuts V."""
+    """C [tokens, H]: rows of w [V, H]; tp shards V."""
 
     tokens: Tensor
     w: Tensor
@@ -190,8 +192,8 @@ def _quantizers(module: nn.Module, first: tuple[str, str], second: tuple[str, st
 
 
 def terms(trace: Trace, key: Key, *, weights_of: int | None = None) -> list[Terms]:
-    """The contractions whose sum is this tensor on one rank; empty where none is known. `weights_of`: another step, whose
-    weights are read instead of those of the step."""
+    """The contractions whose sum is this tensor on one rank; empty if none is known. `weights_of`: another step from which the
+    weights are read."""
     step, layer, tensor, call = key
     if tensor == "y":
         found = [_forward(trace, key, weights_of)]
@@ -255,8 +257,8 @@ def _gradient(trace: Trace, key: Key, call: int) -> Terms | None:
 
 
 class Spread(NamedTuple):
-    """Terms of one tensor on one rank, in the shape of the tensor: `casts`, the variance because of casts, and `squares`, the
-    sum of squared terms, of a contraction of `length`."""
+    """Terms of the variance of one tensor on one rank, in the shape of the tensor: `casts`, the variance of casts, and
+    `squares`, the sum of squared terms of a contraction of `length`."""
 
     casts: Tensor | float
     squares: Tensor
@@ -264,8 +266,8 @@ class Spread(NamedTuple):
 
 
 def spread(trace: Trace, key: Key) -> Spread:
-    """The spread of a tensor. Code between modules, and modules that are no linear, are taken for sums over a row or column of
-    their result, of terms as large as the row typically is."""
+    """The spread of a tensor. Code between modules, and modules other than linears, are modelled as sums over a row or column
+    of the result, with terms of the typical size of the row."""
     value = trace.values[key].float()
     if not is_computed(key):
         before = trace.values.get(key._replace(step=key.step - 1))
@@ -300,8 +302,8 @@ def variance(value: Tensor, of: Spread, dtype: torch.dtype) -> Tensor:
 
 
 class Measured(NamedTuple):
-    """A difference. ratio: over the bound; error: relative, in the 2-norm; rows, columns: those that exceed the bound, as
-    indices of this rank's part."""
+    """A difference. ratio: difference over bound; error: relative error in the 2-norm; rows, columns: indices on this rank
+    that exceed the bound."""
 
     ratio: float
     error: float
@@ -311,12 +313,12 @@ class Measured(NamedTuple):
 
 
 def allowed(count: int) -> float:
-    """How large a norm over this many values may be, relative to what is expected."""
+    """Allowed ratio of a norm over this number of values to the expected norm."""
     return SLACK + DEVIATIONS / sqrt(count)
 
 
 def measure(found: Tensor, expected: Tensor, deviations: Tensor) -> Measured:
-    """`found` of this rank beside `expected`; `deviations`: their variance."""
+    """Compare `found` of this rank with `expected`; `deviations`: variances of the difference."""
     if torch.equal(found, expected.to(found.dtype)) and found.isfinite().all():
         return Measured(0.0, 0.0, True, [], [])
     got, want, var = rows_of(found), rows_of(expected), rows_of(deviations)

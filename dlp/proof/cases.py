@@ -1,4 +1,4 @@
-"""Meshes by name, and where a rank's shard lies in the tensor of one rank.
+"""Meshes by name, and the position of a rank's shard in the tensor of one rank.
 
 tp2        tensor parallel over 2 ranks              dp2        FSDP over 2 ranks
 tp2+sp     the same with sequence parallelism        hsdp2x2    2 replicas of FSDP over 2 ranks
@@ -27,7 +27,7 @@ class MeshCase:
 
     name                                as the user wrote the mesh
     dp_replicate, dp_shard, tp          sizes of the axes
-    sequence_parallel                   whether tp cuts tokens between layers
+    sequence_parallel                   whether tp shards tokens between layers
     accumulate                          microbatches of a step
     """
 
@@ -40,7 +40,7 @@ class MeshCase:
 
     @classmethod
     def parse(cls, text: str) -> MeshCase:
-        """ValueError for a text that names no mesh."""
+        """Parse the name of a mesh. ValueError for an invalid name."""
         fields: dict[str, int | bool] = {}
         rest = text
         while match := _PART.match(rest):
@@ -75,7 +75,7 @@ class MeshCase:
 
     @property
     def pieces(self) -> int:
-        """The number of microbatches that a global batch is cut into, over all data-parallel ranks."""
+        """The number of microbatches of a global batch, over all data-parallel ranks."""
         return self.dp * self.accumulate
 
 
@@ -83,7 +83,7 @@ ONE = MeshCase("one rank")
 
 
 def in_equal_pieces(cases: Sequence[MeshCase]) -> list[MeshCase]:
-    """The cases, each with as many microbatches as give microbatches of equal size on all meshes, so that bits can be equal.
+    """The cases, with numbers of microbatches for which microbatches have equal size on all meshes, so that bits can be equal.
     ValueError for meshes whose numbers of pieces do not divide each other."""
     pieces = max(case.pieces for case in cases)
     odd = next((case for case in cases if pieces % case.dp), None)
@@ -110,12 +110,13 @@ class Place:
         return cls(case, dims.rank(TP), dims.dp_rank)
 
     def at(self, micro: int) -> Place:
-        """The place of a microbatch of this rank, in the order of the training loop: data-parallel ranks are neighbours."""
+        """The place of a microbatch of this rank; microbatches are numbered step by step over neighbouring data-parallel
+        ranks."""
         return Place(self.case, self.tp, self.dp, micro * self.case.dp + self.dp)
 
     def part(self, whole: Tensor, shape: torch.Size) -> Tensor | None:
-        """The part of the one-rank tensor that a rank at this place holds as an activation of `shape`; None: no cut by data
-        and tp gives that shape."""
+        """The part of the one-rank tensor that a rank at this place holds as an activation of `shape`; None: no sharding by
+        data and tp gives this shape."""
         case = self.case
         candidates = [whole]
         if self.piece is not None and case.pieces > 1 and whole.dim() and whole.shape[0] % case.pieces == 0:
@@ -137,21 +138,20 @@ class Place:
 
 
 def _folds(tensor: Tensor, shape: torch.Size) -> bool:
-    """Whether the tensor is of `shape`, but for how leading dimensions are folded."""
+    """Whether the tensor has `shape`, up to folded leading dimensions."""
     last = tensor.dim() == 0 or (len(shape) > 0 and tensor.shape[-1] == shape[-1])
     return tensor.shape == shape or (last and (len(shape) != tensor.dim()))
 
 
 def tokens_of(case: MeshCase, tokens: int, piece: int, tp: int) -> slice:
-    """The tokens that a tp rank has of a piece of the global batch, under sequence parallelism."""
+    """The tokens of a tp rank in a piece of the global batch, under sequence parallelism."""
     size = tokens // case.pieces // case.tp
     start = (piece * case.tp + tp) * size
     return slice(start, start + size)
 
 
 def parameter_part(full: Tensor, parameter: Tensor, place: Place | None = None) -> Tensor:
-    """The slice of a full parameter, or of its gradient, that this rank, or the one at `place`, holds: cut by tp first, what
-    remains by dp_shard."""
+    """The slice of a full parameter or gradient on this rank, or on the rank at `place`: sharded by tp, then by dp_shard."""
     if not isinstance(parameter, DTensor):
         return full
     for axis in (TP, DP_SHARD):

@@ -1,9 +1,11 @@
-"""Kinds of mistakes that make a tensor differ: hypotheses, each a tensor that a known mistake would give, tried in order.
+"""Kinds of mistakes that make a tensor differ. Each hypothesis is the tensor that a known mistake would give; hypotheses are
+tried in order.
 
-A contraction is cut into shares by the ranks that hold its terms: over tp (features, or tokens under sequence parallelism) and
-over the pieces of the global batch. The tensor of a rank is fitted by the shares P_q of the contraction, found = sum c_q P_q:
+A contraction consists of shares P_q on the ranks that hold its terms: over tp (features, or tokens under sequence parallelism)
+and over the pieces of the global batch. The tensor of a rank is fitted by the shares P_q of the contraction, found = sum c_q
+P_q:
 
-    c = 1 for all shares              as it should be
+    c = 1 for all shares              correct
     c = 1 for this rank's, else 0     missing sum: over tp, over dp, or over both
     c = 0 for one microbatch          missing microbatch
     c = 0 for some other rank         missing part
@@ -31,46 +33,46 @@ from dlp.proof.record import Key, Trace, is_parameter_gradient
 
 EXPLAINED = 0.05  # of the squared difference: what a hypothesis may leave
 KINDS = {
-    "missing sum": "the tensor is this rank's share of a sum that was not made",
+    "missing sum": "the tensor is this rank's share of a sum that was not computed",
     "missing microbatch": "the share of a microbatch is not in the sum",
     "missing part": "the shares of some ranks are not in the sum",
     "summed twice": "the sum, or a share of the sum, is counted several times",
     "divided twice": "the tensor is divided once too often",
     "wrong group": "the sum was made over ranks that hold other data",
     "stale weight": "the layer computed with the weights before the last update",
-    "stale value": "the tensor is that of the step before",
-    "not cleared": "the gradient of the step before was added",
+    "stale value": "the tensor is the tensor of the previous step",
+    "not cleared": "the gradient of the previous step was added",
     "another rank's part": "the tensor, or a block of its rows or columns, is the part of another rank",
-    "another scale": "rows or columns are multiplied by a scale that is not theirs",
+    "another scale": "rows or columns are multiplied by the scale of other rows or columns",
     "bias": "the bias is added several times or not at all",
     "randomness": "random numbers are equal where they must differ, or differ where they must be equal",
-    "some ranks": "other values on some ranks only, which computed something else than the others",
-    "amax": "the scale follows from the amax of other ranks than those that hold the tensor",
-    "wire": "other bytes were sent than planned: a transfer is missing, made twice, or in another precision",
+    "some ranks": "only some ranks have other values, since they computed something else",
+    "amax": "the scale was computed from the amax of ranks that do not hold the tensor",
+    "wire": "the bytes sent differ from the plan: a transfer is missing, repeated, or in another precision",
     "coarser rounding": "the values are right but rounded more coarsely than the formats allow",
     "zero": "the tensor is zero or missing",
     "not finite": "values are NaN or infinite",
     "shape": "no cut by data and tp gives this shape",
-    "values": "other values; no simple mistake gives them",
+    "values": "the values differ, and no known mistake explains the difference",
 }
 
 
 class Guess(NamedTuple):
-    """One of KINDS, and what is known beside it."""
+    """One of KINDS, with details."""
 
     kind: str
     detail: str = ""
 
 
 class Cut(Protocol):
-    """Takes the part of a rank: `cut(whole)` of this rank, `cut(whole, at)` of another one. None: there is none."""
+    """Takes the part of a rank: `cut(whole)` for this rank, `cut(whole, at)` for another rank. None: no such part."""
 
     def __call__(self, whole: Tensor, at: Place | None = None) -> Tensor | None: ...
 
 
 class Case(NamedTuple):
-    """A tensor that differs. found, expected: of this rank, fp32 [rows, columns]; cut: how `Place` or a parameter's placement
-    takes a rank's part of a whole tensor."""
+    """A tensor that differs. found, expected: tensors of this rank, fp32 [rows, columns]; cut: function that takes a rank's
+    part of a full tensor, by `Place` or a parameter's placement."""
 
     trace: Trace
     key: Key
@@ -84,7 +86,7 @@ class Case(NamedTuple):
         return float((self.found - self.expected).square().sum())
 
     def explained(self, by: Tensor | None) -> bool:
-        """Whether a hypothesis leaves next to nothing of the difference."""
+        """Whether a hypothesis explains almost all of the difference."""
         if by is None or by.numel() != self.found.numel():
             return False
         return float((self.found - by.reshape(self.found.shape)).square().sum()) <= EXPLAINED * self.missing
@@ -154,7 +156,7 @@ def _other_part(case: Case) -> Guess | None:
     for other in _places(place):
         part = case.cut(whole, other) if other != place else None
         if part is not None and case.explained(rows_of(part) - (0 if bias is None else bias)):
-            return Guess("another rank's part", f"that of tp rank {other.tp}, dp rank {other.dp}")
+            return Guess("another rank's part", f"the part of tp rank {other.tp}, dp rank {other.dp}")
     return None
 
 
@@ -179,7 +181,7 @@ def _stale(case: Case) -> Guess | None:
         old = terms(case.trace, key, weights_of=key.step - 1)
         if old:
             if case.explained(case.cut(sum_of(old).reshape(case.trace.values[key].shape))):
-                return Guess("stale weight", f"those of step {key.step - 1}")
+                return Guess("stale weight", f"the weights of step {key.step - 1}")
     return None
 
 
@@ -191,7 +193,7 @@ def sum_of(found: list[Terms], part: slice = slice(None)) -> Tensor:
 
 
 def _terms(case: Case) -> Guess | None:
-    """Several contractions: one of siblings, of calls, or of modules that share a parameter is not in the sum."""
+    """Several contractions: a sibling, a call, or a module that shares a parameter is missing in the sum."""
     found = terms(case.trace, case.key)
     shape = case.trace.values[case.key].shape
     for i in range(len(found)) if len(found) > 1 else ():
@@ -241,7 +243,7 @@ def _shares(case: Case) -> Guess | None:
 
 
 def _simple(number: float) -> Fraction | None:
-    """The simple ratio that a coefficient is near; None: it is near none."""
+    """The simple ratio near a coefficient; None: no simple ratio is near."""
     options = [Fraction(0), *(Fraction(n) for n in range(1, 9)), *(Fraction(1, n) for n in range(2, 9))]
     near = min(options, key=lambda each: abs(float(each) - number))
     return near if abs(float(near) - number) <= 0.15 * max(float(near), 0.5) else None
@@ -257,7 +259,9 @@ def _pattern(place: Place, c: dict[Share, Fraction]) -> Guess | None:
     ones, zeros = ({share for share, each in c.items() if each == value} for value in (1, 0))
     if len(ones) + len(zeros) < len(c):
         if mesh.tp > 1 and {share for share, each in c.items() if each} == own_tp and len(values) == 2:
-            return Guess("wrong group", f"{max(values)} times the share of this tp rank, nothing of the others")
+            return Guess(
+                "wrong group", f"{max(values)} times the share of this tp rank, and nothing of the other tp ranks"
+            )
         rest = {share: each for share, each in c.items() if each not in (0, 1)}
         many = max(rest.values()) > 1
         return Guess(
@@ -283,7 +287,7 @@ def _named(shares: set[Share] | dict[Share, Fraction], dp: int) -> str:
 def _multiple(ratio: Fraction) -> Guess | None:
     if ratio == 1:
         return None
-    return Guess("summed twice" if ratio > 1 else "divided twice", f"{ratio} of what one rank has")
+    return Guess("summed twice" if ratio > 1 else "divided twice", f"{ratio} of the tensor of one rank")
 
 
 def _factor(case: Case) -> Guess | None:
@@ -311,7 +315,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def _wrong_group(case: Case) -> Guess | None:
-    """A sum over data-parallel ranks of this tp rank's shares, in the place of a sum over tp."""
+    """A sum over data-parallel ranks of this tp rank's shares, instead of a sum over tp."""
     found, mesh = terms(case.trace, case.key), case.place.case
     cuts = _cuts(case, found) if found and found[0].over == "features" else {}
     if not cuts or mesh.dp == 1 or case.place.piece is None:
@@ -354,7 +358,8 @@ def _scales(case: Case) -> Guess | None:
 
 
 def _rounding(case: Case) -> Guess | None:
-    """Errors of mean 0 that do not follow the values, alike in all rows; of a weight, values that bf16 or fp16 holds."""
+    """Errors with mean 0 that do not correlate with the values, equally large in all rows; for a weight, values that are exact
+    in bf16 or fp16."""
     delta, want = case.found - case.expected, case.expected
     norm = want.norm().clamp(min=1e-30)
     gain, error = float((delta * want).sum() / norm.square()), float(delta.norm() / norm)

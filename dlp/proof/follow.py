@@ -1,4 +1,5 @@
-"""The follower: compares this rank's part of each tensor on a mesh with the trace of one rank, and goes on with the trace's."""
+"""The follower: compare this rank's part of each tensor on a mesh with the trace of one rank, and continue with the tensor of
+the trace."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ class Seen(NamedTuple):
 
 
 def gain_of(model: nn.Module, case: MeshCase) -> int:
-    """By how much gradients are larger on a data-parallel rank than on one rank: FSDP averages; it adds those of an invariant
-    model."""
+    """Factor between gradients on a data-parallel rank and on one rank: FSDP averages gradients, and adds the gradients of an
+    invariant model."""
     return 1 if is_invariant(model) else case.dp
 
 
@@ -66,8 +67,8 @@ class Bounds:
 
 
 class Follower:
-    """Compares one run on a mesh. failed: what exceeds its bound, or, with `exact`, is not bit-equal; worst: the largest
-    difference over its bound."""
+    """Compare one run on a mesh. failed: tensors that exceed the bound, or, with `exact`, are not bit-equal; worst: the
+    largest ratio of difference to bound."""
 
     def __init__(self, model: nn.Module, bounds: Bounds, place: Place, exact: bool) -> None:
         self.gain = gain_of(model, place.case)
@@ -110,7 +111,7 @@ class Follower:
         return scaled.to(tensor.dtype, copy=True)
 
     def _again(self, key: Key, tensor: Tensor) -> Tensor:
-        """A forward that is recomputed in backward goes on with the trace's tensors, too."""
+        """Continue with the trace's tensors in a forward that is recomputed in backward."""
         whole = self.trace.values.get(key)
         part = None if whole is None else self.place.at(self.micro).part(whole, tensor.shape)
         return tensor if part is None else part.to(tensor.dtype, copy=True)
@@ -121,7 +122,7 @@ class Follower:
         return tensor
 
     def parameter(self, key: Key, tensor: Tensor, parameter: Tensor) -> Tensor:
-        """Compare this rank's part of a parameter or of its gradient; returns the trace's part."""
+        """Compare this rank's part of a parameter or gradient; returns the part of the trace."""
 
         def cut(whole: Tensor, at: Place | None = None) -> Tensor | None:
             part = parameter_part(whole, parameter, at)
@@ -136,10 +137,10 @@ class Follower:
         return part.to(tensor.dtype)
 
     def begin(self, key: Key, value: Tensor) -> None:
-        """The trace has the order."""
+        """Do nothing: the trace defines the order."""
 
     def gathered(self, layer: str, gemm: str, mine: QuantizedTensor, dim: int, group: ProcessGroup) -> None:
-        """Before a gather: scales that are not sent, since all ranks should have equal ones, are equal."""
+        """Check before a gather that scales that are not sent are equal on all ranks."""
         try:
             check_gathered(layer, gemm, mine, dim, group)
         except RuntimeError as error:
@@ -147,7 +148,7 @@ class Follower:
             self.failed.append(Seen(key, WHOLE, (1, 1), Guess("another scale", str(error))))
 
     def codes(self, model: nn.Module) -> None:
-        """Before a step: the codes of weights that the step boundary cast are those of the weights as they are now."""
+        """Check before a step that the codes of the step boundary are the codes of the current weights."""
         for weight in (weight for core in cores(model) for weight in core.weights):
             if not isinstance(weight, LocalWeight) or not weight.parts or weight.bound.spec.recipe.w.keeps_source:
                 continue
@@ -164,7 +165,7 @@ class Follower:
             )
 
     def missing(self, key: Key) -> None:
-        """A gradient that one rank has is not there."""
+        """Record a gradient that exists on one rank and is missing here."""
         self.failed.append(Seen(key, WHOLE, (1, 1), Guess("zero", "the parameter has no gradient")))
 
     def _compare(self, key: Key, tensor: Tensor, cut: Cut, place: Place) -> None:
@@ -199,7 +200,7 @@ class Follower:
 
 
 def _whole(whole: Tensor, at: Place | None = None) -> Tensor | None:
-    """The cut of a tensor that is equal on all ranks."""
+    """Identity, as `Cut` of a tensor that is equal on all ranks."""
     return whole
 
 
@@ -210,7 +211,7 @@ def _bytes(part: Tensor) -> Tensor:
 def gradients(
     model: nn.Module, run: Any, named: dict[tuple[str, str], nn.Parameter], name: Callable[[str], str]
 ) -> None:
-    """Hand this rank's gradients to a trace or follower, and go on with those that are returned."""
+    """Pass this rank's gradients to a trace or follower, and continue with the returned gradients."""
     for (layer, own), parameter in named.items():
         key = Key(run.recorder.step, layer, name(own))
         if parameter.grad is not None:

@@ -46,7 +46,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Link:
-    """A tensor at a module: the names of its value and of its gradient, and the modules that read an x, with their calls."""
+    """A tensor at a module: the names of value and gradient, and the modules that read an x, with their calls."""
 
     value: Key
     grad: Key
@@ -69,8 +69,8 @@ class _Replace(torch.autograd.Function):
 
 
 class Recorder:
-    """Installs the hooks. `take(key, tensor)` sees each tensor and returns the tensor that the run goes on with; `again(key,
-    tensor)` the same in recomputed forwards."""
+    """Install the hooks. `take(key, tensor)` receives each tensor and returns the tensor with which the run continues;
+    `again(key, tensor)` does this in recomputed forwards."""
 
     def __init__(self, model: nn.Module, take: Take, again: Take) -> None:
         self.take, self._again = take, again
@@ -93,7 +93,7 @@ class Recorder:
             handle.remove()
 
     def microbatch(self) -> None:
-        """A forward of the model begins: each module is called anew."""
+        """Begin a forward of the model: calls of modules are counted from 0 again."""
         self._calls.clear()
         self._shared.clear()
 
@@ -136,7 +136,7 @@ class Recorder:
         return tree_map(passed, output)
 
     def _pass_on(self, tensor: Tensor, link: Link, links: dict[tuple[int, str, int], Link]) -> Tensor:
-        """The tensor that the run goes on with, in the place of `tensor`. Integers are only looked at."""
+        """The tensor with which the run continues in place of `tensor`. Integers are only recorded."""
         key = link.value
         if in_backward():
             again = self._again(key, tensor.detach())
@@ -153,15 +153,15 @@ class Recorder:
 
 
 def plain_name(name: str) -> str:
-    """The name of a module or parameter without those of wrappers."""
+    """The name of a module or parameter without the names of wrappers."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 class Trace:
-    """Tensors that one rank computed, in order. `values` by key; `links`: the tensors between modules; `modules`: of the model,
-    by name."""
+    """Tensors that one rank computed, in order. `values`: by key; `links`: the tensors between modules; `modules`: modules of
+    the model, by name."""
 
     def __init__(self, model: nn.Module) -> None:
         self.values: dict[Key, Tensor] = {}
@@ -176,7 +176,7 @@ class Trace:
         return tensor
 
     def _take_piece(self, key: Key, tensor: Tensor) -> Tensor:
-        """`_take` of a tensor of a module, joined with those of the microbatches before."""
+        """`_take` of a tensor of a module, concatenated with the tensors of earlier microbatches."""
         before = self.values.get(key)
         if before is None or not tensor.dim():
             return self._take(key, tensor)
@@ -184,15 +184,15 @@ class Trace:
         return tensor
 
     def add(self, key: Key, value: Tensor) -> Tensor:
-        """Keep a tensor that no hook sees; returns the tensor that the run goes on with."""
+        """Record a tensor that no hook sees; returns the tensor with which the run continues."""
         return self._take(key, value)
 
     def parameter(self, key: Key, value: Tensor, parameter: Tensor) -> Tensor:
-        """`add` of this rank's part of a parameter or of its gradient."""
+        """`add` of this rank's part of a parameter or gradient."""
         return self._take(key, value)
 
     def begin(self, key: Key, value: Tensor) -> None:
-        """Give a tensor its place in the order before its value is complete."""
+        """Assign the position of a tensor in the order before the value is complete."""
         self.values.setdefault(key, value.detach().clone())
 
     def input(self, step: int, layer: str, call: int) -> Tensor | None:
@@ -210,7 +210,7 @@ class Trace:
         return None if link is None else self.values.get(link.grad)
 
     def readers(self, key: Key) -> list[tuple[str, int]]:
-        """The modules whose backwards make up the gradient of this name."""
+        """The modules whose backwards contribute to the gradient of this name."""
         link = self.recorder.inputs.get((key.step, key.layer, key.call))
         return link.readers if link is not None and link.grad == key else []
 
@@ -220,8 +220,8 @@ class Trace:
         return self.values.get(Key(step - 1, first[0], WEIGHT_NAMES.get(first[1], first[1])))
 
     def order(self, key: Key) -> float:
-        """The place of a tensor in the order of forward and backward. Gradients of parameters stand behind dy of their layer,
-        checks of casts before y or dy of their layer."""
+        """The position of a tensor in the order of forward and backward. Gradients of parameters follow dy of the layer;
+        checks of casts precede y or dy of the layer."""
         if len(self._order) != len(self.values):
             self._order = {each: i for i, each in enumerate(self._in_order())}
         if key in self._order:
@@ -253,7 +253,7 @@ def is_activation_gradient(key: Key) -> bool:
 
 
 def named_parameters(model: nn.Module) -> Mapping[tuple[str, str], nn.Parameter]:
-    """The parameters of a model by the name of the module and the name there; a tied one under its first name."""
+    """The parameters of a model by the name of the module and the name there; a tied parameter under its first name."""
     found = {}
     for name, parameter in model.named_parameters():
         layer, _, own = plain_name(name).rpartition(".")
@@ -262,7 +262,7 @@ def named_parameters(model: nn.Module) -> Mapping[tuple[str, str], nn.Parameter]
 
 
 def tied_parameters(model: nn.Module) -> dict[tuple[str, str], list[tuple[str, str]]]:
-    """All places of each parameter, by its first: the module's name and the name there."""
+    """All places (module and name) of each parameter, by the first place."""
     places: dict[int, list[tuple[str, str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer, _, own = plain_name(name).rpartition(".")
@@ -272,7 +272,7 @@ def tied_parameters(model: nn.Module) -> dict[tuple[str, str], list[tuple[str, s
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Hooks are removed at the end."""
+    """Context in which hooks are installed."""
     try:
         yield
     finally:

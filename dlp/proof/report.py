@@ -1,4 +1,4 @@
-"""The report of `dlp.prove`: a line for each mesh, a table of what differs, and one sentence on the first difference."""
+"""The report of `dlp.prove`: a line for each mesh, a table of differences, and one sentence on the first difference."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SHOWN = 6  # differences of a mesh that are printed
 
 
 class Finding(NamedTuple):
-    """A tensor that differs from that of one rank.
+    """A tensor that differs from the tensor of one rank.
 
     ratio    the difference over the bound
-    error    the relative difference, in the 2-norm, where that is largest
+    error    the relative difference in the 2-norm, on the rank with the largest difference
     ranks    the ranks on which the tensor differs, of `world`
     where    rows and columns, on the first of these ranks
     guess    the kind of mistake
@@ -69,10 +69,10 @@ def direction(key: Key) -> str:
 class MeshResult:
     """Findings on one mesh.
 
-    compared, equal     tensors of all ranks, and how many of them have the bits of one rank
-    worst, worst_key    the largest difference over its bound, and its tensor
+    compared, equal     number of compared tensors on all ranks; number of tensors with the bits of one rank
+    worst, worst_key    the largest ratio of difference to bound, and the tensor
     findings            in the order of forward and backward
-    error               what stopped the run
+    error               the error that stopped the run
     """
 
     name: str
@@ -98,8 +98,8 @@ class MeshResult:
 
 @dataclass
 class Report:
-    """The results of all meshes. `print(report)`; `report.ok`; `report.first` is the first difference of the first mesh that
-    has one."""
+    """The results of all meshes. `print(report)`; `report.ok`; `report.first` is the first difference of the first mesh with a
+    difference."""
 
     steps: int
     exact: bool

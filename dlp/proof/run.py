@@ -1,8 +1,8 @@
 """`dlp.prove`: the same steps on one rank and on each mesh, compared tensor by tensor.
 
-In a process group of R ranks (under torchrun) each mesh of at most R ranks, whose number divides R, runs in R / ranks equal
-copies; one rank is a mesh of one. Without a process group `prove` starts the ranks itself, for each number of ranks that the
-meshes have, on the GPUs of this machine if there are enough, else on the CPU.
+In a process group of R ranks (under torchrun) each mesh, whose number of ranks must divide R, runs in R / ranks equal copies;
+one rank is a mesh as well. Without a process group `prove` starts ranks for each size of the meshes, on the GPUs of this
+machine if there are enough, else on the CPU.
 """
 
 from __future__ import annotations
@@ -73,26 +73,26 @@ def prove(  # many parameters: what is compared and how, all by keyword but thre
     Args:
         build_model: `build_model(mesh, case)` returns a model, or (model, optimizer), on a mesh as of `dlp.build_mesh`:
             converted, sharded, with equal weights on every mesh, the optimizer attached. `case.sequence_parallel`, `case.dp`
-            and `case.accumulate` say what is proved. The default optimizer is AdamW with lr = 1e-3. A tensor that
+            and `case.accumulate` describe the mesh. The default optimizer is AdamW with lr = 1e-3. A tensor that
             `optimizer.step()` returns is compared as the gradient norm.
         example_batch: a tensor, or a tuple, list or dict of tensors, with all sequences of a step along dimension 0; or
-            a function of the step that returns one.
+            a function of the step that returns such a batch.
         loss: `loss(model, batch, mesh)` returns the scalar loss of a part of the batch, equal on all tp ranks.
         meshes: names of meshes, such as "tp2", "tp2+sp", "dp2", "hsdp2x2", "accumulate4", "tp2xdp2+sp".
         steps: optimizer steps. Stale weights and gradients show from the second step on.
-        exact: judge by equal bits instead of bounds. All meshes and one rank then cut a step into microbatches of equal size,
-            as many as the mesh with the most has. Models of `dlp.convert(..., invariant=True)` pass.
-        reduction: "mean" or "sum": what `loss` is over the sequences of a batch.
-        wire: `wire(model, mesh, case)` returns the bytes that the plan says a rank sends in a step (`dlp.wire_report` is made
-            of the same `step_traffic`); they are compared with those of the last step, from the third on.
-        device_type: "cpu" or "cuda"; None: cuda where each rank has a GPU of its own.
+        exact: judge by equal bits instead of bounds. All meshes and one rank then use microbatches of equal size, in the number
+            of the mesh with the most microbatches. Models of `dlp.convert(..., invariant=True)` pass.
+        reduction: "mean" or "sum": reduction of `loss` over the sequences of a batch.
+        wire: `wire(model, mesh, case)` returns the planned bytes of a rank in a step (the `step_traffic` behind
+            `dlp.wire_report`), which are compared with the counted bytes of the last step, if there are at least three steps.
+        device_type: "cpu" or "cuda"; None: cuda if there is a GPU for each rank.
 
     Returns:
         A `Report`, equal on all ranks: `print(report)`, `report.ok`, `report.first`.
 
     Raises:
-        ValueError: for a name that is no mesh, a mesh whose ranks do not divide those of torchrun, and, without torchrun, for
-            arguments that cannot be pickled.
+        ValueError: for an invalid name of a mesh, a mesh whose ranks do not divide the ranks of torchrun, and, without
+            torchrun, for arguments that cannot be pickled.
 
     Examples:
         >>> def build_model(mesh, case):
@@ -123,14 +123,14 @@ def prove(  # many parameters: what is compared and how, all by keyword but thre
 
 
 def _in_processes(program: Program, cases: list[MeshCase], ranks: int) -> Report:
-    """`prove_here` on ranks that are started for it."""
+    """Run `prove_here` on newly started ranks."""
     device = program.device_type or ("cuda" if torch.cuda.device_count() >= ranks else "cpu")
     try:
         job = pickle.dumps((program._replace(device_type=device), cases))
     except Exception as error:
         raise ValueError(
-            f"dlp.prove starts ranks as processes of their own, which build_model, example_batch and loss travel to by pickle; "
-            f"that failed: {error}. Define the functions at the top level of a file, or start the script by torchrun"
+            f"dlp.prove starts ranks as separate processes and sends build_model, example_batch and loss by pickle, "
+            f"which failed: {error}. Define the functions at the top level of a file, or start the script by torchrun"
         ) from error
     with tempfile.TemporaryDirectory(prefix="dlp-prove-") as folder:
         mp.start_processes(_rank, (ranks, device, folder, job), ranks, start_method="spawn")
@@ -157,7 +157,7 @@ def _rank(rank: int, ranks: int, device: str, folder: str, job: bytes) -> None:
 
 
 def prove_here(program: Program, cases: Sequence[MeshCase]) -> Report:
-    """`prove` in the process group that there is; all ranks call it."""
+    """Run `prove` in the existing process group; all ranks call this function."""
     device = program.device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     program = program._replace(device_type=device)
     init_process_group(device)
@@ -176,14 +176,14 @@ def prove_here(program: Program, cases: Sequence[MeshCase]) -> Report:
 
 
 def mesh_of(case: MeshCase, device: str) -> DeviceMesh:
-    """The mesh of a case, in equal copies where the run has more ranks."""
+    """The mesh of a case, in equal copies if the run has more ranks."""
     copies = dist.get_world_size() // case.ranks
     sizes = (copies, case.dp_replicate, case.dp_shard, case.tp)
     return init_device_mesh(device, sizes, mesh_dim_names=("copies", *AXES))[AXES]
 
 
 def one_rank(program: Program) -> Trace:
-    """The trace of one rank, which every rank of the run makes alike."""
+    """The trace of one rank, computed by every rank of the run."""
     case = replace(ONE, accumulate=program.pieces)
     mesh = mesh_of(case, program.device_type)
     model, optimizer = _built(program, mesh, case)
@@ -194,7 +194,7 @@ def one_rank(program: Program) -> Trace:
 
 
 def on_mesh(program: Program, bounds: Bounds, case: MeshCase) -> MeshResult:
-    """Run one mesh and compare it; all ranks call it, and all get the result."""
+    """Run and compare one mesh; all ranks call this function and get the result."""
     result, error, follower = MeshResult(case.name, case.ranks), "", None
     mesh = mesh_of(case, program.device_type)
     try:
@@ -245,7 +245,7 @@ def _summarize(result: MeshResult, trace: Trace, case: MeshCase, told: Sequence[
 
 
 def _finding(key: Key, case: MeshCase, seen: list[tuple[int, Seen]]) -> Finding:
-    """One tensor on all ranks on which it differs. Of their guesses the one that says most."""
+    """Combine the findings of one tensor on all ranks on which it differs, with the most specific guess."""
     ranks = tuple(dict.fromkeys(rank for rank, _ in seen))
     guesses = [each.guess for _, each in seen if each.guess is not None]
     known = [guess for guess in guesses if guess.kind != "values"] or guesses or [Guess("values")]
@@ -257,7 +257,7 @@ def _finding(key: Key, case: MeshCase, seen: list[tuple[int, Seen]]) -> Finding:
 
 
 def _random_findings(case: MeshCase, told: Sequence[Told]) -> list[Finding]:
-    """Dropout masks: equal on tp ranks where tp does not cut the tensor, different everywhere else."""
+    """Check dropout masks: equal on tp ranks if tp does not shard the tensor, and different otherwise."""
     found = []
     for key, micro in told[0].masks:
         hashes = [each.masks[key, micro] for each in told if (key, micro) in each.masks]
@@ -293,7 +293,7 @@ def _built(program: Program, mesh: DeviceMesh, case: MeshCase) -> tuple[nn.Modul
 def _run(
     program: Program, model: nn.Module, optimizer: Any, mesh: DeviceMesh, case: MeshCase, run: Trace | Follower
 ) -> None:
-    """The steps of a trace or follower."""
+    """Run the steps of a trace or follower."""
     named = named_parameters(model)
     run.recorder.step = -1
     _weights(run, named, -1)
@@ -325,7 +325,7 @@ def _run(
 def _forward_backward(
     program: Program, model: nn.Module, mesh: DeviceMesh, case: MeshCase, run: Trace | Follower, step: int
 ) -> Tensor:
-    """The microbatches of a step; returns their parts of the loss."""
+    """Run the microbatches of a step; returns their parts of the loss."""
     batch = program.batch(step) if callable(program.batch) else program.batch
     place, device = Place.of(case, ParallelDims.from_mesh(mesh)), torch.device(program.device_type)
     losses: list[Tensor] = []
@@ -352,7 +352,7 @@ def _forward_backward(
 def _counted(
     program: Program, model: nn.Module, mesh: DeviceMesh, case: MeshCase, run: Trace | Follower
 ) -> Iterator[None]:
-    """Compare what is sent inside with the plan, in the last step on a mesh that spans the run."""
+    """Compare the bytes that are sent inside with the plan, in the last step on a mesh that spans the run."""
     step = run.recorder.step
     last = step == program.steps - 1 >= WARM and case.ranks == dist.get_world_size() > 1
     if program.wire is None or not last or not isinstance(run, Follower):
@@ -370,19 +370,20 @@ def _counted(
 
 
 def _piece(each: Any, case: MeshCase, piece: int, device: torch.device) -> Any:
-    """A microbatch of this rank, of a tensor of the global batch. ValueError where it cannot be cut."""
+    """The microbatch of this rank from a tensor of the global batch. ValueError if the batch cannot be divided."""
     if not isinstance(each, Tensor) or not each.dim():
         return each
     if len(each) % case.pieces:
         raise ValueError(
-            f"mesh {case.name!r} cuts a batch of {len(each)} sequences into {case.pieces} pieces, which does not divide them: "
-            f"give an example_batch of a multiple of {case.pieces}"
+            f"mesh {case.name!r} cuts a batch of {len(each)} sequences into {case.pieces} pieces, which do not divide "
+            f"the batch: pass an example_batch whose number of sequences is a multiple of {case.pieces}"
         )
     return each.chunk(case.pieces)[piece].to(device)
 
 
 def _total(own: Tensor, case: MeshCase) -> Tensor:
-    """The loss over all data-parallel ranks of this copy; of tp ranks, which must have equal ones, the first that differs."""
+    """The loss over all data-parallel ranks of this copy; if tp ranks, which must have equal losses, differ: the first
+    different loss."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, own.tolist())
     first = dist.get_rank() // case.ranks * case.ranks
@@ -398,12 +399,12 @@ def _weights(run: Trace | Follower, named: Any, step: int) -> None:
 
 
 def _has_slots(model: nn.Module) -> bool:
-    """Whether some layer scales by history."""
+    """Whether a layer uses delayed scaling."""
     return any(True for _ in cores(model)) and session_of(model).has_slots()
 
 
 def _scales(run: Trace | Follower, model: nn.Module, case: MeshCase, step: int) -> None:
-    """Delayed scales behind the step; those of dy follow gradients, which are `dp` times as large on a rank."""
+    """Delayed scales after the step; scales of dy follow gradients, which are `dp` times as large on a rank."""
     if not _has_slots(model):
         return
     table = session_of(model).scaling.table

@@ -1,1 +1,1 @@
-"""How forward and backward run: autograd functions, captured launches, CUDA graphs. Imports kernels only."""
+"""Execution of forward and backward: autograd functions and captured launches. Imports kernels only."""

@@ -5,10 +5,11 @@
 
 Between two calls with tensors of equal shapes, strides, dtypes and alignment only addresses change, if (1) the function only
 allocates, takes views and launches kernels of this package, and (2) its decisions depend on nothing else. `record` checks the
-first: a function that does more raises `NotPlain`. The caller is responsible for the second. In a call, results are allocated
-one by one, and all intermediate tensors as one piece, in which memory that is no longer used is used again.
+first condition, and raises `NotPlain` for other operations. The caller is responsible for the second condition. In a call,
+results are allocated one by one, and all intermediate tensors in one allocation, in which tensors with disjoint lifetimes
+share memory.
 
-`CapturedDirections` does so for the two directions of an autograd function:
+`CapturedDirections` captures the two directions of an autograd function:
 
     first call      runs the function, which builds GEMM plans, workspaces and tables
     second call     records the launches of the function, and runs them
@@ -45,22 +46,24 @@ from dlp.kernels.launches import (
 )
 from dlp.kernels.ranges import named_range
 
-ALIGNMENT = 512  # bytes, that of torch's allocations on CUDA
+ALIGNMENT = 512  # bytes; alignment of torch's allocations on CUDA
 _NEW = {"aten::empty.memory_format", "aten::empty_strided", "aten::new_empty", "aten::empty_like"}
-# Of (shape, strides, dtype), on the current device: what compiled code of torch allocates by, without the dispatcher.
+# Allocation by (shape, strides, dtype) on the current device, without the dispatcher, as in compiled code of torch.
 _EMPTY = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")}
 DIRECTIONS = FORWARD, BACKWARD = "forward", "backward"
-LIMIT = 64  # captured kinds of inputs of one autograd function; inputs beyond are launched step by step
-SEEN = "called once with such tensors"
-SHARED = "tensors that it is given share memory"
-VARIES = f"more than {LIMIT} shapes, strides and alignments came"
+LIMIT = (
+    64  # largest number of captured kinds of inputs of one autograd function; other inputs are launched step by step
+)
+SEEN = "waits for a second call with inputs of these shapes"
+SHARED = "inputs share memory"
+VARIES = f"more than {LIMIT} combinations of shapes, strides and alignments"
 Run = Callable[[], list[Tensor]]
 RunForward = Callable[[], tuple[list[Tensor], list[Tensor]]]
 Key = tuple[Any, ...]
 _FIXED = -1
 Make = Callable[[], Tensor]
-Range = tuple[int, int]  # an address, and how many bytes lie there
-# Memory that was used while recording: address, bytes; the tensor that takes its place in a later run, by its index among the
+Range = tuple[int, int]  # an address, and the number of bytes there
+# Memory that was used while recording: address, bytes; the tensor that replaces the memory in a later run, by index among the
 # tensors of that run (_FIXED: the address stays), and the offset of the memory in that tensor, in bytes.
 Memory = tuple[int, int, int, int]
 Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
@@ -70,9 +73,8 @@ class _Watch(TorchDispatchMode):
     """A dispatch mode that sees every operation of torch, and raises `NotPlain` for one that is neither an allocation nor a
     view. `allocated`: the tensors that were allocated, which are kept alive, so that no two have the same address.
 
-    An operation that may return its argument or a copy, such as `to`, is declared as a view. Its result is checked,
-    therefore: a copy that is made only while recording would be missing in all later calls, and launches would read other
-    memory.
+    An operation that may return its argument or a copy, such as `to`, is declared as a view, so its result is checked: a copy
+    made while recording would be missing in later calls, and launches would read other memory.
     """
 
     def __init__(self) -> None:
@@ -93,14 +95,14 @@ class _Watch(TorchDispatchMode):
 class CapturedLaunches:
     """Launches that `record` returns.
 
-    between    bytes of the intermediate tensors, which share one allocation
+    between    size in bytes of the intermediate tensors, which share one allocation
     segments   a letter for each segment: "L" for launches in one native call, "C" for the start of a call between launches,
-               "A" for the wait for its end
+               "A" for the wait for the end of this call
     """
 
     def __init__(self, launched: Launched, given: Sequence[Tensor], fixed: Sequence[Range], returned: Sequence[Tensor],
                  allocated: Sequence[Tensor]) -> None:  # fmt: skip
-        # Results are views of `given`, which a call takes of its tensors again, or allocations, which it makes anew.
+        # Results are views of `given`, taken again in each call, or allocations, made again in each call.
         wholes = {whole.data_ptr(): whole for whole in allocated}
         views = [None if result.data_ptr() in wholes else _view(result, given) for result in returned]
         results = [result for result, view in zip(returned, views, strict=True) if view is None]
@@ -131,9 +133,9 @@ class CapturedLaunches:
         self._launch: Any = self._steps[0] if self.segments == "L" else None
 
     def __call__(self, given: Sequence[Tensor], addresses: Sequence[int] = ()) -> list[Tensor]:
-        """Tensors of the recorded shapes, strides, dtypes and alignment -> the results. `addresses`: those of the tensors, if
-        the caller has them already."""
-        stream = stream_of(given[0])  # they lie on the current device
+        """Tensors of the recorded shapes, strides, dtypes and alignment -> the results. `addresses`: addresses of the tensors,
+        if the caller has computed them."""
+        stream = stream_of(given[0])  # tensors are on the current device
         allocated = [make() for make in self._make]
         bases = [*addresses] if addresses else [tensor.data_ptr() for tensor in given]
         bases += [tensor.data_ptr() for tensor in allocated]
@@ -162,8 +164,8 @@ class CapturedLaunches:
 
 
 def _segments(launched: Launched, memory: Sequence[Memory], count: int) -> Iterator[tuple[str, Any]]:
-    """The segments of a recording, each a letter and what is run for it: "L", the native program of consecutive launches;
-    "C", a call, and where its tensors are; "A", the call that is awaited. `count`: of the tensors of a run."""
+    """The segments of a recording, each a letter and an object: "L", the native program of consecutive launches; "C", a call
+    and the places of its tensors; "A", the call to wait for. `count`: number of tensors of a run."""
     for are_calls, steps in groupby(launched, lambda step: step[0] in (CALL, ANSWER)):
         if not are_calls:
             yield "L", loader.load().Program(list(steps), memory, count).run
@@ -179,11 +181,11 @@ def _place(address: int, kind: Kind, memory: Sequence[Memory]) -> tuple[int, int
     for start, size, base, offset in memory:
         if start <= address < start + size and base != _FIXED:
             return base, address - start + offset, kind
-    raise NotPlain("sends from memory that is none of this call")
+    raise NotPlain("sends from memory that the recording does not know")
 
 
 def _at(tensor: Tensor, offset: int, kind: Kind) -> Tensor:
-    """The tensor that begins at this offset from the first element of another."""
+    """The tensor that begins at this offset from the first element of another tensor."""
     shape, stride, dtype = kind
     first = (tensor.storage_offset() * tensor.itemsize + offset) // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), first, shape, stride)
@@ -192,7 +194,7 @@ def _at(tensor: Tensor, offset: int, kind: Kind) -> Tensor:
 def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: Sequence[Tensor]) -> CapturedLaunches:
     """Record `run`, which returns tensors that it allocated, or views of `given`.
 
-    given     the tensors that it reads, which must be `disjoint`
+    given     the tensors that `run` reads, which must be `disjoint`
     fixed     further memory that kernels read or write, whose addresses stay as long as the captured launches are used
 
     Raises NotPlain; then nothing has been launched.
@@ -207,11 +209,11 @@ class CapturedDirections:
 
     obstacle   returns why captured launches may not run now; empty: they may
     memory     returns the tensors besides those of a call that launches read and write
-    why        by direction: why it is never captured; empty: it can be
-    possible   by direction: whether it can be
-    found      by direction and all that its launches depend on but addresses: the captured launches, or why there are none:
-               SEEN after the first call, else the reason
-    passed     by direction: why a call was last launched step by step although the direction can be captured
+    why        by direction: reason why the direction is never captured; empty: it can be captured
+    possible   by direction: whether the direction can be captured
+    found      by direction and by all that the launches depend on except addresses: the captured launches, or the reason why
+               there are none (SEEN after the first call)
+    passed     by direction: reason why a call was last launched step by step although the direction can be captured
     """
 
     def __init__(
@@ -233,8 +235,8 @@ class CapturedDirections:
     def forward(
         self, key: Key, run: RunForward, reads: Sequence[Tensor], count: int
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Call `run`, a forward with `count` y_i, or its captured launches. `key`: all that they depend on, but
-        for addresses and what is the same for all calls of this object; `reads`: the tensors that they read."""
+        """Call `run`, a forward with `count` y_i, or its captured launches. `key`: all that the launches depend on, except
+        addresses and what all calls of this object share; `reads`: the tensors that the launches read."""
 
         def flat() -> list[Tensor]:
             ys, kept = run()
@@ -248,7 +250,8 @@ class CapturedDirections:
         return self.run((BACKWARD, *key), reads, run)
 
     def run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
-        """Call `run`, which reads `given`, or its captured launches. `key`: a direction, and what they depend on."""
+        """Call `run`, which reads `given`, or its captured launches. `key`: a direction, and all that the launches depend
+        on."""
         direction, why = key[0], self.obstacle()
         if why:
             return self._launched(direction, why, run)
@@ -262,7 +265,7 @@ class CapturedDirections:
             return self._launched(direction, VARIES, run)
         if found is None:  # the first call
             self.found[key] = SEEN
-        if found is not SEEN:  # the first call, or one that could not be recorded
+        if found is not SEEN:  # the first call, or a call that could not be recorded
             return run()
         if not disjoint(given):  # the second call
             return self._launched(direction, SHARED, run)
@@ -279,7 +282,7 @@ class CapturedDirections:
         return run()
 
     def states(self, direction: str) -> Iterator[str]:
-        """For each kind of inputs that this direction was called with: why it is not captured, empty where it is."""
+        """For each kind of inputs of this direction: reason why it is not captured, empty if it is captured."""
         if self.why.get(direction):
             yield self.why[direction]
         for key, launches in self.found.items():
@@ -290,7 +293,7 @@ class CapturedDirections:
 
 
 def possible(x: Tensor) -> bool:
-    """Whether kernels run on the device of x."""
+    """Whether the device of x runs kernels of this package."""
     return table.runs_kernels(x)
 
 
@@ -306,22 +309,22 @@ def _shares(tensor: Tensor, view: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> Range:
-    """The address of a tensor's first element, and the bytes from there to the end of its last one."""
+    """The address of a tensor's first element, and the number of bytes to the end of the last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
 def _whole(result: Tensor, wholes: dict[int, Tensor]) -> Tensor:
-    """The allocation that a result is, or begins. NotPlain if another result has it, or if it is of another dtype."""
+    """The allocation that starts at a result. NotPlain if another result has this allocation, or if the dtype differs."""
     whole = wholes.pop(result.data_ptr(), None)
     if whole is None or whole.dtype != result.dtype:
-        raise NotPlain("makes two results of one memory")
+        raise NotPlain("returns two results that share memory")
     return whole
 
 
 def _view(result: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor]:
-    """For a result that is a view of one of `given`: a function that takes the same view of the tensors of a later run.
-    NotPlain if the result is no such view."""
+    """For a result that is a view of a tensor in `given`: a function that takes the same view in a later run. NotPlain if the
+    result is not such a view."""
     at, _ = _span(result)
     for i, tensor in enumerate(given):
         start, size = _span(tensor)
@@ -329,7 +332,7 @@ def _view(result: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]
         if 0 <= at - start < size and result.dtype == tensor.dtype and not rest:
             shape, stride = tuple(result.shape), result.stride()
             return lambda new: new[i].as_strided(shape, stride, new[i].storage_offset() + offset)
-    raise NotPlain("returns a tensor that it did not make")
+    raise NotPlain("returns a tensor from outside of the recording")
 
 
 def _maker(result: Tensor, whole: Tensor) -> Make:
@@ -342,8 +345,9 @@ def _maker(result: Tensor, whole: Tensor) -> Make:
 
 
 def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], int]:
-    """Offsets of the intermediate tensors in one allocation, and its size, in bytes. A tensor is in use from the first launch
-    that has its address to the last one, or, on a lane, to where that is awaited; tensors in use at one time do not overlap."""
+    """Offsets of the intermediate tensors in one allocation, and its size, in bytes. A tensor is in use from the first to the
+    last launch with its address, or, on a side stream, until the stream is waited for; tensors that are in use at the same
+    time do not overlap."""
     windows = _windows(launched)
     uses = [
         [
@@ -372,7 +376,8 @@ def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], in
 
 def _windows(launched: Launched) -> list[tuple[int, int]]:
     """For each launch the first and the last step of the recording at which it may run: its own step on the current stream;
-    for a launch on a lane, from the mark that the lane awaited last to the step that awaits the lane's next mark."""
+    for a launch on a side stream, from the event that the side stream last waited for to the step that waits for the next
+    event of the side stream."""
     windows = [(step, step) for step in range(len(launched))]
     for lane in {lane for _, _, lane in launched} - {CURRENT}:
         begun = 0

@@ -1,8 +1,8 @@
 """The autograd function of eager calls, keys of calls, modes of torch, and results that users may write to.
 
-A linear (`dlp.parallel.linear.calls`) and a sequence of ops (`dlp.ops.passes`) run through the same `PassFunction`, each with
-two directions of its own. Captured launches of a direction (`dlp.runtime.capture`) serve all calls with an equal key. Traced
-calls of linears run through opaque ops instead (`dlp.parallel.linear.opaque`).
+A linear (`dlp.parallel.linear.autograd`) and a sequence of ops (`dlp.ops.passes`) run through the same `PassFunction`, each
+with two directions. Captured launches of a direction (`dlp.runtime.capture`) serve all calls with an equal key. Traced calls
+of linears run through opaque ops instead (`dlp.parallel.linear.opaque`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def multiplies_tf32(x: Tensor) -> bool:
-    """Whether GEMMs of this x are rounded to TF32: a switch of torch's, which may change between two calls."""
+    """Whether GEMMs of this x use TF32; the setting of torch may change between two calls."""
     return x.dtype is torch.float32 and gemms.tf32()
 
 
 def shape_key(tensor: Tensor) -> Key:
-    """All that launches over a tensor depend on but its address."""
+    """Properties of a tensor, except the address, that launches depend on."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.get_device()
 
 
@@ -41,12 +41,12 @@ def shape_keys(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Key:
 
 
 def layout_keys(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Key:
-    """The part of `shape_keys` that shapes and dtypes leave open."""
+    """`shape_keys` without shapes and dtypes."""
     return *[address % ALIGNMENT for address in addresses], *[tensor.stride() for tensor in tensors]
 
 
 def layout_key(tensor: Tensor) -> Key:
-    """The part of `shape_key` that shape and dtype leave open."""
+    """`shape_key` without shape and dtype."""
     return tensor.stride(), tensor.data_ptr() % ALIGNMENT
 
 
@@ -54,7 +54,7 @@ def layout_key(tensor: Tensor) -> Key:
 
 
 def opaque() -> bool:
-    """Whether something traces or watches, so that a linear must run as the opaque ops."""
+    """Whether a tracer or a dispatch mode is active, so that a linear must run as the opaque ops."""
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -69,7 +69,7 @@ def autocasts(x: Tensor) -> bool:
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
-    """x in the dtype of torch.autocast, which y then has, too, as for nn.Linear."""
+    """x in the dtype of torch.autocast; y then has this dtype, as for nn.Linear."""
     return x.to(torch.get_autocast_dtype(x.device.type)) if x.dtype in ACTIVATIONS else x
 
 
@@ -128,9 +128,9 @@ apply_pass: Callable[..., Any] = super(torch.autograd.Function, PassFunction).ap
 
 
 def owned(results: Sequence[Tensor], given: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The results of an autograd function, which was called with `given`, such that a user may write to them: torch refuses
-    that for a view that a function returns. A view that shares its memory with no input and no other result is detached, so
-    that it is no view any more."""
+    """The results of an autograd function that was called with `given`, writable by the user: torch refuses writes to a view
+    that a function returns. A view that shares memory with neither an input nor another result is detached and is then no
+    view."""
     if not any([result._is_view() for result in results]):
         return results
     bases = [_base(result) for result in results]
@@ -150,6 +150,6 @@ def refuse_transforms(name: str) -> None:
     """RuntimeError inside of a transform of torch.func, whose tensors have no memory that kernels could read."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            f"{name}: it does not run inside of torch.func's transforms (grad, vmap, jvp, ...): use torch.autograd.grad, and "
+            f"{name}: transforms of torch.func (grad, vmap, jvp, ...) are not supported: use torch.autograd.grad, and "
             f"one more leading dimension for vmap"
         )

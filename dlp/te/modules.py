@@ -59,8 +59,8 @@ def _sizes(out_features: int, split: Split) -> dict[str, int]:
     found = {f"{name.rstrip('_')}_": size for name, size in split.items()}
     if sum(found.values()) != out_features or len(found) != len(split):
         raise ValueError(
-            f"parameters_split {dict(split)} does not make up out_features {out_features}: give names that divide "
-            f"out_features, or sizes whose sum it is"
+            f"parameters_split {dict(split)} does not add up to out_features {out_features}: give names whose number "
+            f"divides out_features, or sizes whose sum is out_features"
         )
     return found
 
@@ -141,7 +141,8 @@ class Linear(SplitLinear):
         if key not in fusers:
             if fp8_output and len(self.core.members) > 1:
                 raise ValueError(
-                    "te.Linear: fp8_output of a parameters_split is several tensors: leave one of the two out"
+                    "te.Linear: fp8_output is not supported with parameters_split, which returns several tensors: "
+                    "leave one of the two out"
                 )
             before, behind = [HandOver(self, "backward")] * fp8_grad, [HandOver(self, "forward")] * fp8_output
             fusers[key] = OperationFuser([*before, self, *behind])
@@ -228,7 +229,7 @@ class TransformerLayer(_Module, ops.TransformerLayer):
         self._on_shards = _sharded(options)
         if self._on_shards and attn_input_format != "sbhd":
             raise ValueError(
-                f"te.TransformerLayer: sequence_parallel cuts the first dimension, which must be the sequence; got "
+                f"te.TransformerLayer: sequence_parallel shards the first dimension, which must be the sequence; got "
                 f"attn_input_format {attn_input_format!r}: pass sbhd"
             )
 

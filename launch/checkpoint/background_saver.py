@@ -119,7 +119,7 @@ class Overhead:
         saves = f"{self.saves} save{'s' * (self.saves > 1)}: "
         if not self.asynchronous or self.saves == 1:
             waited = self.first + max(self.host, self.device) + self.last
-            return f"{saves}training waited {waited:.2f} s, {waited / took:.2%} of its time"
+            return f"{saves}training waited {waited:.2f} s, {waited / took:.2%} of the training time"
         between, steps = max(self.host, self.device), took - self.first - self.last
         share = between / steps if steps > 0 else 0.0
         return (

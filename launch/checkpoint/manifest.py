@@ -55,7 +55,7 @@ def resolve(resume: str, folder: Path) -> Path | None:
             if step_of(stray) > least:
                 go_on = f", or use --checkpoint.resume {newest}" if newest else ""
                 raise CheckpointError(
-                    f"{stray} is foreign: it is no folder, and named like the newest checkpoint; rename or remove it{go_on}"
+                    f"{stray} is foreign: a file with the name of the newest checkpoint; rename or remove it{go_on}"
                 )
         return newest
     if not Path(resume).is_dir():
@@ -63,8 +63,8 @@ def resolve(resume: str, folder: Path) -> Path | None:
     path = Path(resume).resolve()
     if folder.parent.resolve() in path.parents and path not in complete(folder.resolve()):
         raise CheckpointError(
-            f"--checkpoint.resume {resume}: it lies in this run's folder, and is none of its finished checkpoints; to "
-            f"continue from it, choose another --run.dir"
+            f"--checkpoint.resume {resume}: not a finished checkpoint of this run, although in the folder of the run; "
+            f"to continue from this checkpoint, choose another --run.dir"
         )
     return Path(resume)
 
@@ -82,7 +82,7 @@ def way_out(path: Path) -> str:
     beside = complete(path.parent)
     older = beside[: beside.index(path)] if path in beside else []
     previous = f"--checkpoint.resume {older[-1]} to continue from that one, " if older else ""
-    return f"use {previous}--checkpoint.resume none to start anew"
+    return f"use {previous}--checkpoint.resume none to start again"
 
 
 def hashed(path: Path) -> dict[str, Any]:
@@ -218,4 +218,4 @@ def damage(path: Path, files: Mapping[str, Mapping[str, Any]], share: Iterable[s
         changed = [name for name in share if hashed(path / name) != files[name]]
     except OSError as error:
         return f"{error}"
-    return f"{changed[0]} has not the hash it was written with" if changed else None
+    return f"{changed[0]} has another hash than the manifest states" if changed else None

@@ -180,7 +180,7 @@ def write(folder: Path, taken: Snapshot, keep: int, group: ProcessGroup | None =
     except SaveError as error:
         if rank == 0:
             _remove(temporary)
-        raise SaveError(f"{final} could not be written: {error}; what was saved before stands") from None
+        raise SaveError(f"{final} could not be written: {error}; earlier checkpoints are not affected") from None
     size = sum(entry["bytes"] for entry in files.values())
     return Saved(taken.step, final, size, time.perf_counter() - began, left)
 
@@ -295,7 +295,7 @@ def load(path: Path, training: Training) -> Loaded:
         state["update"] = kept
     elif training.update:
         differing.append(
-            "gradient norms before this step were not saved: spikes are skipped once enough are known again"
+            "gradient norms before this step were not saved: spikes are skipped again when enough norms are known"
         )
     same_ranks = manifest["world_size"] == dist.get_world_size()
     if same_ranks:
@@ -326,7 +326,7 @@ def _check_files(path: Path, files: dict[str, Any], way_out: WayOut) -> str:
             seen = "" if all(each == reason for each in found) else f" (found by rank {finder})"
             raise CheckpointError(f"{path} is torn: {reason}{seen}; {way_out(path)}")
     size = sum(entry["bytes"] for entry in files.values())
-    return f"hashes of {len(files)} files are as written: {_cost(size, time.perf_counter() - began)}"
+    return f"hashes of {len(files)} files match the manifest: {_cost(size, time.perf_counter() - began)}"
 
 
 def saved_recipes(path: Path, index: Metadata, way_out: WayOut = way_out) -> dict[str, Tensor]:
@@ -361,15 +361,17 @@ def _check_states(path: Path, index: Metadata, states: dict[str, dict[str, Any]]
             if not optimizer_conversion.saved_form(index, f"optimizer.{name}.{key}"):
                 kind = "another kind of optimizer: Muon keeps one momentum of a matrix, AdamW two averages"
                 raise CheckpointError(
-                    f"{path} has no {key} of {name}; it is of {kind}; set [train] optimizer as it was, or begin from its "
-                    f"weights by [train] init_from"
+                    f"{path} has no {key} of {name}; it is of {kind}; set [train] optimizer of the checkpoint, or "
+                    f"start from the weights of the checkpoint by [train] init_from"
                 )
 
 
 def _check_fits(path: Path, manifest: dict[str, Any], training: Training) -> None:
     check_model(path, manifest, training.settings)
     if manifest["step"] == 0:
-        raise CheckpointError(f"{path} holds weights alone: name it as [train] init_from, not as [checkpoint] resume")
+        raise CheckpointError(
+            f"{path} has only weights: set [train] init_from to this path instead of [checkpoint] resume"
+        )
     if missing := training.data.state_dict().keys() - manifest["data"].keys():
         reason = f"its data lacks {', '.join(sorted(missing))}"
         raise CheckpointError(f"{path} is torn: {reason}; {way_out(path)}")

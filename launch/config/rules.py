@@ -89,8 +89,8 @@ def _agreements(config: Settings) -> Iterator[tuple[bool, str]]:
     )
     yield (
         train.recompute_every == 1 or train.checkpointing != "none",
-        f'[train] recompute_every: expected 1 while checkpointing = "none" runs no block again, got {train.recompute_every}; '
-        f'set checkpointing = "selective" or "full"',
+        f'[train] recompute_every: expected 1 with checkpointing = "none", which recomputes no block, got '
+        f'{train.recompute_every}; set checkpointing = "selective" or "full"',
     )
     yield (
         train.profile <= train.steps,
@@ -108,9 +108,9 @@ def _agreements(config: Settings) -> Iterator[tuple[bool, str]]:
     for group in config.groups:
         steps = [entry["at_step"] for entry in group.swap or ()]
         twice = next((step for step in steps if steps.count(step) > 1), None)
-        yield twice is None, f"{group.title()}: swap: expected steps that differ, got {twice} twice"
+        yield twice is None, f"{group.title()}: swap: expected different steps, got {twice} twice"
     names = [group.name for group in config.groups]
-    yield len(set(names)) == len(names), f"[[groups]] name: expected names that differ, got {', '.join(names)}"
+    yield len(set(names)) == len(names), f"[[groups]] name: expected different names, got {', '.join(names)}"
 
 
 def _against_invariant(config: Settings) -> Iterator[str]:

@@ -49,7 +49,7 @@ def open_sources(given: str | Sequence[Mapping[str, Any]], vocabulary: int, vali
     opened = [open_data(each["path"], vocabulary, validation) for each in given]
     weights = {data.train[0].path.parent: each["weight"] for data, each in zip(opened, given, strict=True)}
     if len(weights) < len(opened):
-        raise ValueError(f"[data] path: expected folders that differ, got {', '.join(each['path'] for each in given)}")
+        raise ValueError(f"[data] path: expected different folders, got {', '.join(each['path'] for each in given)}")
     tokenizer, first = opened[0].tokenizer, given[0]["path"]
     for data, each in zip(opened, given, strict=True):
         if data.tokenizer != tokenizer:

@@ -230,5 +230,5 @@ class TokenStream:
                 before, now = (f"{each:.12}" if key == "data" else each for each in (state.get(key, ""), now))
                 raise ValueError(
                     f"the checkpoint was made with {key} {before} and this run has {now}, so it would not continue in the "
-                    f'order of the data; restore {SETTINGS[key]}, or start anew with [checkpoint] resume = "none"'
+                    f'order of the data; restore {SETTINGS[key]}, or start again with [checkpoint] resume = "none"'
                 )

@@ -368,7 +368,9 @@ class StepWork:
             return
         elements = sum(prod(p.shape) for p in self.units[unit])
         if not reduces or (self.load.reductions == 1 and self.load.microbatches > 1):
-            self._compute(f"{unit or 'root'} gradients add up", COPIES, 10 * elements / self.rates.memory, kernels=8)
+            self._compute(
+                f"{unit or 'root'} gradients are reduced", COPIES, 10 * elements / self.rates.memory, kernels=8
+            )
         if not reduces:
             return
         width = 4 if self.load.grad_wire is None else {"fp8": 1.03}.get(self.load.grad_wire, WIDE)

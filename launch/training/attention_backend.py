@@ -29,7 +29,9 @@ def choose(train: Train, head_dim: int, documents: bool, kind: str) -> Choice:
         return _invariant(train, documents, kind)
     obstacle = _obstacle(FASTEST if asked == "auto" else asked, train, head_dim, documents, kind)
     if obstacle is None:
-        return Choice(*((FASTEST, "auto: the fastest by measurement") if asked == "auto" else (asked, "as set")))
+        return Choice(
+            *((FASTEST, "auto: the fastest backend in measurements") if asked == "auto" else (asked, "as set"))
+        )
     if asked != "auto":
         raise ValueError(f"[train] attention: expected auto, got {asked}: {obstacle}")
     return Choice(None, f"auto: {obstacle}")
@@ -50,7 +52,7 @@ def _obstacle(backend: str, train: Train, head_dim: int, documents: bool, kind: 
     if kind == "cpu":
         return "backends are chosen on GPUs only"
     if documents:
-        return "[data] reset_attention has a kernel of its own, for sequences of differing lengths"
+        return "[data] reset_attention uses a separate kernel for sequences of different lengths"
     if train.dtype != "bf16":
         return f'backends need [train] dtype = "bf16", and dtype is {train.dtype}'
     if backend != "cudnn":
@@ -58,7 +60,9 @@ def _obstacle(backend: str, train: Train, head_dim: int, documents: bool, kind: 
     if train.deterministic:
         return "cuDNN's backward is not deterministic, and [train] deterministic is set"
     if head_dim > CUDNN_HEAD_DIM or head_dim % 8:
-        return f"cuDNN takes heads of at most {CUDNN_HEAD_DIM}, multiples of 8, and head_dim is {head_dim}"
+        return (
+            f"cuDNN supports heads of at most {CUDNN_HEAD_DIM} features in multiples of 8, and head_dim is {head_dim}"
+        )
     version = torch.backends.cudnn.version() if torch.cuda.is_available() else CUDNN  # planned for another host
     return (
         None if version and version >= CUDNN else f"cuDNN {CUDNN} or newer is needed, and cuDNN {version} is installed"

@@ -23,7 +23,7 @@ def prepare() -> None:
 def switch_on(device: torch.device, work: Callable[[], None]) -> str:
     """Make all further work deterministic. `work`: a microbatch without side effects. Returns a sentence on the cost."""
     if device.type != "cuda":
-        return "deterministic: free on a CPU, where every run repeats its bits"
+        return "deterministic: no cost on a CPU, where every run repeats its bits"
     with torch.random.fork_rng([device]):
         before = _seconds(work)
         _use_deterministic_algorithms()

@@ -39,7 +39,7 @@ def rate_remarks(done: int, before: str, now: Train) -> Iterator[str]:
     if not math.isclose(would, will, rel_tol=1e-6):
         bent = ", ".join(f"train.{key}" for key in CURVE if getattr(old, key) != getattr(now, key))
         yield (
-            f"WARNING: the learning rate goes from {last:.4g} in step {done} to {will:.4g} in step {done + 1}, where the run "
-            f"so far would have gone on with {would:.4g}, because {bent} changed and the curve with it; to keep "
+            f"WARNING: the learning rate goes from {last:.4g} in step {done} to {will:.4g} in step {done + 1}, where the "
+            f"previous settings would give {would:.4g}, because {bent} changed the schedule; to keep "
             f"{would:.4g}: --train.lr {would:.4g} --train.min_lr 1 --train.warmup 0"
         )

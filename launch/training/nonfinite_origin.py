@@ -135,8 +135,8 @@ def origin(
     if forward is not None:
         found = f"the first layer whose output is not finite is {forward}"
     elif backward is not None:
-        found = f"every layer's output is finite, and the first whose output's gradient is not is {backward}"
+        found = f"every layer's output is finite, and the first layer whose output gradient is not finite is {backward}"
     else:
-        found = "every layer's output and its gradient are finite: it has passed, or arose behind them"
-    seen = str(cast) if cast is not None else "every x, w and dy that was cast was finite" if any(names) else ""
+        found = "the outputs and output gradients of all layers are finite: the NaN or Inf did not recur"
+    seen = str(cast) if cast is not None else "all x, w and dy that were cast were finite" if any(names) else ""
     return f"{seen}{'; ' if seen else ''}repeated with the weights after step {steps}, {found}", numbers

@@ -67,8 +67,9 @@ def check_installed(config: Config) -> None:
     """Raise ConfigError if the package of the optimizer is not installed."""
     if config.train.optimizer in ENCODINGS and importlib.util.find_spec("torchao") is None:
         raise ConfigError(
-            f"{config.source}: [train] optimizer: {config.train.optimizer!r} keeps its averages as torchao does, which is not "
-            f"installed: pip install 'dlp[ao]', or, to leave torch as it is, pip install --no-deps 'torchao>=0.18,<0.19'"
+            f"{config.source}: [train] optimizer: {config.train.optimizer!r} stores averages in encodings of torchao, "
+            f"which is not installed: pip install 'dlp[ao]', or, to leave torch as it is, pip install --no-deps "
+            f"'torchao>=0.18,<0.19'"
         )
 
 

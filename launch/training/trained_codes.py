@@ -112,7 +112,7 @@ def _coded(row: LayerPlan, recipe: Recipe, config: Config, tp: int, reader: Read
         shared = agrees(row.row, recipe, "w", quantizer, False, own_group=config.mesh.amax_group != "auto")
         if caps_of(quantizer).slot is None and cut in quantizer.reduces and not shared:
             raise ValueError(
-                f"each of {tp} tp ranks had its own scale of w in {recipe}, which the format cannot hold; set "
+                f"each of {tp} tp ranks had a separate scale of w in {recipe}, which the format cannot store; set "
                 f"recipe = {{ name = {recipe.name!r}, amax_scope = 'all' }} in training, or leave --codes out"
             )
         if not quantizer.format.concatenates(cut, row.shape[cut] // tp):

@@ -1,7 +1,7 @@
 """Training loop of one rank.
 
-    ┌─ step: microbatches forward and backward, clip, optimizer (step boundary) ─┐
-    └─ read the numbers of the previous step; validate, save, stop at boundaries ◄┘
+    ┌─ step: microbatches forward and backward, clip, optimizer (step boundary) ─┐ └─ read the numbers of the previous step;
+    validate, save, stop at boundaries ◄┘
 
 Results of a step are read one step later, so the host never waits for the device in between. Ranks share loss and stop
 requests in one reduction per step.
@@ -64,10 +64,10 @@ SETTLED = WARM + 2  # steps after which it is known which directions are capture
 
 @dataclass
 class Step:
-    """A step whose numbers are still on their way: mean loss x tp, ranks that were asked to stop, ranks with
-    a flag set, gradient norm, its limit, whether the update was skipped, this rank's flags.
-    `began`, `ended`: host clock; the end is the next step's beginning, or when the numbers were waited for. `wire`: bytes
-    this rank sent in it, by group. `remarks`: what is to be said of it, after its numbers."""
+    """A step whose numbers are still on their way: mean loss x tp, ranks that were asked to stop, ranks with a flag set,
+    gradient norm, its limit, whether the update was skipped, this rank's flags. `began`, `ended`: host clock; the end is the
+    next step's beginning, or when the numbers were waited for. `wire`: bytes this rank sent in it, by group. `remarks`: what
+    is to be said of it, after its numbers."""
 
     number: int
     numbers: OnTheWay
@@ -163,7 +163,10 @@ class Trainer:
         """Move checkpoints of this run beyond the step from which the run resumes aside."""
         if self.run.leader:
             for later in (each for each in manifest.complete(self.run.checkpoints) if manifest.step_of(each) > done):
-                self.run.say(f"{later} is of the continuation that this run replaces; it is now {move_aside(later)}")
+                self.run.say(
+                    f"{later} belongs to an earlier continuation that this run replaces; it was moved to "
+                    f"{move_aside(later)}"
+                )
 
     def batches(self, data: TokenStream, step: int) -> Iterator[Batch]:
         """Yield this rank's microbatches of a global batch on the device: tokens, targets, and documents if attention needs
@@ -215,7 +218,7 @@ class Trainer:
         self.recorder.exposure(step + 1, found)
         current.remarks.append(
             f"step {step + 1}: transfers took {found.transfers:.1f} ms of {found.step:.1f} under the profiler, "
-            f"{found.exposed:.1f} ms with nothing computed beside them; trace {trace}"
+            f"{found.exposed:.1f} ms of them without concurrent computation; trace {trace}"
         )
         return current
 
@@ -337,7 +340,7 @@ class Trainer:
             self.say_remarks(step)
             self.replays.drop()  # its memory is needed to run the step again
             names, steps = self.recipes.flags.names, self.recipes.steps
-            with self.slowly("looking for what is not finite"):
+            with self.slowly("locating non-finite values"):
                 where, numbers = origin(names, flags, self.built.model, partial(self.repeat, step.number - 1), steps)
             if numbers:
                 self.run.describe("not-finite", {"step": step.number, **numbers})
@@ -350,8 +353,9 @@ class Trainer:
         if skipped:
             self.skipped += 1
             step.remarks.append(
-                f"step {step.number}: its update was skipped, its gradient norm of {norm:.4g} is over {limit:.4g}, "
-                f"{self.config.train.skip_spikes:g} times the median ({self.skipped} skipped since the start)"
+                f"step {step.number}: the update was skipped, since the gradient norm of {norm:.4g} exceeds "
+                f"{limit:.4g}, {self.config.train.skip_spikes:g} times the median ({self.skipped} skipped since the "
+                f"start)"
             )
         self.say_remarks(step)
         self.wants_stop = wishes > 0
@@ -445,8 +449,8 @@ class Trainer:
         steps = self.config.train.steps
         if done >= steps:
             self.run.say(
-                f"nothing to do: {done} of {steps} steps are done. To go on, raise --train.steps; to start anew, use "
-                f"--checkpoint.resume none (this run is then moved aside) or another --run.dir"
+                f"nothing to do: {done} of {steps} steps are done. To continue, raise --train.steps; to start again, "
+                f"use --checkpoint.resume none (this run is then moved aside) or another --run.dir"
             )
         self.recorder.begin(done)
         self.saver.saved = done

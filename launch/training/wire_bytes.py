@@ -124,7 +124,7 @@ def describe(plan: Plan, load: Workload, optimizer: str = "adamw") -> list[str]:
             (group, direction, said_bytes(nbytes), _share(mine, other), said_seconds(takes), str(link), precisions)
         )  # fmt: skip
     total = f"{said_bytes(sum(ours.values()))} a step, {_share(ours, bf16)} of bf16, {said_seconds(seconds)}"
-    lines = [f"wire: each rank sends {total} at the stated speed of the links, if nothing overlaps", ""]
+    lines = [f"wire: each rank sends {total} at the nominal speed of the links without overlap", ""]
     return [*lines, *table(COLUMNS, rows), *slow_tp(load.dims, plan.device_type, by_group(ours).get(TP, 0))]
 
 
@@ -141,7 +141,7 @@ def describe_gradients(plan: Plan, load: Workload, waits: Accumulation) -> list[
     if not waits.whole:
         return []
     kept = {
-        1: f"whole, in fp32: {said_bytes(waits.whole)}",
+        1: f"unsharded, in fp32: {said_bytes(waits.whole)}",
         waits.microbatches: f"as shards: {said_bytes(waits.shard)}",
     }
     try:
@@ -152,7 +152,7 @@ def describe_gradients(plan: Plan, load: Workload, waits: Accumulation) -> list[
     (other,) = choices.keys() - {waits.reductions}
     asked = "step" if other == 1 else "microbatch"
     return [
-        f"gradients of {waits.microbatches} microbatches wait {choices[waits.reductions]} ({waits.why}); "
+        f"gradients of {waits.microbatches} microbatches are accumulated {choices[waits.reductions]} ({waits.why}); "
         f"with reduce_gradients = {asked!r} {choices[other]}"
     ]
 
@@ -246,7 +246,7 @@ class WireWatch:
         """Return one sentence about the watched step."""
         ours = self.planned()
         if ours is None:
-            return f"WARNING: bytes on the wire were counted, but compared with nothing: {self.unforeseen}"
+            return f"WARNING: bytes on the wire were counted, but not compared with the plan: {self.unforeseen}"
         bf16 = planned(in_bf16(plan_of(self._model)), self.load(), self._optimizer)
         groups = ", ".join(f"{group} {said_bytes(nbytes)}" for group, nbytes in by_group(ours).items()) or "nothing"
-        return f"the wire carried what the plan says: from each rank {groups}; {_share(ours, bf16)} of bf16"
+        return f"the bytes sent match the plan: from each rank {groups}; {_share(ours, bf16)} of bf16"

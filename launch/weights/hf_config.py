@@ -65,8 +65,8 @@ def _refuse(given: Mapping[str, Any], family: Family) -> None:
     classes = given.get("architectures")
     if classes and family.architecture not in classes:
         raise ValueError(
-            f"model_type {given['model_type']} is read as {family.architecture}, but architectures is {classes}; set the "
-            f"wrong one right, or give the folder of a language model"
+            f"model_type {given['model_type']} is read as {family.architecture}, but architectures is {classes}; "
+            f"correct the wrong key, or give the folder of a language model"
         )
     if family.window and given.get("use_sliding_window") is False and given.get("sliding_window", 0) is not None:
         raise ValueError(
@@ -85,15 +85,15 @@ def _refuse_layer_types(given: Mapping[str, Any], family: Family) -> None:
     expected = "sliding_attention" if windowed else "full_attention"
     if not isinstance(types, list) or types != [expected] * given.get("num_hidden_layers", len(types)):
         raise ValueError(
-            f"layer_types is {str(types)[:80]}, but models here have {expected!r} in every layer; choose a model without "
-            f"layer_types, or set the list right"
+            f"layer_types is {str(types)[:80]}, but models here have {expected!r} in every layer; choose a model "
+            f"without layer_types, or correct the list"
         )
 
 
 def _settings(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the settings of `[model]` except family and positions."""
     if lacking := [KEYS[ours] for ours in NEEDED if given.get(KEYS[ours]) is None]:
-        raise ValueError(f"no {', '.join(lacking)} in it; fetch it again")
+        raise ValueError(f"{', '.join(lacking)} missing; fetch the file again")
     optional = dict(family.optional)
     for key in optional:
         if key in given and given[key] is None and key not in family.nullable:
@@ -107,8 +107,7 @@ def _settings(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
     stated = isinstance(heads, int) and type(kv_heads) is int and "num_key_value_heads" in given
     if stated and kv_heads > 0 and heads % kv_heads:
         raise ValueError(
-            f"num_key_value_heads is {kv_heads}, which does not divide num_attention_heads = {heads}; set the "
-            f"wrong one right"
+            f"num_key_value_heads is {kv_heads}, which does not divide num_attention_heads = {heads}; correct the wrong key"
         )
     return {ours: theirs.get(key) for ours, key in KEYS.items()}
 
@@ -152,12 +151,14 @@ def _positions(given: Mapping[str, Any], family: Family) -> tuple[float, dict[st
         raise ValueError("rope_theta is null, which transformers does not accept either; give a value, or leave it out")
     turned = _one(given, "partial_rotary_factor", default=1.0)
     if turned != 1.0:
-        raise ValueError(f"partial_rotary_factor is {turned}, but here heads turn whole; choose another model")
+        raise ValueError(
+            f"partial_rotary_factor is {turned}, but models here rotate complete heads; choose another model"
+        )
     theta = _one(given, "rope_theta", default=THETA)
     if nested := [key for table in tables for key, value in table.items() if isinstance(value, dict)]:
         raise ValueError(
-            f"{' and '.join(TABLES)}: {', '.join(nested)} have positions of their own, but models here have one kind of "
-            f"positions in all layers; choose another model"
+            f"{' and '.join(TABLES)}: {', '.join(nested)} have separate settings of positions, but models here have "
+            f"one setting for all layers; choose another model"
         )
     kind = _one(given, "rope_type", "type", beside=False)
     keys = sorted({*tables[0], *tables[1]} - {"rope_theta", "partial_rotary_factor", "rope_type", "type"})
@@ -165,12 +166,12 @@ def _positions(given: Mapping[str, Any], family: Family) -> tuple[float, dict[st
     if kind in (None, "default"):
         if numbers:
             raise ValueError(
-                f"rope_type is {kind!r}, which scales no positions, but its table has {', '.join(numbers)}; set rope_type, or "
-                f"remove them"
+                f"rope_type is {kind!r}, which does not scale positions, but the table has {', '.join(numbers)}; set "
+                f"rope_type, or remove these keys"
             )
         return theta, None
     if not isinstance(kind, str) or kind not in SCALINGS:
-        raise ValueError(f"its positions are scaled by rope_type {kind!r}, expected one of {', '.join(SCALINGS)}")
+        raise ValueError(f"rope_type is {kind!r}, expected one of {', '.join(SCALINGS)}")
     if ORIGINAL in SCALINGS[kind][0]:
         longest = given.get(LONGEST, dict(family.optional)[LONGEST])
         numbers[ORIGINAL] = _one(given, ORIGINAL, default=longest)
@@ -179,8 +180,8 @@ def _positions(given: Mapping[str, Any], family: Family) -> tuple[float, dict[st
     needed, allowed = SCALINGS[kind]
     if unread := sorted(numbers.keys() - needed - allowed):
         raise ValueError(
-            f"rope_type {kind!r} has {', '.join(f'{key} = {numbers[key]!r}' for key in unread)}, with which models here do not "
-            f"compute; choose another model"
+            f"rope_type {kind!r} has {', '.join(f'{key} = {numbers[key]!r}' for key in unread)}, which models here do "
+            f"not support; choose another model"
         )
     if lacking := sorted(needed - numbers.keys()):
         raise ValueError(f"rope_type {kind!r} has no {', '.join(lacking)} in its table; fetch {CONFIG} again")

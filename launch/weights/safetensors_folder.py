@@ -39,7 +39,9 @@ def entries(folder: Path) -> dict[str, Entry]:
             there = set(tensors.keys())
             for name in sorted(there) if names is None else names:
                 if name not in there:
-                    raise ValueError(f"{file}: no tensor {name} in it, which {INDEX} promises; fetch the folder again")
+                    raise ValueError(
+                        f"{file}: no tensor {name} in this file, although {INDEX} lists it; fetch the folder again"
+                    )
                 part = tensors.get_slice(name)
                 dtype = part.get_dtype()
                 if dtype not in DTYPES:
@@ -57,8 +59,8 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
     if not path.is_file():
         others = ", ".join(sorted(each.name for each in folder.glob("*.bin"))) or "none of pickles either"
         raise ValueError(
-            f"{folder}: neither {ONE} nor {INDEX} in it ({others}); weights are read from safetensors alone: save them "
-            f"with transformers"
+            f"{folder}: neither {ONE} nor {INDEX} in this folder ({others}); only weights in safetensors can be read: "
+            f"save the weights with transformers"
         )
     try:
         places = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])

@@ -96,8 +96,7 @@ class Reader:
             return Model(**self.opened.manifest["model"])
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{self.path} cannot be read: its model is none that is known here ({error}); use the version "
-                f"of dlp that saved the checkpoint"
+                f"{self.path} cannot be read: the model is unknown ({error}); use the version of dlp that saved the checkpoint"
             ) from None
 
     def dtypes(self, names: Collection[str]) -> set[torch.dtype]:
@@ -134,7 +133,7 @@ def fill(path: Path, opened: save_load.Opened, tensors: Mapping[str, Tensor], *,
         entry = there.get(PREFIX + name)
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(
-                f"{path}: it has no tensor {name}, which this model has; choose a checkpoint of this [model]"
+                f"{path}: no tensor {name}, which this model has; choose a checkpoint of this [model]"
             )
         if tuple(entry.size) != tuple(tensor.shape):
             raise CheckpointError(
@@ -173,8 +172,8 @@ def check_tokenizer(path: Path, manifest: Mapping[str, Any], folder: str, digest
     learned = manifest["data"].get("tokenizer")
     if learned is not None and digest is not None and learned != digest:
         raise CheckpointError(
-            f"{folder} is of another tokenizer than the model of {path} has learned: {_said(digest)} in place of "
-            f"{_said(learned)}; give the tokenizer.json that lay beside the model's weights, and prepare data with it"
+            f"{folder} was prepared with another tokenizer than the training data of {path}: {_said(digest)} instead "
+            f"of {_said(learned)}; prepare data with the tokenizer.json from the folder of the model's weights"
         )
 
 

@@ -120,7 +120,7 @@ def test_graphed_callables_train_as_they_do_without_a_graph(what: str, recipe: s
                 with dlp.graphing(model):
                     model[0] = torch.cuda.make_graphed_callables(model[0], (x.detach().clone().requires_grad_(),))
         if graphed:
-            with pytest.raises(ValueError, match="a CUDA graph holds its recipe"):
+            with pytest.raises(ValueError, match="is captured in a CUDA graph"):
                 dlp.set_recipe(model, "**", "bf16" if recipe != "bf16" else "fp8_block")
         return [*found, *[p.detach().clone() for p in model.parameters()]]
 

@@ -111,8 +111,8 @@ def test_the_plan_prints_what_both_ways_keep_and_send():
         each for each in plan_text(load("tiny", ["--train.micro_batch=1"]), 8, "cpu").splitlines() if "wait" in each
     )
     assert line == (
-        "gradients of 2 microbatches wait whole, in fp32: 8.27 MB a rank, 1 reduction a step, 6.20 MB sent (with weights and "
-        "optimizer 16.5 MB, no more than half of a rank's 8.00 GB (assumed)); with reduce_gradients = 'microbatch' as shards: "
-        "2.07 MB a rank, 2 reductions a step, 12.4 MB sent"
+        "gradients of 2 microbatches are accumulated unsharded, in fp32: 8.27 MB a rank, 1 reduction a step, 6.20 MB "
+        "sent (with weights and optimizer 16.5 MB, no more than half of a rank's 8.00 GB (assumed)); with "
+        "reduce_gradients = 'microbatch' as shards: 2.07 MB a rank, 2 reductions a step, 12.4 MB sent"
     )
     assert "wait" not in plan_text(load("tiny"), 8, "cpu")

@@ -210,5 +210,7 @@ def test_one_rank_is_refused_before_anything_runs(monkeypatch, capsys):
     monkeypatch.setattr(bench_collectives, "init_process_group", lambda kind: pytest.fail("a group was made"))
     with pytest.raises(SystemExit) as left:
         bench_collectives.main([])
-    said = "1 rank has nothing to gather or to sum; start 2 or more, as torchrun --nproc-per-node 2 does\n"
+    said = (
+        "one rank has nothing to gather or to sum; start 2 or more ranks, for example by torchrun --nproc-per-node 2\n"
+    )
     assert left.value.code == 2 and capsys.readouterr().err == said

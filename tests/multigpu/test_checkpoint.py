@@ -187,7 +187,7 @@ def test_a_torn_checkpoint_is_refused_and_the_one_before_is_used_when_asked(rank
     asked = training.config(tmp_path, data, f"--checkpoint.resume={folder(config)}/step-4")
     ranks(2).run(training.run, asked)
     assert training.metrics(asked) == before
-    assert any(f"it is now {folder(config)}/step-6.1" in line for line in training.said(asked))
+    assert any(f"it was moved to {folder(config)}/step-6.1" in line for line in training.said(asked))
     assert [path.name for path in complete(folder(config))] == ["step-2", "step-4", "step-6"]
 
 
@@ -224,7 +224,8 @@ def test_every_flipped_bit_is_found_before_anything_is_used(ranks, tmp_path, dat
     for said in ranks(2).run(refusals, elsewhere, [*flipped, whole]):
         for path, (name, _), sentence in zip(flipped, places, said, strict=False):
             assert re.match(
-                rf"{path} is torn: {name} has not the hash it was written with \(found by rank [01]\); use ", sentence
+                rf"{path} is torn: {name} has another hash than the manifest states \(found by rank [01]\); use ",
+                sentence,
             )
         assert said[-1] == ""
 
@@ -418,7 +419,7 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(ranks, tmp_path, data):
     for said in ranks(2).run(save_without_room, config):
         for rank, sentence in zip((1, 0, 0), said, strict=True):
             assert re.search(
-                rf"/step-2 could not be written: rank {rank}: .*No space left on device; what was saved before stands$",
+                rf"/step-2 could not be written: rank {rank}: .*No space left on device; earlier checkpoints are not affected$",
                 sentence,
             )
     assert [path.name for path in folder(config).iterdir()] == ["step-1"]
@@ -436,7 +437,9 @@ def saved_apart(config: Config) -> str:
 def test_files_that_do_not_reach_rank_0_are_no_checkpoint(ranks, tmp_path, data):
     for rank, said in enumerate(ranks(2).run(saved_apart, training.config(tmp_path, data))):
         reason = "rank 0: __1_0_0.distcp is missing, expected [0-9]+ bytes, as when ranks do not share this folder"
-        assert re.search(rf"/rank{rank}/step-1 could not be written: {reason}; what was saved before stands$", said)
+        assert re.search(
+            rf"/rank{rank}/step-1 could not be written: {reason}; earlier checkpoints are not affected$", said
+        )
     assert list((tmp_path / "run" / "rank0").iterdir()) == []
 
 
@@ -589,9 +592,7 @@ def test_another_runs_checkpoint_begins_a_lineage_and_leaves_the_other(ranks, tm
     for said in ranks(2).run(
         refusal, training.config(tmp_path, data, f"--run.dir={tmp_path}/two", f"--checkpoint.resume={aside}")
     ):
-        assert said.startswith(
-            f"--checkpoint.resume {aside}: it lies in this run's folder, and is none of its finished"
-        )
+        assert said.startswith(f"--checkpoint.resume {aside}: not a finished checkpoint of this run")
 
 
 def apart(config: Config) -> str:

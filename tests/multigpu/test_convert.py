@@ -308,8 +308,8 @@ def test_what_conversion_refuses_it_leaves_alone(ranks):
         expected = {
             "no batch": "blocks.0.attn.q: sequence parallelism needs the shape of a microbatch",
             "unknown amax group": "amax_group must be auto, tp, tp+dp, world or a process group; got 'everyone'",
-            "narrow amax group": f"blocks.0.attn.q and siblings: its amax group has ranks [{rank}], but sequence",
-            "indivisible": "blocks.1.up: COLUMN cuts out_features 31 over tp 2, which does not divide it",
+            "narrow amax group": f"blocks.0.attn.q and siblings: the amax group has ranks [{rank}], but sequence",
+            "indivisible": "blocks.1.up: COLUMN shards out_features over tp 2, which does not divide 31",
             "unknown name": "layer group 'typo': pattern 'blocks.*.atn.*' matches no layer; nearest: 'blocks.0.attn.",
             "norm": "norm: style 'row' is for linears; LayerNorm is replicated",
         }
@@ -360,13 +360,13 @@ def test_tokens_that_are_not_scattered_are_noticed_by_name(ranks):
             "blocks.0.up: sequence parallelism over tp 2 expects token shards [12, K]"
         )
         assert found["other batch"].startswith(
-            f"blocks.0: {expects} [16, H]; got x of shape (12, 32). If that is a shard of a microbatch of 24 tokens: "
+            f"blocks.0: {expects} [16, H]; got x of shape (12, 32). If x is a shard of a microbatch of 24 tokens: "
             f"dlp.convert was called with batch = (B, S) of 32 tokens"
         )
         assert "drop_last=True" in found["other batch"] and "drop_last" not in found["no scatter"]
         assert found["other batch, linear"].startswith(
-            "0: sequence parallelism over tp 2 expects token shards [16, K]; got x of shape (12, 8). If that is a shard of a "
-            "microbatch of 24 tokens"
+            "0: sequence parallelism over tp 2 expects token shards [16, K]; got x of shape (12, 8). If x is a shard "
+            "of a microbatch of 24 tokens"
         )
         assert found["norms left out"].startswith(
             "blocks.0: the module is called with token shards (12, 32), so its gradients must be summed"
@@ -403,7 +403,7 @@ def different_inputs_for_siblings() -> str:
 def test_siblings_that_read_different_tensors_are_refused(ranks):
     for message in ranks(2).run(different_inputs_for_siblings):
         assert message.startswith(
-            "k: siblings must read the same tensor, but this one got another than its siblings ('q', 'k')"
+            "k: siblings must read the same tensor, but x differs from the tensor that the siblings read ('q', 'k')"
         )
 
 

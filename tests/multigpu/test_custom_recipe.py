@@ -91,7 +91,7 @@ def test_a_custom_recipe_trains_under_tp_sp_and_fsdp_as_on_one_rank(ranks, recip
         for result, noted in ranks(world).run(trained, recipe, sizes, fsdp):
             bound = 0.02 if recipe == "silent" else 0.1  # other scales
             assert_close(moved(result, start), moved(one, start), bound, f"{recipe} {sizes}")
-            assert ("the parts of silent do not say how they concatenate" in noted) == (recipe == "silent")
+            assert ("the parts of silent do not declare how they concatenate" in noted) == (recipe == "silent")
 
 
 def travelling(recipe: Any, tokens: int) -> tuple[dict[str, Tensor], list[str], list[str]]:
@@ -135,10 +135,10 @@ def test_odd_tokens_travel_in_high_precision_alike_on_every_rank_and_it_is_said(
         for what, error in errors.items():
             assert error < 2**-13, f"{name} {what}: {error}"  # what FP8 units keep of a sum, on two ranks
         expected = [
-            f"{t} columnwise ({name}) travels in high precision: 43 tokens a rank are no multiple of {unit}"
+            f"{t} columnwise ({name}) is gathered in high precision: 43 tokens per rank are not a multiple of {unit}"
             for t in ("x", "dy")
         ]
-        assert [text.partition(", a block")[0] for text in said] == (expected if unit else [])
+        assert [text.partition(", the block")[0] for text in said] == (expected if unit else [])
 
 
 @pytest.mark.ranks(2)
@@ -153,7 +153,9 @@ def test_a_silent_format_travels_in_high_precision_with_as_many_transfers_as_bf1
     for (errors, said, launched), (_, _, of_bf16) in zip(
         ranks(2).run(travelling, recipe, 2 * 43), ranks(2).run(travelling, load("bf16"), 2 * 43), strict=True
     ):
-        assert len(said) == 4 and all("the parts of silent do not say how they concatenate" in text for text in said)
+        assert len(said) == 4 and all(
+            "the parts of silent do not declare how they concatenate" in text for text in said
+        )
         assert launched == of_bf16
         assert max(errors.values()) < 2e-3
 
@@ -167,7 +169,7 @@ def plan_of(factory: Any) -> str:
 def test_the_plan_says_what_travels_what_is_decoded_and_what_is_rounded():
     text = plan_of(silent)
     assert (
-        "note: dy rowwise is gathered in high precision: the parts of silent do not say how they concatenate [a]"
+        "note: dy rowwise is gathered in high precision: the parts of silent do not declare how they concatenate [a]"
         in text
     )
     text = plan_of(lambda role: CurrentScaling() if role in ("linear_weight", "linear_output") else None)

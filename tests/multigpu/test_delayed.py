@@ -206,7 +206,7 @@ def test_shards_that_are_gathered_must_share_scales(ranks):
         assert "set reduce_amax=True, or sequence_parallel=False" in message
     for rank, message in enumerate(ranks(2).run(with_a_group_of_one)):
         assert (
-            f"blocks.0.gate and siblings: its amax group has ranks [{rank}]" in message and "tp ranks [0, 1]" in message
+            f"blocks.0.gate and siblings: the amax group has ranks [{rank}]" in message and "tp ranks [0, 1]" in message
         )
 
 

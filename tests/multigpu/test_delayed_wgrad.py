@@ -64,7 +64,7 @@ def test_the_bits_are_those_of_wgrads_that_do_not_wait(ranks, recipe, sizes, wor
 def test_under_fsdp_nothing_waits_and_the_plan_says_so(ranks):
     for found, expected in zip(*(ranks(2).run(sharded, delay) for delay in (True, False)), strict=True):
         assert found["waited"] == [0, 0]
-        assert "wgrad does not wait under FSDP, which reduces gradients within backward" in found["said"]
+        assert "wgrad is not delayed under FSDP, which reduces gradients within backward" in found["said"]
         for name, gradient in expected["grads"].items():
             assert_bit_equal(found["grads"][name], gradient, name)
 
@@ -136,4 +136,4 @@ def partial_sum() -> tuple[int, list[tuple[str, ...]]]:
 @pytest.mark.ranks(2)
 def test_parts_of_a_sum_over_tp_do_not_wait(ranks):
     for waited, (notes,) in ranks(2).run(partial_sum):
-        assert waited == 0 and any("wgrad does not wait" in note for note in notes)
+        assert waited == 0 and any("wgrad is not delayed" in note for note in notes)

@@ -98,38 +98,41 @@ def nothing(model: nn.Module) -> None:
 
 ALL: list[Callable[[nn.Module, Any], None]] = [convert, hold, quantize, freeze]
 CODES: list[Callable[[nn.Module, Any], None]] = [hold, hold_by_region, quantize, freeze]
-SHARED = "share a parameter, of which codes would be all that is left: untie them, or leave both in high precision"
+SHARED = (
+    "share a parameter, which would become quantized-only for both: untie the parameter, or leave both modules in high"
+)
 ALREADY = (
-    r"(up|head): its weight is held as .*codes already, and its values are gone: quantize a layer once, from values"
+    r"(up|head): the weight is quantized-only already \(.*codes\): quantize a layer once, from high-precision values"
 )
 HISTORY = (
-    r"\w+: fp8_delayed scales weights by their history, of which a held weight has none: choose fp8_current or another"
+    r"\w+: fp8_delayed uses delayed scaling for weights, and a quantized-only weight has no amax history: choose "
+    "fp8_current or another"
 )
-NOT_FINITE = r"(up|head): its weight has NaN or Inf, which codes would hide: restore a checkpoint from before"
+NOT_FINITE = "(up|head): the weight has NaN or Inf, which codes would hide: restore a checkpoint from before"
 # what is done to a model, the recipe, the doors, the sentence
 TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
     (tie_embedding, "fp8_current", CODES, f"embedding and head {SHARED}"),
     (tie_linear, "mxfp8", CODES, f"up and head {SHARED}"),
     (lambda m: nn.utils.parametrizations.weight_norm(m.head), "fp8_current", [*ALL, hold_by_region],
-     r"head: its weight is parametrized, as by weight_norm; torch.nn.utils.* makes it a parameter, or leave it out"),
-    (lambda m: nn.utils.spectral_norm(m.head), "fp8_current", ALL, "head: its weight is no parameter but computed by a hook"),
+     "head: weight is parametrized, for example by weight_norm; call torch.nn.utils.*, or leave the layer out"),
+    (lambda m: nn.utils.spectral_norm(m.head), "fp8_current", ALL, "head: the weight is computed by a hook"),
     (nothing, "fp8_delayed", CODES, HISTORY),
     (lambda m: dlp.quantize_(m, "fp8_current"), "fp8_current", ALL, ALREADY),
     (hand_made, "mxfp8", [freeze_only], ALREADY),
     (frozen, "mxfp8", [freeze_only], ALREADY),
-    (frozen, "mxfp8", [set_recipe], "quantize the values under mxfp8: .* or call dlp.freeze with this recipe on a"),
+    (frozen, "mxfp8", [set_recipe], "which cannot be requantized to mxfp8; .* or call dlp.freeze with mxfp8 on a"),
     (lambda m: (convert(m, "bf16"), shard(m)), "bf16", [shard],
      "dlp.fully_shard was called on this FSDPModel already; call this function once for each"),
-    (hand_made, "mxfp8", [convert, set_recipe], "its weights are held as fp8_current only, from which mxfp8 cannot be made"),
+    (hand_made, "mxfp8", [convert, set_recipe], "the weights are quantized-only codes of fp8_current, which cannot be"),
     (hand_made, "", [attach], "holds up.weight, which is a quantized-only weight, .*: create the optimizer with "
         "dlp.with_master_weights"),
-    (lambda m: m.to("meta"), "fp8_current", [hold, freeze], "codes are made of values, and its weight lies on the meta device"),
+    (lambda m: m.to("meta"), "fp8_current", [hold, freeze], "the weight is on the meta device and has no values to quantize"),
     (lambda m: fully_shard(m, mesh=worker.mesh()["dp_shard"]), "fp8_current", [*ALL, hold_by_region],
-     r"its weight is a DTensor already: call dlp.convert and dlp.quantize_ before fully_shard and other parallelism"),
+     r"the weight is a DTensor already: call dlp.convert and dlp.quantize_ before fully_shard and other parallelism"),
     (lambda m: m.head.weight.data[0].fill_(torch.inf), "fp8_current", CODES, NOT_FINITE),
     (lambda m: m.head.weight.data[0].fill_(torch.nan), "nvfp4", CODES, NOT_FINITE),
-    (integers, "fp8_current", ALL, r"head: its weight is torch.int8; layers take dense bf16, fp16 or fp32"),
-    (nothing, "bf16", [quantize, freeze], "bf16 keeps weights in high precision; choose one that quantizes them"),
+    (integers, "fp8_current", ALL, r"head: the weight is torch.int8; layers take dense bf16, fp16 or fp32"),
+    (nothing, "bf16", [quantize, freeze], "bf16 keeps weights in high precision; choose a recipe that quantizes weights"),
 ]  # fmt: skip
 
 

@@ -154,7 +154,7 @@ def test_sequence_parallel(ranks, recipe):
 def managed() -> str:
     model, x = on_mesh(False), batch(width=WIDTH).to(worker.device())
     dlp.fully_shard(model, mesh=worker.mesh())
-    with pytest.raises(ValueError, match="FSDP has its weight; freeze before"):
+    with pytest.raises(ValueError, match="the weight is managed by FSDP; call dlp.freeze before"):
         dlp.freeze(model, "**", "fp8_current")
     model = on_mesh(False).append(nn.Linear(WIDTH, WIDTH).bfloat16().to(worker.device()))
     dlp.freeze(model, "**", "fp8_current")

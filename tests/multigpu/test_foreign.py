@@ -299,7 +299,7 @@ def test_what_is_parallel_already_is_refused_by_name(ranks):
         )
         assert part.startswith(f"part of it{again}") and within.startswith(f"0 of it{again}")
         assert sharded.startswith(
-            "0: its weight is a DTensor already: call dlp.convert and dlp.quantize_ before fully_shard and other"
+            "0: the weight is a DTensor already: call dlp.convert and dlp.quantize_ before fully_shard and other"
         )
         assert attached == "dlp.attach has been called on this model already: dlp.convert comes first"
 
@@ -371,14 +371,15 @@ def called(module: nn.Module, x: Tensor) -> str:
 def test_a_layer_names_itself_where_its_x_or_its_weight_is_another(ranks):
     for column, row, normed in ranks(2).run(wrong_features):
         assert column.startswith(
-            "0: x of shape (3, 4) ends in 4 features, and its weight takes 8; COLUMN reads whole features"
+            "0: x of shape (3, 4) has 4 features, and the weight takes 8; COLUMN expects unsharded features"
         )
         assert row.startswith(
-            "1: x of shape (3, 16) ends in 16 features, and its weight takes 8, a rank's part of 16; ROW reads"
+            "1: x of shape (3, 16) has 16 features, and the weight takes 8, the shard of 16 on one rank; ROW expects"
         )
         assert normed == (
-            "2: its weight is no parameter of it any more, as after weight_norm, or under torch's FSDP1; parametrize linears "
-            "before dlp.convert and leave them out by a layer group with convert = false; instead of FSDP1 use dlp.fully_shard"
+            "2: weight is no longer a parameter of the module (weight_norm and FSDP1 of torch remove parameters); "
+            "parametrize linears before dlp.convert and leave them out by a layer group with convert = false; use "
+            "dlp.fully_shard instead of FSDP1"
         )
 
 
@@ -413,7 +414,7 @@ def test_who_reads_a_parameter_and_passes_it_on_is_named(ranks):
     )
     for (norm, first), (linear, second) in ranks(2).run(passed_on):
         assert norm.startswith("0.norm: the module is called with a DTensor, made from a parameter of another module")
-        assert linear.startswith("0.proj: x is a DTensor, but layers read this rank's plain tensor")
+        assert linear.startswith("0.proj: x is a DTensor, but layers read plain local tensors")
         assert len(first) == len(second) == 1 and first[0].startswith(note) and second[0].startswith(note)
 
 

@@ -340,7 +340,10 @@ def test_recipe_swaps(ranks, name, sizes, world):
 @pytest.mark.ranks(2)
 def test_regions_under_other_recipes_gather_values(ranks):
     first, _ = both_ways(ranks, 2, "regions", "fp8_current", {"dp_shard": 2})
-    assert "layers that run under mxfp8, not their own recipe, gather their weights once more" in first["said"]
+    assert (
+        "layers that run under the recipe mxfp8 of an autocast region gather their weights a second time"
+        in first["said"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -393,7 +396,7 @@ VARIANTS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({"name": "fp8_current", "high_precision": ["dgrad"]}, {}, None),
     ({"name": "mxfp8", "high_precision": ["fprop"]}, {}, None),
     ({"name": "fp8_rowwise"}, {"amax_group": "world"},
-     "its amax group would mix the scales of different rows of fp8_rowwise[e4m3]"),
+     "the amax group would mix the scales of different rows of fp8_rowwise[e4m3]"),
 ]  # fmt: skip
 
 
@@ -492,7 +495,7 @@ def tied(on: bool) -> tuple[dict[str, Tensor], dict[str, str | None]]:
 @pytest.mark.ranks(2)
 def test_a_tied_weight_travels_in_high_precision(ranks):
     for (found, why), (expected, _) in zip(ranks(2).run(tied, True), ranks(2).run(tied, False), strict=True):
-        assert why == {"blocks.0": None, "head": "other modules share it"}
+        assert why == {"blocks.0": None, "head": "several modules share the weight"}
         for name, value in expected.items():
             assert_bit_equal(found[name], value, name)
 

@@ -14,8 +14,8 @@ import dlp
 from tests import pool as worker
 from tests.shardnet import BATCH, SEQUENCE, shardnet, train
 
-RESHARDED = "FSDP has resharded its parameters, and a layer must not compute with a shard"
-FREED = "FSDP has freed its gathered weight, which this pass reads"
+RESHARDED = "FSDP has resharded the parameters, and a layer needs complete parameters"
+FREED = "FSDP has freed the gathered weight that this backward reads"
 
 
 def said(call: Callable[[], Any]) -> str:
@@ -154,9 +154,9 @@ def trained(reshard: bool | int) -> str:
 @pytest.mark.ranks(4)
 def test_an_integer_reshard_after_forward_works_or_is_refused_by_name(ranks):
     for of_tp, of_master, by_hand, one, all_, some, none in ranks(4).run(integers):
-        keeps = "reshard_after_forward=2 keeps weights on 2 of 4 ranks"
-        assert keeps in of_tp and "0.weight is a DTensor on tp; set it to True or False" in of_tp
-        assert keeps in of_master and "quantize_from_master gathers otherwise" in of_master
+        keeps = "reshard_after_forward=2 shards weights over 2 of 4 ranks after forward"
+        assert keeps in of_tp and "0.weight is a DTensor on tp; set reshard_after_forward to True or False" in of_tp
+        assert keeps in of_master and "quantize_from_master uses a gather of dlp" in of_master
         assert by_hand == one == all_ == "it ran"
         assert some == none
 

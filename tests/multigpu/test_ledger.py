@@ -211,7 +211,7 @@ def message_of(config: Config, cls: type[Trainer]) -> str:
 def test_a_stray_collective_raises_on_all_ranks_with_both_numbers(ranks, tmp_path, data):
     config = training.config(tmp_path, data)
     expected = (
-        "other bytes crossed the wire than planned: on rank 1, tp other: planned 0 bytes, counted 400 (first in no single "
+        "counted bytes differ from planned bytes: on rank 1, tp other: planned 0 bytes, counted 400 (first in no single "
         "layer)"
     )
     assert ranks(2).run(message_of, config, Stray) == [expected, expected]
@@ -235,8 +235,8 @@ class Silent(Trainer):
 def test_a_silent_gather_in_bf16_raises(ranks, tmp_path, data):
     x = 256 * 64 * 2  # this rank's tokens x hidden, of qkv and of gate/up
     expected = (
-        f"other bytes crossed the wire than planned: on rank 0, tp fprop: planned {x:,} bytes, counted {2 * x:,} (first in "
-        f"model.layers.0.mlp.gate_proj)"
+        f"counted bytes differ from planned bytes: on rank 0, tp fprop: planned {x:,} bytes, counted {2 * x:,} (first "
+        f"in model.layers.0.mlp.gate_proj)"
     )
     assert ranks(2).run(message_of, training.config(tmp_path, data), Silent) == [expected, expected]
 
@@ -286,11 +286,12 @@ def test_what_cannot_be_predicted_is_said_and_stops_no_run(ranks, tmp_path, data
             and not predicted
             and said
             == (
-                "WARNING: bytes on the wire were counted, but compared with nothing: the bytes of "
-                "model.layers.0.self_attn.q_proj cannot be predicted: the overlap strategy 'serial' does not say what it sends"
+                "WARNING: bytes on the wire were counted, but not compared with the plan: the bytes of "
+                "model.layers.0.self_attn.q_proj cannot be predicted: the overlap strategy 'serial' has no method "
+                "'sent', which predicts transfers"
             )
         )
-    assert sum("compared with nothing" in line for line in training.said(config)) == 1
+    assert sum("not compared with the plan" in line for line in training.said(config)) == 1
 
 
 def watches(config: Config) -> bool:
@@ -375,7 +376,7 @@ def by_hand() -> str:
     mesh = worker.mesh(tp=2)
     layer = dlp.ColumnParallelLinear(16, 16, tp=mesh["tp"], device=worker.device())
     dlp.attach(layer, torch.optim.SGD(layer.parameters()))
-    with pytest.raises(ValueError, match="this model has no plan: its layers were made by hand") as error:
+    with pytest.raises(ValueError, match="this model has no plan: the layers were constructed explicitly") as error:
         plan_of(layer)
     Ledger(mesh)
     return str(error.value)
@@ -383,7 +384,7 @@ def by_hand() -> str:
 
 @pytest.mark.ranks(2)
 def test_layers_made_by_hand_have_no_plan(ranks):
-    assert all("not by dlp.convert" in message for message in ranks(2).run(by_hand))
+    assert all("call dlp.convert on a plain model" in message for message in ranks(2).run(by_hand))
 
 
 def table(config: Config, cls: type[Trainer]) -> tuple[str, list[dict[str, str]]]:

@@ -417,11 +417,13 @@ def refusals() -> dict[str, str]:
 @pytest.mark.ranks(2)
 def test_impossible_layers_and_inputs_are_refused(ranks):
     for messages in ranks(2).run(refusals):
-        assert messages["out"].startswith("ColumnParallelLinear: COLUMN cuts out_features 7 over tp 2")
-        assert messages["in"].startswith("RowParallelLinear: ROW cuts in_features 7 over tp 2")
+        assert messages["out"].startswith(
+            "ColumnParallelLinear: COLUMN shards out_features over tp 2, which does not divide 7"
+        )
+        assert messages["in"].startswith("RowParallelLinear: ROW shards in_features over tp 2, which does not divide 7")
         assert messages["siblings"].startswith("RowParallelLinear takes one out_features; got (8, 8)")
         assert "expects token shards [B*S/tp, K]; got x of shape (2, 3, 8)" in messages["whole tokens"]
-        assert "cuts 5 tokens over tp 2, which does not divide them" in messages["odd tokens"]
+        assert "shards 5 tokens over tp 2, which does not divide this number" in messages["odd tokens"]
         assert messages["recipe"].startswith("unknown recipe 'fp9'")
         assert messages["overlap"].startswith("unknown overlap strategy 'never'")
 

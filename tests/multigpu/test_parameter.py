@@ -228,7 +228,8 @@ def test_uneven_shards_are_refused_by_all_ranks(ranks, world, rows):
     expected = [
         f"a quantized weight ({rows}, 32) has {rows} rows, which FSDP cannot shard evenly over {world} ranks: exclude the "
         "layer",
-        f"0.weight: {rows} along dimension 0 are cut unevenly into {world} shards: save it on a mesh that divides them",
+        f"0.weight: {rows} along dimension 0 cannot be divided evenly into {world} shards: save on a mesh whose "
+        f"size divides this dimension",
     ]
     for said in ranks(world).run(cut_unevenly, rows):
         assert [each[: len(start)] for each, start in zip(said, expected, strict=True)] == expected

@@ -21,10 +21,8 @@ from tests import pool as worker
 from tests.metrics import assert_bit_equal, relative_error
 from tests.shardnet import BF16
 
-HELD = (
-    r"needs values of a weight that is held as .* codes only: .* train them by the optimizer of dlp.with_master_weights"
-)
-PUT = r"a tensor was put in the place of a weight that is held as .* dlp.with_master_weights"
+HELD = r"needs values of a weight that is quantized-only .* codes\): .* train with the optimizer of dlp.with_master_weights"
+PUT = "a tensor was assigned in place of a weight that is quantized-only .* dlp.with_master_weights"
 
 
 def x_of(dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -132,7 +130,7 @@ def test_casts_and_moves_keep_the_codes(recipe, dtype):
         for part, before in zip(each[0].core.weights.parts.parts, expected, strict=True):
             assert_bit_equal(part, before)
         assert each.to_empty(device="cpu")[0].core.weights.parts.parts[0] is not None
-        with pytest.raises(ValueError, match="codes only, which the meta device would lose"):
+        with pytest.raises(ValueError, match="moving to the meta device would drop the codes"):
             each.to("meta")
     other[0].bias.data.zero_()  # `to_empty` has left it without values
     losses = []
@@ -305,7 +303,7 @@ def swapped() -> tuple[bool, bool]:
     dlp.end_step(model)
     for p in model.parameters():
         with pytest.raises(
-            ValueError, match=r"p.data = t: the parameter is a DTensor .*, and is a plain Tensor: give it"
+            ValueError, match=r"p.data = t: the parameter is a DTensor .* and is a plain Tensor: assign a"
         ):
             p.data = torch.zeros(p.shape)
     model.bfloat16()  # torch swaps parameters there
@@ -314,7 +312,9 @@ def swapped() -> tuple[bool, bool]:
     half = relative_error(model[0].weight.to_local().float(), other[0].weight.to_local().float()) < 0.01
     fsdp, _ = converted(True)
     fsdp.reshard()
-    with pytest.raises(ValueError, match=r"p.data = t: FSDP gathers the memory that it has sharded, .*: p.copy_\(t\)"):
+    with pytest.raises(
+        ValueError, match=r"p.data = t: FSDP gathers from the memory of the existing shard .*: p.copy_\(t\)"
+    ):
         fsdp[0].weight.data = fsdp[0].weight.data * 2
     return torch.equal(found, expected) and not torch.equal(found, before), half
 

@@ -296,7 +296,7 @@ def why_not_captured() -> str:
 
 def test_a_strategy_that_sends_otherwise_is_not_captured(ranks, device_type, share_gpu):
     by = "nccl" if device_type == "cuda" and not share_gpu else "gloo"
-    said = f"fprop is chunked, which sends step by step by {by}, since transport = 'nccl', or the "
+    said = f"fprop is chunked, whose transfers are issued one by one by {by}, since transport = 'nccl', or the "
     said += "mesh was not made by dlp.build_mesh"
     assert ranks(2).run(why_not_captured) == [said] * 2
 

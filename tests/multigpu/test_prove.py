@@ -151,7 +151,7 @@ def exact(kind: str, mesh: str) -> run.Report:
 def test_what_is_refused_and_what_exact_says(ranks):
     assert "do not divide the 2 ranks" in ranks(2).run(refused, ["tp4"])[0]
     assert "expected tpN" in ranks(2).run(refused, ["pp2"])[0]
-    assert "cuts a batch of 6 sequences into 4 pieces, which does not divide them" in ranks(2).run(uneven)[0]
+    assert "cuts a batch of 6 sequences into 4 pieces, which do not divide the batch" in ranks(2).run(uneven)[0]
     report = ranks(2).run(exact, "fp32", "tp2")[0]
     assert not report.ok
     assert report.first.direction == "forward" and report.first.layer == "model.layers.0.self_attn.o_proj"

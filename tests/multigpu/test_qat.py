@@ -151,15 +151,15 @@ def test_training_export_and_codes_have_one_y(ranks):
 def cut_groups() -> str:
     tp = worker.mesh(tp=2)["tp"]
     dlp.ColumnParallelLinear(96, 96, tp=tp, recipe="qat")
-    with pytest.raises(
-        ValueError, match=r"qat trains for codes of whole tensors, and ROW leaves 48 in_features of w to each"
-    ):
+    with pytest.raises(ValueError, match="qat trains for the codes of the unsharded tensor, and ROW gives each of"):
         dlp.RowParallelLinear(96, 96, tp=tp, recipe="qat")
     layer = dlp.RowParallelLinear(96, 96, tp=tp, recipe="mxfp8")
-    with pytest.raises(ValueError, match="ROW leaves 48 in_features of w"):
+    with pytest.raises(ValueError, match="ROW gives each of 2 ranks 48 in_features of w"):
         dlp.set_recipe(layer, "**", "qat")
     group = dlp.LayerGroup("all", "**", style="row", recipe={"name": "qat", "weight": "none", "activation": "mxfp8"})
-    with pytest.raises(ValueError, match=r"0: qat.* ROW leaves 48 in_features of x .* the 32 in a block"):
+    with pytest.raises(
+        ValueError, match=r"0: qat.* ROW gives each of 2 ranks 48 in_features of x, .* the 32 in a block"
+    ):
         dlp.make_plan(nn.Sequential(nn.Linear(96, 96)), [group], tp=2)
     return "refused"
 

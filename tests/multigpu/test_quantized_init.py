@@ -109,22 +109,21 @@ def test_state_dicts_hold_values():
 
 
 def test_what_cannot_be_held_or_run_is_refused():
-    with pytest.raises(ValueError, match="^Linear: fp8_delayed scales weights by their history, of which a held"):
+    with pytest.raises(ValueError, match="^Linear: fp8_delayed uses delayed scaling for weights, and a quantized-only"):
         held("fp8_delayed")
     with (
-        pytest.raises(
-            ValueError, match="codes are made of values, and its weight lies on the meta device, which has none"
-        ),
+        pytest.raises(ValueError, match="the weight is on the meta device and has no values to quantize"),
         dlp.quantized_model_init(recipe="nvfp4"),
     ):
         dlp.Linear(64, 64, device="meta")
     model = held("fp8_current")
     with pytest.raises(
-        ValueError, match=re.escape("its weights are held as fp8_current only, from which nvfp4 cannot")
+        ValueError,
+        match=re.escape("the weights are quantized-only codes of fp8_current, which cannot be requantized to nvfp4"),
     ):
         dlp.set_recipe(model, "0", "nvfp4")
     assert model[0].core.spec.recipe == dlp.recipe("fp8_current")
-    with dlp.autocast(recipe="nvfp4"), pytest.raises(ValueError, match="are held as fp8_current only"):
+    with dlp.autocast(recipe="nvfp4"), pytest.raises(ValueError, match="are quantized-only codes of fp8_current"):
         model(batch())
     with dlp.quantized_model_init(enabled=False, recipe="fp8_current"):
         assert not mlp()[0].weight.isnan().any()
@@ -159,7 +158,7 @@ def converted() -> tuple[list[Tensor], list[Tensor], bool]:
             model.zero_grad()
         assert isinstance(optimizer.param_groups[0]["params"][0], DTensor)
         results.append(found)
-    with pytest.raises(ValueError, match="embedding and head share a parameter, of which codes"):
+    with pytest.raises(ValueError, match="embedding and head share a parameter, which would become quantized-only"):
         with dlp.quantized_model_init():
             dlp.convert(Tied(), [{"name": "all", "match": ["**"], "recipe": "fp8_current"}], mesh)
     return results[0], results[1], True

@@ -241,7 +241,7 @@ def with_recipes(door: str, own: bool) -> str:
 def test_ranks_with_different_recipes_are_refused(ranks, door):
     assert ranks(2).run(with_recipes, door, False) == ["", ""]
     for said in ranks(2).run(with_recipes, door, True):
-        assert said.startswith(f"dlp.{door}: rank 1 plans 0 otherwise than rank 0: ") and "bf16" in said
+        assert said.startswith(f"dlp.{door}: rank 1 has another plan for 0 than rank 0: ") and "bf16" in said
 
 
 def first_step(way: str, sizes: dict[str, int], attached: bool) -> str:

@@ -206,7 +206,7 @@ def test_the_last_group_with_a_recipe_or_swaps_decides_the_swaps(tmp_path, data)
         ("[{at_step = 2, recipe = 'fp7'}]", "unknown recipe 'fp7'"),
         (
             "[{at_step = 2, recipe = 'bf16'}, {at_step = 2, recipe = 'nvfp4'}]",
-            "swap: expected steps that differ, got 2 twice",
+            "swap: expected different steps, got 2 twice",
         ),
     ],
 )

@@ -67,7 +67,9 @@ def test_what_is_written_later_is_the_step_that_was_saved(ranks, tmp_path, data,
     said = training.said(later)
     assert sum(line.startswith("saved ") for line in said) == 3
     assert any(line.startswith("3 saves: ") and line.endswith("% of the steps' time") for line in said)
-    assert any(re.fullmatch(r"3 saves: training waited .* s, .*% of its time", line) for line in training.said(waited))
+    assert any(
+        re.fullmatch(r"3 saves: training waited .* s, .*% of the training time", line) for line in training.said(waited)
+    )
 
 
 @pytest.mark.ranks(2)
@@ -98,7 +100,9 @@ def run_on_full_disk(config: Config, steps: list[int]) -> str:
 
     def fails(folder: Path, taken: Any, *given: Any) -> Any:
         if taken.step in steps:
-            raise SaveError(f"step-{taken.step} could not be written: rank 1: no space; what was saved before stands")
+            raise SaveError(
+                f"step-{taken.step} could not be written: rank 1: no space; earlier checkpoints are not affected"
+            )
         return write(folder, taken, *given)
 
     save_load.write = fails

@@ -194,7 +194,7 @@ def test_a_model_whose_weights_were_taken_breaks_no_other_ones_step():
     optimizer = AdamW(other.parameters())
     torch.nn.utils.parametrizations.weight_norm(model[0])
     assert model[0].core.weights.stored() == [] and len(model[-1].core.weights.stored()) == 1
-    with pytest.raises(ValueError, match="0: its weight is no parameter of it any more"):
+    with pytest.raises(ValueError, match="0: weight is no longer a parameter of the module"):
         loss_of(model)
     loss_of(other).backward()
     optimizer.step()

@@ -289,7 +289,7 @@ def test_a_backward_draws_and_scales_by_the_state_of_its_forward(recompute, atta
 @pytest.mark.parametrize(("first", "then"), [(SHORT, {**SHORT, "margin": 3}), ("fp8_current", "mxfp8")])
 def test_a_reentrant_checkpoint_across_a_recipe_change_is_refused(first, then, attached, of_ops):
     with pytest.raises(
-        ValueError, match=r"its recipe was changed between a forward and the backward that runs it again"
+        ValueError, match="the recipe was changed between a forward and the backward that recomputes this forward"
     ):
         pending(first, then, True, attached, of_ops, reentrant=True)
     pending(first, None, True, attached, of_ops, reentrant=True)

@@ -140,7 +140,7 @@ def test_lines_of_a_pipe_are_in_order_and_say_each_validation_once(ranks, tmp_pa
     assert steps == [
         "step 1/5: loss", "step 2/5: loss", "step 2: model.layers.0.self_attn.q_proj and 6 more layers now bf16",
         "step 3/5: loss", "step 4/5: loss", "step 4/5: validation", "step 5/5: loss",
-        "step 5: the wire carried what the plan says: from each rank tp", "step 5/5: validation",
+        "step 5: the bytes sent match the plan: from each rank tp", "step 5/5: validation",
     ]  # fmt: skip
     assert nothing == ""
     longer = training.config(tmp_path, data, "--train.steps=7", "--groups.default.swap", swap)
@@ -156,7 +156,7 @@ def test_a_finished_run_says_so_and_a_fresh_one_moves_it_aside(ranks, tmp_path, 
     ranks(2).run(training.run, config)
     lines = training.said(config)
     assert lines[-3].startswith(
-        "nothing to do: 2 of 2 steps are done. To go on, raise --train.steps; to start anew, use"
+        "nothing to do: 2 of 2 steps are done. To continue, raise --train.steps; to start again, use"
     )
     assert lines[-1] == first
     ranks(2).run(training.run, training.config(tmp_path, data, "--train.steps=2", "--checkpoint.resume=none"))
@@ -373,8 +373,8 @@ def test_updates_with_spikes_are_skipped_and_a_resumed_run_skips_the_same(ranks,
     assert training.metrics(whole, "skipped") == {4: True, 5: True}
     (first, second) = (line for line in training.said(whole) if "was skipped" in line)
     assert re.fullmatch(
-        r"step 4: its update was skipped, its gradient norm of [\d.]+e?.* is over [\d.]+, 10 times the median "
-        r"\(1 skipped since the start\)", first
+        "step 4: the update was skipped, since the gradient norm of [\d.]+e?.* is over [\d.]+, 10 times the median "
+        "\(1 skipped since the start\)", first
     ) and second.endswith("(2 skipped since the start)")  # fmt: skip
     losses, norms = training.metrics(whole), training.metrics(whole, "gradient_norm")
     assert norms[4] > 100 * norms[3] and losses[6] < losses[1], "nothing of the spikes is left"
@@ -404,8 +404,8 @@ def test_a_gradient_that_is_not_finite_is_told_from_a_layer(ranks, tmp_path, dat
     (message, _) = ranks(2).run(bad_gradient, training.config(tmp_path, data))
     assert message.startswith("step 1: loss 5.9") or message.startswith("step 1: loss 6.")
     assert message.endswith(
-        "gradient norm inf: every x, w and dy that was cast was finite; repeated with the weights after step 2, every "
-        "layer's output and its gradient are finite: it has passed, or arose behind them"
+        "gradient norm inf: all x, w and dy that were cast were finite; repeated with the weights after step 2, the "
+        "outputs and output gradients of all layers are finite: the NaN or Inf did not recur"
     )
 
 

@@ -195,11 +195,9 @@ def refusals() -> list[str]:
 @pytest.mark.ranks(2)
 def test_impossible_wires_are_refused(ranks):
     for unknown, computed, op in ranks(2).run(refusals):
-        assert computed.startswith(
-            "gradients that travel as computed take the wire 'hp'; got 'bf16': leave computed out"
-        )
+        assert computed.startswith("computed requires the wire 'hp'; got 'bf16': leave computed out")
         assert unknown == "unknown gradient wire 'fp4': the wires are hp, bf16, fp8"
-        assert op.startswith("gradients on a wire are summed or averaged; got")
+        assert op.startswith("a gradient wire supports SUM and AVG; got")
 
 
 def without_tokens(wire: str, strategy: str) -> list[tuple[int, ...]]:

@@ -181,7 +181,8 @@ def refusals() -> dict[str, str]:
 def test_what_a_converted_model_cannot_bear_is_one_sentence(ranks):
     for found in ranks(2).run(refusals):
         spread = (
-            "a model that is spread over ranks cannot be pickled, since process groups cannot; save its state_dict()"
+            "a model that is sharded over ranks cannot be pickled, since process groups cannot be pickled; save "
+            "model.state_dict()"
         )
         assert spread in found["pickle"] and found["pickled layer"].startswith(f"gate and siblings: {spread}")
         assert found["ddp"].startswith("Small: DistributedDataParallel does not support converted models")
@@ -190,12 +191,13 @@ def test_what_a_converted_model_cannot_bear_is_one_sentence(ranks):
             "embed.weight: load_state_dict(assign=True) would put a plain tensor in place of"
         )
         assert found["own"] == "it ran"
-        assert found["dtensor"].startswith("down: x is a DTensor, but layers read this rank's plain tensor")
-        assert found["replaced"].startswith("up: a plain tensor stands in place of a parameter that was put on tp")
+        assert found["dtensor"].startswith("down: x is a DTensor, but layers read plain local tensors")
+        assert found["replaced"].startswith("up: a plain tensor replaces a parameter that is a DTensor on tp")
         assert re.match(
-            r"\w+: FullyShardedDataParallel \(FSDP1\) takes no model that .*fully_shard", found["fsdp1 converted"]
+            r"\w+: FullyShardedDataParallel \(FSDP1\) does not support converted models.*fully_shard",
+            found["fsdp1 converted"],
         )
-        assert found["fsdp1"].startswith("Linear: its weight is no parameter of it any more")
+        assert found["fsdp1"].startswith("Linear: weight is no longer a parameter of the module")
         assert found["fsdp1 attached"].startswith("dlp.attach: Sequential is sharded by FullyShardedDataParallel")
 
 

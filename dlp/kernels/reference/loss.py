@@ -14,7 +14,7 @@ CHUNK = 1024  # number of rows with fp32 logits at a time
 
 def log_sum_exp(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return log(sum(exp(logits))) of each row and the logit at the target, fp32 [M], of logits [M, C] and target int64 [M];
-    the logit is 0 for a target that is no column."""
+    the logit is 0 for a target outside the columns."""
     column, here = _columns(target, logits.shape[1])
     log_sum, picked = torch.empty((2, len(logits)), device=logits.device).unbind()
     for rows in range(0, len(logits), CHUNK):

@@ -4,7 +4,7 @@
     SwiGLU, GEGLU, QGEGLU, ReGLU, SReGLU, GLU      act(gate) * up with SiLU, GELU, QGELU, ReLU, SReLU, sigmoid
     ClampedSwiGLU                                  SwiGLU of clamped gate and up
 
-Forward and backward return lazy matrices (`dlp.kernels.lazy_activations`), which a cast behind them may compute.
+Forward and backward return lazy matrices (`dlp.kernels.lazy_activations`), which the next cast may compute.
 """
 
 from __future__ import annotations
@@ -129,15 +129,16 @@ class _Gate(BasicOperation):
             gate, up = tensor_of(values[0]), tensor_of(values[1])
             if gate.shape != up.shape:
                 raise ValueError(
-                    f"{type(self).__name__}: gate is {tuple(gate.shape)} and up {tuple(up.shape)}: give it siblings of one size"
+                    f"{type(self).__name__}: gate is {tuple(gate.shape)} and up {tuple(up.shape)}: pass siblings of "
+                    f"equal shape"
                 )
             return gate, up
         if len(values) != 1:
-            raise ValueError(f"{type(self).__name__}: it takes (gate, up) and is given {len(values)} tensors")
+            raise ValueError(f"{type(self).__name__}: expected (gate, up); got {len(values)} tensors")
         x = tensor_of(values[0])
         if x.shape[-1] % 2:
             raise ValueError(
-                f"{type(self).__name__}: it cuts its input in halves, gate and up; got {x.shape[-1]} features: give it "
+                f"{type(self).__name__}: the input is split into halves, gate and up; got {x.shape[-1]} features: pass "
                 f"siblings, Linear(in_features, (gate, up))"
             )
         gate, up = x.chunk(2, dim=-1)

@@ -58,7 +58,8 @@ class AddExtraInput(BasicOperation):
         self.in_place = in_place
 
     def check(self, shape: Sequence[int], extra: Tensor) -> None:
-        """ValueError for an extra input of another shape than the input's, `shape`, or for a leaf that would be written to."""
+        """ValueError for an extra input whose shape differs from `shape` of the input, or for a leaf that would be written
+        to."""
         if tuple(extra.shape) != tuple(shape):
             raise ValueError(f"AddExtraInput: the input is {tuple(shape)} and the extra input {tuple(extra.shape)}")
         if self.in_place and extra.requires_grad and extra.is_leaf and torch.is_grad_enabled():
@@ -94,7 +95,7 @@ class MakeExtraOutput(BasicOperation):
 
     Args:
         in_place: write the sum of the gradients into the gradient of the extra output; nothing else may read the former values.
-            New memory is used where another output has the same gradient.
+            New memory is used if another output has the same gradient.
 
     Shape:
         - input, output, extra output: [...]
@@ -171,12 +172,12 @@ class ConstantScale(BasicOperation):
         return _scaled(grad_output, self.scale_of(ctx)), ()
 
     def scale_for(self, ctx: OperationContext) -> float:
-        """The scale of a forward, which its backward uses, too, whatever is set meanwhile."""
+        """The scale of a forward; the backward uses the same scale, even if `scale` has changed."""
         ctx.scale = self.scale
         return self.scale
 
     def scale_of(self, ctx: OperationContext) -> float:
-        """The scale of the forward of this context; the one that is set where a fused op of the user ran forward."""
+        """The scale of the forward of this context; the current scale if a user-defined fused op ran forward."""
         scale: float = getattr(ctx, "scale", self.scale)
         return scale
 

@@ -19,14 +19,14 @@ from dlp.quant.recipe import Operand
 
 
 class _BiasVectors(BasicOperation):
-    """Bias vectors that are parameters of this op or of a linear. where: by vector, the module and the name of the
+    """Bias vectors that are parameters of this op or of a linear. where: for each vector, the module and the name of the
     parameter."""
 
     where: Sequence[tuple[Any, str]]
 
     @classmethod
     def of(cls, linear: Any) -> Self:
-        """An op that reads the biases of a `Linear`, which stay parameters of that."""
+        """An op that reads the biases of a `Linear`; the biases remain parameters of the `Linear`."""
         op = cls.__new__(cls)
         nn.Module.__init__(op)
         vars(op)["where"] = tuple((member.module, member.bias) for member in linear.core.members)
@@ -43,16 +43,17 @@ class _BiasVectors(BasicOperation):
         return [held(parameter) for parameter in self.op_parameters()]
 
     def biases_for(self, ctx: OperationContext) -> list[Tensor]:
-        """This rank's vectors, to be added by this op or by a GEMM; backward returns gradients of their dtypes."""
+        """This rank's vectors, to be added by this op or by a GEMM; backward returns gradients in the dtypes of the
+        vectors."""
         biases = self.biases()
         ctx.dtypes = [bias.dtype for bias in biases]
         return biases
 
 
 def check_bias(bias: Tensor, shape: Sequence[int]) -> None:
-    """ValueError for a bias of another size than the features that it is added to: torch would repeat one feature."""
+    """ValueError for a bias whose size differs from the number of features: torch would broadcast a bias of size 1."""
     if tuple(bias.shape) != tuple(shape[-1:]):
-        raise ValueError(f"Bias: it has {bias.shape[0]} features and is given a tensor {tuple(shape)}")
+        raise ValueError(f"Bias: expected {bias.shape[0]} features; got a tensor of shape {tuple(shape)}")
 
 
 def _biased(x: Tensor, bias: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ class Bias(_BiasVectors):
     def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         values, biases = [one.tensor() if is_handed(one) else one for one in each(input_)], self.biases_for(ctx)
         if len(values) != len(biases):
-            raise ValueError(f"Bias: it has {len(biases)} vectors and is given {len(values)} tensors")
+            raise ValueError(f"Bias: expected {len(biases)} tensors, one for each vector; got {len(values)}")
         for one, bias in zip(values, biases, strict=True):
             check_bias(bias, one.shape)
         return like_tuple([_biased(tensor_of(one), bias) for one, bias in zip(values, biases, strict=True)], input_)
@@ -108,7 +109,8 @@ class Bias(_BiasVectors):
     def op_backward(
         self, ctx: OperationContext, grad_output: Value, *, lazy: bool = False
     ) -> tuple[Value, Sequence[Tensor | None]]:
-        """lazy: a lazy gradient stays so, and its cast computes it and the sums in one read; else it is stored first."""
+        """lazy: a lazy gradient stays lazy, and the cast computes the gradient and the sums in one read; else the gradient is
+        stored first."""
         grads, sums, passed = each(grad_output), list[Any](), list[Any]()
         for grad, dtype in zip(grads, ctx.dtypes, strict=True):
             if grad is None:
@@ -156,12 +158,12 @@ class ReturnedBias(_BiasVectors):
 
 
 class LazyBiasGrad:
-    """The gradient of a bias, which is read when the backward of all ops is over: its sums are by then those of a cast. summed:
-    the `Summed` of dy; dtype: of the bias."""
+    """The gradient of a bias, read after the backward of all ops, when a cast of dy may have computed the sums. summed: the
+    `Summed` of dy; dtype: dtype of the bias."""
 
     def __init__(self, summed: Summed, dtype: torch.dtype) -> None:
         self.summed, self.dtype = summed, dtype
 
     def tensor(self) -> Tensor:
-        """[size], rounded once."""
+        """The gradient [size], rounded once."""
         return rounded(self.summed.sums(), self.dtype)

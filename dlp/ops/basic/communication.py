@@ -4,8 +4,8 @@ AllGather       [M, C] -> [R*M, C]    backward: ReduceScatter
 ReduceScatter   [R*M, C] -> [M, C]    backward: AllGather
 AllReduce       [...] -> [...]        backward: dy
 
-Next to a linear that is not cut over ranks they are fused with it: it gathers x quantized, or sums y with its overlap
-(`dlp.ops.fused`).
+Next to a linear that is not sharded over ranks the op is fused with the linear: the fused op gathers quantized x, or sums y
+with the overlap strategy of the linear (`dlp.ops.fused`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dlp.quant.recipe import Operand
 
 
 class OfRanks(BasicOperation):
-    """process_group: the ranks, which copies share; None: this rank alone."""
+    """Base of ops with a process group. process_group: the ranks, shared by copies of the op; None: this rank alone."""
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
         super().__init__()
@@ -40,41 +40,41 @@ class OfRanks(BasicOperation):
 
 
 class _OverGroup(OfRanks):
-    """Alone on its rank, the op returns its input."""
+    """Base of the collectives. With one rank the op returns the input."""
 
     launches = True
     settings = ("process_group",)
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one rank, so that nothing is sent."""
+        """Whether the group has one rank, so that nothing is sent."""
         return self.process_group is None or self.process_group.size() == 1
 
     def keep_group(self, ctx: OperationContext) -> ProcessGroup | None:
-        """The group of a forward, which its backward uses, too, whatever is set meanwhile."""
+        """The group of a forward; the backward uses the same group, even if `process_group` has changed."""
         ctx.group = self.process_group
         return self.process_group
 
     def group_of(self, ctx: OperationContext) -> ProcessGroup | None:
-        """The group of the forward of this context; before that, the one that is set."""
+        """The group of the forward of this context; before a forward, the current group."""
         group: ProcessGroup | None = getattr(ctx, "group", self.process_group)
         return group
 
     @staticmethod
     def run(collective: Callable[..., Tensor], x: Value, group: ProcessGroup | None) -> Tensor:
-        """x itself where there is one rank."""
+        """Run the collective; return x unchanged if there is one rank."""
         return x if group is None else collective(x, group)
 
     def obstacle_to_fusion(self, spec: LinearSpec) -> str | None:
-        """Why a linear of this spec cannot do this op's communication with equal bits; None: it can."""
+        """Reason why a linear with this spec cannot fuse this op with equal bits; None: the ops can be fused."""
         if self.is_single:
-            return "one rank has nothing to send"
+            return "the group has one rank, and nothing is sent"
         if spec.group is not None:
-            return "the linear is cut over ranks itself, by tensor_parallel_mode"
+            return "the linear is sharded over ranks by tensor_parallel_mode"
         if spec.slots:
-            return "delayed scales of a linear without tensor_parallel_group are its own rank's"
+            return "delayed scales of a linear without tensor_parallel_group differ between ranks"
         if spec.recipe.amax_scope == "all":
-            return "its recipe shares scales between ranks that a tensor_parallel_mode names"
+            return "the recipe shares scales between the ranks of a tensor_parallel_mode"
         return None
 
     def extra_repr(self) -> str:

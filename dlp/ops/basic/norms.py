@@ -1,7 +1,7 @@
 """RMSNorm, LayerNorm, L2Normalization of x [..., C] over the last dimension, computed in fp32, rounded to the dtype of x.
 
-The first two return a lazy matrix (`dlp.kernels.lazy_matrix`): the cast of the linear behind may compute it. Backward needs its
-rstd and mean, which exist when the forward of all ops is over.
+The first two return a lazy matrix (`dlp.kernels.lazy_matrix`): the cast of the next linear may compute the values. Backward
+needs rstd and mean, which exist after the forward of all ops.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _plus_one(x: Tensor, *, out: Tensor) -> None:
 class _Norm(BasicOperation):
     """normalized_shape: C, or a sequence with C alone; zero_centered_gamma: the factor is 1 + weight.
 
-    Raises ValueError for several normalized dimensions, and for an x of another C.
+    Raises ValueError for several normalized dimensions, and for an x with another number of features.
     """
 
     launches = True
@@ -44,8 +44,8 @@ class _Norm(BasicOperation):
         super().__init__()
         if not isinstance(normalized_shape, int) and len(normalized_shape) != 1:
             raise ValueError(
-                f"{type(self).__name__} normalizes the last dimension; got normalized_shape {tuple(normalized_shape)}: flatten "
-                f"them by ops.Reshape"
+                f"{type(self).__name__} normalizes the last dimension; got normalized_shape {tuple(normalized_shape)}: "
+                f"flatten the dimensions by ops.Reshape"
             )
         size = normalized_shape if isinstance(normalized_shape, int) else normalized_shape[0]
         self.size, self.eps, self.zero_centered_gamma = size, eps, zero_centered_gamma
@@ -76,25 +76,25 @@ class _Norm(BasicOperation):
         return self.weight + 1 if self.zero_centered_gamma else self.weight
 
     def scale_by_launch(self) -> Tensor:
-        """The same inside a fuser: an operation of torch that can be captured, and that autograd does not see."""
+        """`scale` inside a fuser: an operation of torch that can be captured, without autograd."""
         weight = self.weight
         return by_torch(_plus_one, torch.empty_like(weight), weight) if self.zero_centered_gamma else weight
 
     def rows(self, input_: Value) -> Tensor:
-        """x [M, C]. ValueError for another C."""
+        """x as a matrix [M, C]. ValueError for another number of features."""
         self.check(input_)
         x: Tensor = ops.stored(rows_of(input_))
         return x
 
     def check(self, input_: Value) -> None:
-        """ValueError for another C."""
+        """ValueError for another number of features."""
         if tuple(input_.shape[-1:]) != (self.size,):
             found = input_.shape[-1] if input_.shape else "no"
-            raise ValueError(f"{type(self).__name__}({self.size}): it is given {found} features")
+            raise ValueError(f"{type(self).__name__}: expected {self.size} features; got {found}")
 
 
 def has_memory(x: Tensor) -> bool:
-    """Whether a pass is observed and not traced, so that norms run the kernels of a fused pass and have its bits."""
+    """Whether a pass is observed but not traced, so that norms run the kernels of a fused pass, with equal bits."""
     return not (torch.compiler.is_dynamo_compiling() or isinstance(x, FakeTensor) or x.is_meta)
 
 
@@ -158,7 +158,7 @@ class RMSNorm(_Norm):
         return self.normed(ctx, ops.RmsNormed(self.rows(input_), self.scale_by_launch(), self.eps), input_.shape)
 
     def normed(self, ctx: OperationContext, lazy: ops.RmsNormed, shape: Sequence[int]) -> Value:
-        """A lazy norm as the output [..., C] of this op; what backward reads of it is saved."""
+        """A lazy norm as the output [..., C] of this op; the tensors that backward reads are saved."""
         ctx.shape = tuple(shape)
         ctx.save_for_backward(lambda: lazy.matrix, lazy.weight, lambda: lazy.rstd)
         return ops.Produced(lazy, shape)

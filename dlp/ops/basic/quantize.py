@@ -1,8 +1,8 @@
-"""Quantize: returns a quantized tensor (`dlp.ops.handed`) for the next module, so that its linears need not cast.
+"""Quantize: return a quantized tensor (`dlp.ops.handed`) for the next module, whose linears then need no cast.
 
-Before a linear of the same fuser it does nothing, since that linear casts its input. At the end of a sequence it quantizes by
-`recipe`, or by the recipe of the `dlp.autocast` region around it. It returns its input where there is neither, and for recipes
-whose casts belong to a layer (`handed.why_not`).
+Before a linear of the same fuser the op does nothing, since the linear casts the input. At the end of a sequence the op
+quantizes by `recipe`, or by the recipe of the `dlp.autocast` region. Without a recipe, and for recipes whose casts belong to a
+layer (`handed.why_not`), the op returns the input.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Quantize(OfRanks):
         forward: quantize the output.
         backward: quantize the gradient of the input.
         recipe: name of a recipe, or a `Recipe`; None: the recipe of the `dlp.autocast` region.
-        strict: raise ValueError where a linear cannot read the quantized tensor.
-        process_group: where a linear gathers token shards: the ranks with these shards, which agree on scales.
+        strict: raise ValueError if a linear cannot read the quantized tensor.
+        process_group: if the next linear gathers token shards: the ranks with these shards, which agree on scales.
 
     Shape:
         - input, output: [..., C]
@@ -46,7 +46,7 @@ class Quantize(OfRanks):
 
     takes = frozenset({LAZY, HANDED})
     passes_through = ("input_quantizer", "grad_output_quantizer")
-    traced_note = "hands on values, which the linear that reads them casts: its traced ops take dense x and dy"
+    traced_note = "passes values, which the next linear casts: traced ops take dense x and dy"
 
     def __init__(
         self, forward: bool = True, backward: bool = False, *, recipe: str | Recipe | None = None, strict: bool = False,
@@ -60,19 +60,20 @@ class Quantize(OfRanks):
         return self.recipe
 
     def active_recipe(self) -> Recipe | None:
-        """The recipe of the autocast region, if there is one that names one, else its own; None if there is none."""
+        """The recipe of the autocast region if the region has a recipe, else the recipe of this op; None if there is no
+        recipe."""
         region = active_region()
         own = self.own_recipe()
         recipe = own if region is None or not region.enabled else region.recipe or own
         return None if recipe is None else recipe.for_layer("quantize")
 
     def _quantized(self, ctx: OperationContext, value: Value, tensor: str) -> Value:
-        """The value quantized as the recipe of this pass casts "x" or "dy"; as it is where that is not possible. ValueError if
-        it is strict."""
+        """The value, quantized as the recipe of this pass casts "x" or "dy"; unchanged if that is not possible. ValueError if
+        the op is strict."""
         recipe, strict, group = ctx.how
         if recipe is None or isinstance(value, Handed) or why_not(recipe, tensor) is not None:
             if strict and recipe is not None and not isinstance(value, Handed):
-                raise ValueError(f"Quantize(strict=True): {recipe}: {why_not(recipe, tensor)}; leave strict away")
+                raise ValueError(f"Quantize(strict=True): {recipe}: {why_not(recipe, tensor)}; leave strict out")
             return value
         return quantized(rows_of(value), value.shape, recipe, tensor, group, strict)
 
@@ -90,13 +91,14 @@ class Quantize(OfRanks):
         return (self._quantized(ctx, grad_output, "dy") if ctx.quantizes_dx else grad_output), ()
 
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
-        """x: traced linears take dense tensors, and cast them."""
+        """Return x: traced linears take dense tensors, and cast them."""
         return x
 
 
 class HandOver(Quantize):
-    """The Quantize of a `Linear(output="quantized")`, behind it, or `Linear(grad_input="quantized")`, before it: by the recipe
-    of the linear; scales of token shards are agreed over its tp ranks. which: "forward" or "backward", what it quantizes."""
+    """The Quantize after a `Linear(output="quantized")`, or before a `Linear(grad_input="quantized")`: quantizes by the recipe
+    of the linear; scales of token shards are agreed over the tp ranks. which: "forward" (quantizes y) or "backward" (quantizes
+    dx)."""
 
     def __init__(self, linear: Any, which: str) -> None:
         super().__init__(which == "forward", which == "backward")

@@ -1,6 +1,6 @@
 """Forward: BasicLinear, Bias?, ConstantScale?, AddExtraInput(in_place=True).
 
-The GEMM scales its fp32 sums and adds them into the extra input: y is rounded once, where the ops would round several times.
+The GEMM scales its fp32 sums and adds them into the extra input: y is rounded once; separate ops would round several times.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ class LinearIntoExtraInput(InnerFused):
 
 
 def _y_shape(ctx: OperationContext, x: Value) -> Sequence[int]:
-    """Shape of y: tokens as in x; [tokens, N] where ranks gather them."""
+    """Shape of y: leading dimensions as in x; [tokens, N] if ranks gather tokens."""
     spec, features = ctx.bound.spec, ctx.pass_tensors[0][0].shape[0]
     return (*x.shape[:-1], features) if spec.style.gathers is None else (x.shape[0] * spec.tp, features)
 
 
 def why_not(linear: Any, *behind: Any) -> str | None:
-    """Why the GEMM cannot add into the extra input; None: it can."""
+    """Reason why the GEMM cannot add into the extra input; None: it can."""
     spec, kinds = linear.planned_spec, [type(op) for op in behind]
     if not behind[-1].in_place:
-        return "it is not in_place, so the sum has a place of its own"
+        return "without in_place=True the sum needs separate memory"
     if len(linear.core.members) > 1:
         return "several siblings"
     if spec.style.fprop.reduce is not None and spec.tp > 1:
         return "y is summed over tp first"
     if spec.recipe.y is not None or spec.recipe.fprop.out_dtype is not None:
-        return "its recipe rounds y itself"
+        return "the recipe rounds y"
     if ConstantScale in kinds and Bias in kinds:
-        return "the scale is of the bias, too"
+        return "the scale also applies to the bias"
     if linear.pads:
-        return "out_features are padded for its recipe"
+        return "the recipe pads out_features"
     return None
 
 

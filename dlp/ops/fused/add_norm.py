@@ -1,6 +1,6 @@
 """Forward: AddExtraInput, MakeExtraOutput?, RMSNorm.
 
-The kernel that computes rstd adds the two inputs as it reads them, and writes their sum.
+The kernel that computes rstd also adds the two inputs and writes the sum.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class ForwardAddNorm(InnerFused):
 
 
 class _LazySum:
-    """The sum of an `AddedNormed` as an extra output [..., C]; read when all ops have run, and so the norm has written it."""
+    """The sum of an `AddedNormed` as an extra output [..., C]; read after all ops have run, when the norm has written the
+    sum."""
 
     def __init__(self, normed: AddedNormed, shape: Sequence[int]) -> None:
         self.normed, self.shape = normed, shape
@@ -50,7 +51,7 @@ class _LazySum:
 
 
 def why_not(add: Any, *rest: Any) -> str | None:
-    return "the sum is written to the extra input" if add.in_place else None
+    return "in_place=True writes the sum to the extra input" if add.in_place else None
 
 
 register_forward_fusion(Pattern(ForwardAddNorm, AddExtraInput, maybe(MakeExtraOutput), RMSNorm, obstacle=why_not))

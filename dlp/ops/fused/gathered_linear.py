@@ -1,8 +1,8 @@
-"""Forward and backward: AllGather, BasicLinear, Bias?, of a linear that is not cut over ranks.
+"""Forward and backward: AllGather, BasicLinear, Bias?, of a linear that is not sharded over ranks.
 
-They run as COLUMN_SP of the style table, with its overlap: each rank quantizes its x, which is gathered quantized, and dx is
-reduced while wgrad runs. The bits are those of the ops, since ranks agree on scales; only stochastic rounding of dy differs,
-which depends on the position of an element among those of all ranks.
+The fused op runs as COLUMN_SP of the style table, with the overlap of this style: each rank quantizes its x, quantized x is
+gathered, and dx is reduced while wgrad runs. The bits equal the bits of separate ops, since ranks agree on scales; only
+stochastic rounding of dy differs, which depends on the position of an element in the tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GatheredLinear(InnerFused):
     none_grads = True
 
     def bound(self, basic_op_ctxs: Sequence[OperationContext]) -> BoundSpec:
-        """The spec as COLUMN_SP over the group that the AllGather has, or had in this forward."""
+        """The spec as COLUMN_SP over the group of the AllGather in this forward."""
         return with_style(basic_op_ctxs[1].bound, COLUMN_SP, self.basic_ops[0].group_of(basic_op_ctxs[0]))
 
     def obstacle(self, basic_op_ctxs: Sequence[OperationContext], which: str) -> str:
@@ -59,12 +59,12 @@ class GatheredLinear(InnerFused):
 
 
 def why_not(gather: Any, linear: Any, bias: Any = None) -> str | None:
-    """Why the linear cannot gather with equal bits; None: it can."""
+    """Reason why the linear cannot gather with equal bits; None: it can."""
     spec = linear.planned_spec
     if bias is not None and len(bias.where) != len(spec.members):
         return "one bias for several siblings"
     if spec.recipe.dx is not None or (bias is not None and spec.recipe.y is not None):
-        return "its recipe rounds dx, or y before the bias"
+        return "the recipe rounds dx, or y before the bias"
     why: str | None = gather.obstacle_to_fusion(spec)
     return why
 

@@ -1,4 +1,4 @@
-"""Forward: BasicLinear, Bias. The GEMM adds the bias to its fp32 sums: y is rounded once, where the two ops round twice."""
+"""Forward: BasicLinear, Bias. The GEMM adds the bias to its fp32 sums: y is rounded once; the two ops would round twice."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ForwardLinearBias(InnerFused):
 
 
 def why_not(linear: Any, bias: Any) -> str | None:
-    """Why the GEMM cannot add the bias; None: it can."""
+    """Reason why the GEMM cannot add the bias; None: it can."""
     if len(bias.where) != len(linear.core.members):
         return "one bias for several siblings"
     if linear.planned_spec.recipe.y is not None:
-        return "its recipe rounds y before the bias"
+        return "the recipe rounds y before the bias"
     return None
 
 

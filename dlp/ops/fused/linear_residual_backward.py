@@ -36,12 +36,12 @@ class BackwardLinearIntoResidual(InnerFused):
 
 
 def why_not(residual: Any, linear: Any) -> str | None:
-    """Why dgrad cannot add into the gradient of the extra output; None: it can."""
+    """Reason why dgrad cannot add into the gradient of the extra output; None: it can."""
     spec = linear.planned_spec
     if not residual.in_place:
-        return "it is not in_place, so the sum has a place of its own"
+        return "without in_place=True the sum needs separate memory"
     if linear.reduced:
-        return "its sum over tp is an op behind it, with which it runs as one"
+        return "the linear is fused with the sum over tp"
     if spec.style.dgrad.reduce is not None and spec.tp > 1:
         return "dx is summed over tp first"
     if (
@@ -51,7 +51,7 @@ def why_not(residual: Any, linear: Any) -> str | None:
         or linear.pads
         or spec.recipe.x.clips
     ):
-        return "dx is finished behind its GEMM"
+        return "dx is rounded or masked after the GEMM"
     return None
 
 

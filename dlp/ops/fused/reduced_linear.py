@@ -1,8 +1,8 @@
 """Forward and backward: BasicLinear, AllReduce or ReduceScatter, Bias?, of a row-parallel `Linear` or of a user's model.
 
-They run as ROW or ROW_SP of the style table, with its overlap. The bias is added once, after the sum. Backward gathers dy
-quantized, where the ops gather it in high precision; the bits are equal, since ranks agree on scales. A user's AllReduce or
-ReduceScatter is fused behind a linear that is not cut over ranks.
+The fused op runs as ROW or ROW_SP of the style table, with the overlap of this style. The bias is added once, after the sum.
+Backward gathers quantized dy; separate ops gather dy in high precision. The bits are equal, since ranks agree on scales. A
+user's AllReduce or ReduceScatter is fused after a linear that is not sharded over ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ReducedLinear(InnerFused):
     takes = frozenset({LAZY, HANDED})
 
     def bound(self, basic_op_ctxs: Sequence[OperationContext]) -> BoundSpec:
-        """The spec as ROW or ROW_SP: the linear's own, or over the group that the reduction has, or had in this forward."""
+        """The spec as ROW or ROW_SP: the spec of the linear, or a spec over the group of the reduction in this forward."""
         linear, reduction = self.basic_ops[:2]
         bound: BoundSpec = basic_op_ctxs[0].bound
         if linear.reduced:
@@ -63,15 +63,15 @@ class ReducedLinear(InnerFused):
 
 
 def why_not(linear: Any, reduction: Any, bias: Any = None) -> str | None:
-    """Why the linear cannot sum over ranks with equal bits; None: it can."""
+    """Reason why the linear cannot sum over ranks with equal bits; None: it can."""
     spec = linear.planned_spec
     if linear.reduced:
         over_tp = reduction.process_group is spec.tp_group
-        return None if over_tp else "the sum is not over the ranks that its weight is cut over"
+        return None if over_tp else "the group of the sum differs from the group that shards the weight"
     if len(spec.members) > 1:
         return "several siblings"
     if spec.recipe.y is not None:
-        return "its recipe quantizes y before the sum"
+        return "the recipe quantizes y before the sum"
     return reduction.obstacle_to_fusion(spec)
 
 

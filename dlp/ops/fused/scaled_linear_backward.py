@@ -28,9 +28,9 @@ class BackwardScaledLinear(InnerFused):
 
 
 def why_not(linear: Any, scale: Any) -> str | None:
-    """Why the GEMMs cannot scale; None: they can."""
+    """Reason why the GEMMs cannot scale; None: they can."""
     if len(linear.core.members) > 1 or linear.planned_spec.options.delay_wgrad:
-        return "siblings, or a wgrad that waits"
+        return "siblings, or a delayed wgrad"
     return None
 
 

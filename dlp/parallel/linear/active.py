@@ -61,7 +61,7 @@ def active_region() -> Region | None:
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint whose function is running. hook: identifies this run of it; again: the run is a recomputation."""
+    """A checkpoint whose function is running. hook: identifies this run of the function; again: the run is a recomputation."""
 
     frame: Any
     hook: Any
@@ -83,7 +83,7 @@ def _checkpoints() -> list[Checkpoint]:
 
 
 def _checkpoint(pack: Any) -> Checkpoint | None:
-    """The checkpoint of a hook; None: the hook is none of a checkpoint."""
+    """The checkpoint of a hook; None: the hook does not belong to a checkpoint."""
     inner = unwrap(pack)
     code, cells = getattr(inner, "__code__", None), getattr(inner, "__closure__", None)
     if code is None or not cells or inner.__module__ != checkpoint.__name__:
@@ -105,14 +105,14 @@ class Ran(NamedTuple):
 class LayerRuns:
     """Conditions of the forwards of one layer in checkpoints.
 
-    learned_in_region  one ran in a region that was entered with gradients enabled
+    learned_in_region  a forward ran in a region that was entered with gradients enabled
     recipe_changed     the recipe has changed since the last forward
     """
 
     def __init__(self) -> None:
         self.learned_in_region = self.recipe_changed = False
         self._ran: WeakKeyDictionary[Any, list[Ran]] = WeakKeyDictionary()  # by checkpoint, in the order of its calls
-        self._calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by recomputation: how many it has repeated
+        self._calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by recomputation: number of repeated forwards
 
     def __reduce__(self) -> Any:
         """A copied layer has no runs."""
@@ -152,12 +152,13 @@ def active_spec(core: LayerState) -> BoundSpec:
 
 
 def _first(core: LayerState, region: Region | None) -> Ran:
-    """The spec and scales of a forward that is no recomputation."""
+    """The spec and scales of a forward that is not a recomputation."""
     bound, session = core.bound if region is None else region.spec_for(core), core.session
     if region is not None and not session.attached and capturing():
         raise ValueError(
-            f"{bound.spec.name}: it runs in dlp.autocast while a CUDA graph is captured, and what the end of the region "
-            f"changes, no replay would read: call dlp.attach before, or set its recipe by a layer group"
+            f"{bound.spec.name}: a CUDA graph is captured inside dlp.autocast, whose exit updates scales that replays "
+            f"of the graph would not read: call dlp.attach before the capture, or set the recipe of this layer by a "
+            f"layer group"
         )
     if session.attached or not bound.spec.slots:
         return Ran(bound, None, session.now)
@@ -167,35 +168,35 @@ def _first(core: LayerState, region: Region | None) -> Ran:
 
 
 def _again(core: LayerState, checkpoints: list[Checkpoint]) -> Ran:
-    """The spec and scales of a recomputation: those of the run that it repeats."""
+    """The spec and scales of the forward that a recomputation repeats."""
     ran = core.ran_under.next(checkpoints)
     if ran is not None:
         return ran
     if core.ran_under.learned_in_region and not any(each.again for each in checkpoints):
         raise ValueError(
-            f"{core.spec.name}: backward runs it again, and nothing says under which dlp.autocast region it ran: pass "
-            f"use_reentrant=False to torch.utils.checkpoint, or set recipes by layer groups"
+            f"{core.spec.name}: backward recomputes this layer, and the dlp.autocast region of the first forward is "
+            f"not known: pass use_reentrant=False to torch.utils.checkpoint, or set recipes by layer groups"
         )
     return _first(core, None)
 
 
 def _check_no_recomputation(core: LayerState) -> None:
-    """Called where a layer runs for the first time since its recipe changed. ValueError in a backward that repeats a forward
-    without saying which (`use_reentrant=True`): y would be that of one recipe, and gradients of another."""
+    """Check the first run of a layer after a recipe change. ValueError in a backward that recomputes an unknown forward
+    (`use_reentrant=True`): y and the gradients would have different recipes."""
     if not in_backward():
         core.ran_under.recipe_changed = False
     elif not any(each.again for each in _checkpoints()):
         raise ValueError(
-            f"{core.spec.name}: its recipe was changed between a forward and the backward that runs it again: pass "
-            f"use_reentrant=False to torch.utils.checkpoint, or change recipes after the backward"
+            f"{core.spec.name}: the recipe was changed between a forward and the backward that recomputes this "
+            f"forward: pass use_reentrant=False to torch.utils.checkpoint, or change recipes after the backward"
         )
 
 
 def check_compiled(bound: BoundSpec) -> None:
-    """ValueError for compiled code that runs inside a region, which it cannot look up."""
+    """ValueError for compiled code that runs inside a region: compiled code cannot look up the region."""
     region = REGION.get()
     if region is not None and bound not in region.resolved and not in_backward():
         raise ValueError(
-            f"{bound.spec.name}: dlp.autocast does not reach into torch.compile: set this layer's recipe by its layer group or "
-            f"by dlp.set_recipe, or do not compile it"
+            f"{bound.spec.name}: dlp.autocast has no effect on compiled code: set the recipe of this layer by a layer "
+            f"group or by dlp.set_recipe, or do not compile the layer"
         )

@@ -1,9 +1,9 @@
-"""The linear in eager calls: what is the same from call to call, and the two directions that `PassFunction` runs.
+"""The linear in eager calls: records that equal calls share, and the two directions that `PassFunction` runs.
 
     x    -> y_i                forward     saves for backward: the weights w_i of this rank, and the tensors of `to_save`
     dy_i -> dx, dw_i, db_i     backward
 
-A `BoundCall` holds what is the same from call to call; each direction may run as captured launches
+A `BoundCall` holds decisions that equal calls share; each direction may run as captured launches
 (`dlp.parallel.linear.capture`). The directions run `linear_forward` and `linear_backward`, as the opaque ops of traced calls do
 (`dlp.parallel.linear.opaque`). An eager call does not go through the ops, since dispatching them costs the host more than a
 tiny linear does.
@@ -43,13 +43,15 @@ from dlp.runtime.function import (
 
 
 def check_features(spec: LinearSpec, x: Tensor, weight: Tensor) -> None:
-    """ValueError for x [..., K] whose K is not that of this rank's weight [N, K]."""
+    """ValueError for x [..., K] whose K differs from K of this rank's weight [N, K]."""
     found, wanted = x.shape[-1] if x.dim() else 0, weight.shape[1]
     if found != wanted:
-        part = f", a rank's part of {wanted * spec.tp}" if spec.style.cut_x == 1 and spec.tp > 1 else ""
+        part = f", the shard of {wanted * spec.tp} on one rank" if spec.style.cut_x == 1 and spec.tp > 1 else ""
         raise ValueError(
-            f"{spec.name}: x of shape {tuple(x.shape)} ends in {found} features, and its weight takes {wanted}{part}; "
-            f"{spec.style.name} reads {'what a column leaves' if part else 'whole features'}: check the style of what makes x"
+            f"{spec.name}: x of shape {tuple(x.shape)} has {found} features, and the weight takes {wanted}{part}; "
+            f"{spec.style.name} expects "
+            f"{'the sharded output of a column-parallel layer' if part else 'unsharded features'}: check the style of "
+            f"the layer that produces x"
         )
 
 
@@ -60,7 +62,7 @@ class BoundCall:
     differentiable   there will be a backward
     save             there will be a backward that reads x
     layouts          the DTensorSpec of each parameter that is a DTensor, else None
-    captured         its two directions as captured launches, once they are
+    captured         captured launches of the two directions (`dlp.runtime.capture`)
     wanted           results of `wants`
     """
 
@@ -102,7 +104,9 @@ def check_given(bound: BoundSpec, given: Sequence[Any]) -> None:
         raise ValueError(f"{spec.name}: x must be bf16, fp16 or fp32; got {x.dtype}: convert it before the layer")
     elsewhere = [other.device for other in given if other is not None and other.device != x.device]
     if elsewhere:
-        raise ValueError(f"{spec.name}: x lies on {x.device} and its parameters on {elsewhere[0]}: move one of them")
+        raise ValueError(
+            f"{spec.name}: x is on {x.device} and the parameters are on {elsewhere[0]}: move x or the layer"
+        )
     if (
         x.dtype == torch.float16
         and runs_kernels(next(tensor for tensor in given if isinstance(tensor, Tensor)))
@@ -118,10 +122,10 @@ def call_of(
     parameters: Sequence[Any],
     cast_weights: WeightParts | None,
 ) -> BoundCall:
-    """The `BoundCall` for such an x: the one of an earlier call with equal keys, else a new one, for which all is checked.
+    """The `BoundCall` for x: the record of an earlier call with equal keys, else a new record, after all checks.
 
-    Where weights were cast at the step boundary, captured launches hold the addresses of these operands, so the call is kept in
-    `WeightParts.calls` and forgotten with them; else it is kept with the spec."""
+    Where weights were cast at the step boundary, captured launches hold the addresses of these operands, so the record is kept
+    in `WeightParts.calls` and dropped together with the operands; else the record is kept with the spec."""
     if cast_weights is None:
         calls, parameter_keys = bound.calls, [None if p is None else _parameter_key(p) for p in parameters]
     else:
@@ -146,7 +150,8 @@ def call_of(
 
 
 def _parameter_key(parameter: Any) -> Key:
-    """`shape_key` of this rank's part of a parameter, and over how many mesh axes it is spread now, which FSDP changes."""
+    """`shape_key` of this rank's shard of a parameter, and the current number of mesh axes of the parameter, which FSDP
+    changes."""
     return num_axes(parameter), *shape_key(held(parameter)), parameter.requires_grad
 
 
@@ -217,8 +222,8 @@ LINEAR = Directions(forward, backward)
 
 
 def _targets(call: BoundCall, wanted: GradsWanted, weights: Sequence[Tensor]) -> list[Target | None]:
-    """Targets of the wgrads of the used members, None for a wgrad that goes to autograd; empty where all do: delayed ones,
-    and those of a backward that something watches."""
+    """Targets of the wgrads of the used members, None for a wgrad that goes to autograd; empty if all go to autograd: delayed
+    wgrads, and wgrads of a traced or watched backward."""
     if waits(call.bound.spec.options.delay_wgrad, wanted.dx) or torch._C._len_torch_dispatch_stack() > 0:
         return []
     found = call.bound.weights.targets(wanted.used, weights)
@@ -241,7 +246,7 @@ def _gradients(
         session.scales = None
     else:
         session.resume(bound.spec, ctx.state)
-    if torch._C._len_torch_dispatch_stack() > 0:  # something watches that did not watch the forward
+    if torch._C._len_torch_dispatch_stack() > 0:  # a tracer or mode is active that was not active in the forward
         cached, ids = [] if cast_weights is None else cast_weights.both_of(used), (bound.spec_id, bound.trace_id)
         grads: list[Tensor] = torch.ops.dlp.linear_bwd(
             dys, saved, weights, cached, *ids, call.x_dtype, wanted.flags(call.count)
@@ -279,7 +284,7 @@ def _gradients(
 
 
 def num_left(bound: BoundSpec, wanted: GradsWanted) -> int:
-    """How many tensors at the end of what `linear_backward` returns are operands of delayed wgrads."""
+    """Number of operands of delayed wgrads at the end of the results of `linear_backward`."""
     if not (waits(bound.spec.options.delay_wgrad, wanted.dx) and any(wanted.dw)):
         return 0
     dy, x = (len(operand.columnwise.format.parts) for operand in (bound.spec.recipe.dy, bound.spec.recipe.x))
@@ -289,8 +294,8 @@ def num_left(bound: BoundSpec, wanted: GradsWanted) -> int:
 def leave_wgrads(
     bound: BoundSpec, wanted: GradsWanted, weights: Sequence[Tensor], results: list[Tensor], alpha: float = 1.0
 ) -> list[Tensor]:  # fmt: skip
-    """`results`: of `linear_backward`, or their end. Returns them without the operands of delayed wgrads, which are queued for
-    `backward_dw`."""
+    """Queue the operands of delayed wgrads for `backward_dw`, and return the other results. `results`: all or the last results
+    of `linear_backward`."""
     start = len(results) - num_left(bound, wanted)
     if start == len(results):
         return results

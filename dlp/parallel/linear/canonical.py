@@ -48,10 +48,10 @@ def token_gemm(
     """`dlp.parallel.linear.functional.token_gemm`."""
     ranks, pairs = 1 if reduce is None else spec.tp, []
     for a, gemm in zip(operands, gemms, strict=True):
-        assert a is not None, "this orientation was not asked for"
+        assert a is not None, "this orientation was not requested"
         if gemm.accumulate is not None or gemm.alpha != 1.0:
             raise ValueError(
-                f"{spec.name}: invariant = true: fused operations add to a GEMM in another order; use plain modules"
+                f"{spec.name}: invariant = true: fused operations accumulate into a GEMM in another order; use plain modules"
             )
         pairs.append((_values(a if isinstance(a, QuantizedTensor) else a.whole()), _values(gemm.b)))
     segments = min(canonical.segments_on_rank(a.shape[1], ranks) for a, _ in pairs)

@@ -1,9 +1,9 @@
 """Captured launches (`dlp.runtime.capture`) of the directions of a linear, and the reasons against them.
 
-For inputs of equal shapes, strides and alignment a direction launches the same kernels; only addresses differ. If a direction
-does nothing but launch, it is captured. So casts and GEMMs must be kernels of this package, and what is communicated must go
-through memory that ranks map (`dlp.comm.mapped`) or by collectives, which are called between native calls. The bits are the
-same captured and not. A direction that is not captured is launched step by step, and `describe` says why.
+For inputs of equal shapes, strides and alignment a direction launches the same kernels; only addresses differ. A direction
+that only launches kernels is captured: casts and GEMMs must be kernels of this package, and communication must go through
+mapped memory (`dlp.comm.mapped`) or collectives, which are called between native calls. Captured launches give the same bits.
+Other directions are launched step by step, and `describe` states the reason.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, cores, remembered
 from dlp.runtime.capture import DIRECTIONS, FORWARD, SEEN, CapturedDirections
 
-REGION = "its forward ran under scales of an autocast region, or before a step boundary changed them"
-WATCHED = "an observer counts what it sends"
+REGION = "the forward used scales of an autocast region, or scales from before a step boundary"
+WATCHED = "an observer counts the transfers"
 
 
 def directions(name: str, bounds: Sequence[BoundSpec], why: Mapping[str, str], x: Tensor) -> CapturedDirections:
@@ -51,16 +51,16 @@ def of_layer(bound: BoundSpec, x: Tensor) -> CapturedDirections:
 
 @remembered
 def obstacle(bound: BoundSpec, direction: str) -> str:
-    """Why this direction is never captured: a quantizer is not pure, a GEMM is not of this package, or something is
-    communicated neither by launches nor by collectives. Empty: it can be captured."""
+    """Reason why this direction is never captured: a quantizer is not pure, a GEMM is not a kernel of this package, or a
+    transfer is neither a launch nor a collective. Empty: the direction can be captured."""
     if bound.spec.invariant:
         return "invariant = true: exact sums are operations of torch"
     return bound.spec.recipe.beyond_launches or _sends_otherwise(bound.spec, direction)
 
 
 def _sends_otherwise(spec: LinearSpec, direction: str) -> str:
-    """Why transfers of a direction can be neither launches, through memory that ranks map, nor collectives that are called
-    between launches; empty: they can be, or there are none."""
+    """Reason why transfers of a direction are neither launches (through mapped memory) nor collectives between launches;
+    empty: all transfers are, or the direction has no transfer."""
     gemms = ("fprop",) if direction == FORWARD else ("dgrad", "wgrad")
     steps = [getattr(spec.style, gemm) for gemm in gemms]
     communicates = spec.tp > 1 and (
@@ -70,12 +70,12 @@ def _sends_otherwise(spec: LinearSpec, direction: str) -> str:
         strategy, mapped = getattr(spec.overlap, gemm), transport_of(spec.tp_group) is not None
         if not (strategy.launches_only if mapped else strategy.calls_only):
             by = "" if mapped else f" by {carrier(spec.tp_group)}, since {why_not(spec.tp_group)}"
-            return f"{gemm} is {strategy.name}, which sends step by step{by}"
+            return f"{gemm} is {strategy.name}, whose transfers are issued one by one{by}"
     return ""
 
 
 def describe(model: nn.Module) -> list[str]:
-    """Lines that say in how many layers each direction is captured, and why it is launched step by step in the others."""
+    """Lines with the number of layers in which each direction is captured, and the reasons in all other layers."""
     lines = []
     for direction in DIRECTIONS:
         count, reasons = 0, dict[str, list[str]]()

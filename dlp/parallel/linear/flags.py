@@ -1,8 +1,8 @@
 """Flags: a number on the device for each tensor that a layer casts, which the cast sets to NaN where a value is not finite.
 
-A cast can turn Inf into a finite value, so that training goes on and nothing shows. The step boundary copies the flags of a
-step and zeroes them; `dlp.parallel.model.checks` reads the copies one step later. Operands in high precision have no flag: Inf
-and NaN stay in the operands, and show in the loss or in gradients.
+A cast can turn Inf into a finite value, which would hide the Inf from the loss and the gradients. The step boundary copies the
+flags of a step and zeroes them; `dlp.parallel.model.checks` reads the copies one step later. Operands in high precision have
+no flag: Inf and NaN stay in the operands, and show in the loss or in gradients.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class CastName(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A block of flags, fp32 [room]: those of the running step, those of the step before, and the names of the flags that are
-    in use."""
+    """A block of flags, fp32 [room]: flags of the running step, flags of the previous step, and the names of the flags in
+    use."""
 
     now: Tensor
     closed: Tensor
@@ -42,8 +42,8 @@ class _Piece(NamedTuple):
 
 
 class Flags:
-    """The flags of one model. They are allocated when a layer first casts, in the order of layers, and their memory stays:
-    captured launches write to it."""
+    """The flags of one model. Flags are allocated at the first cast of a layer, in the order of layers. The memory stays the
+    same, since captured launches write to it."""
 
     def __init__(self) -> None:
         self.views: dict[tuple[str, str, torch.device], Tensor] = {}
@@ -59,7 +59,7 @@ class Flags:
         piece = next((p for p in self._pieces if p.now.device == device and p.left >= len(names)), None)
         if piece is None:
             room = max(len(names), expected * len((*FORWARD, *BACKWARD)))
-            with torch.inference_mode(False):  # whatever runs first, others will write to them
+            with torch.inference_mode(False):  # flags are written outside of inference mode, too
                 now, closed = torch.zeros(2, room, device=device).unbind()
             piece = _Piece(now, closed, [])
             self._pieces.append(piece)
@@ -69,7 +69,7 @@ class Flags:
 
     @torch.no_grad()
     def close(self) -> None:
-        """End a step: copy its flags, and zero them for the next."""
+        """End a step: copy the flags, and zero them for the next step."""
         for piece in self._pieces:
             piece.closed.copy_(piece.now)
             piece.now.zero_()
@@ -86,11 +86,11 @@ class Flags:
 
     @property
     def closed(self) -> list[Tensor]:
-        """The flags of the last step, on the device, until the next one ends."""
+        """The flags of the last step, on the device, until the next step ends."""
         return [piece.closed for piece in self._pieces]
 
     def bad_now(self) -> list[str]:
-        """The names of what was not finite in the last step or since its boundary. Waits for the device."""
+        """The names of tensors that were not finite in the last step or since the step boundary. Waits for the device."""
         both = [flag for now, closed in zip(self.now, self.closed, strict=True) for flag in (now + closed).tolist()]
         return [str(name) for _, name in bad_casts(self.names, both)]
 

@@ -11,11 +11,10 @@
     ROW_SP      returns y [M/R, N], which is scattered;  backward is called with dy [M/R, N], which is gathered
 
     forward   quantize x, start the gather of x
-              y = token_gemm(x rowwise, w rowwise)
-              save x of this rank's tokens, quantized
+              y = token_gemm(x rowwise, w rowwise) save x of this rank's tokens, quantized
     backward  quantize dy, start the gathers in order of need: the operand of dgrad first
-              dx = token_gemm(dy rowwise, w columnwise); the reduction of dx runs under wgrad
-              dw = contract_gemm(dy columnwise, x columnwise), now or in `backward_dw`
+              dx = token_gemm(dy rowwise, w columnwise); the reduction of dx runs under wgrad dw = contract_gemm(dy columnwise,
+              x columnwise), now or in `backward_dw`
 
 Several weights that read the same x (siblings) share one quantization, one amax agreement, one gather and one saved operand of
 x, and the dgrads accumulate into one fp32 buffer that is reduced once.
@@ -85,7 +84,7 @@ def linear_forward(
     record    gradients are enabled, so amaxes count for delayed scales
     finish    the epilogue, of a layer with one member whose y is not reduced
     returns   y_i [..., N_i]; [M, N_i] where x is gathered, [M/R, N_i] where y is scattered
-              and the tensors of x that backward needs: the parts of an operand, or x itself where x was lazy and wgrad reads x
+              and the tensors of x that backward needs: the parts of an operand, or x itself if x was lazy and wgrad reads x
     """
     spec, values = bound.spec, as_matrix(x)
     plan = bound.plans.get(x.shape) or plan_of(bound, x.shape)
@@ -105,8 +104,8 @@ def linear_forward(
         options, dtype, ys = spec.recipe.fprop, spec.recipe.fprop.out_dtype or x.dtype, []
         for member, weight, w, bias in zip(spec.members, weights, ws, biases, strict=True):
             features, gemm_bias = weight.shape[0], None
-            if bias is not None and plan.bias_in_gemm:  # else each rank would add the bias: it is added after the sum
-                appended = w.shape[0] - features  # zeros of a padded operand
+            if bias is not None and plan.bias_in_gemm:  # added after the sum, or each rank would add the bias
+                appended = w.shape[0] - features  # zero rows of a padded operand
                 gemm_bias = F.pad(bias, (0, appended)) if appended else bias
             gemm = Gemm("fprop", w, dtype, gemm_bias, finish.into, options, alpha=finish.alpha, rounds=True)
             with plan.scope("fprop"):
@@ -132,8 +131,9 @@ def linear_backward(
     parts     the parts of the columnwise operands of w_i; empty: the weights are cast here
     finish    the epilogue of dgrad, where dx is not reduced; `alpha` scales wgrad as well
     into      the tensor that each dw_i is written to; empty, or None: dw_i is returned
-    returns   the wanted ones of dx [M, K], dw_i [N_i, K], db_i [N_i], in this order, without each dw_i that was written `into`
-              a tensor. For delayed wgrads the operands are returned instead, at the end of the list, for `leave_wgrads`
+    returns   the wanted gradients among dx [M, K], dw_i [N_i, K], db_i [N_i], in this order, without each dw_i that was
+              written `into` a tensor. For delayed wgrads the operands are returned instead, at the end of the list, for
+              `leave_wgrads`
     """
     spec, any_dw = bound.spec, any(wanted.dw)
     members = spec.members if len(wanted.used) == len(spec.members) else [spec.members[i] for i in wanted.used]
@@ -253,7 +253,7 @@ def token_gemm(
             overlap: Overlap = getattr(spec.overlap, gemm.which)
             assert isinstance(a, QuantizedTensor) and spec.group is not None, "a style gathers and reduces in one GEMM"
             return overlap.gemm_reduce(a, gemm, spec.group, reduce=reduce.how, dtype=dtype, codec=WIRES[reduce.codec])
-        assert a is not None, "this orientation was not asked for"
+        assert a is not None, "this orientation was not requested"
         total = gemm(a) if isinstance(a, QuantizedTensor) else a.gemm(gemm)
     assert total is not None
     return total if total.dtype == dtype else rounded(total, dtype)

@@ -45,21 +45,21 @@ from dlp.te_arguments import keywords_of, refuse
 
 
 def check_input(spec: LinearSpec, x: Any) -> None:
-    """TypeError for an x that is no plain tensor."""
+    """TypeError for an x that is not a plain tensor."""
     if isinstance(x, QuantizedTensor):
         raise TypeError(
-            f"{spec.name}: x is a QuantizedTensor ({x.format.name}), but a layer quantizes x itself, as its recipe says; pass "
-            f"the tensor that x was quantized from, or x.dequantize(dtype)"
+            f"{spec.name}: x is a QuantizedTensor ({x.format.name}), but a layer quantizes x by the recipe of the "
+            f"layer; pass the high-precision tensor, or x.dequantize(dtype)"
         )
     if isinstance(x, DTensor):
-        raise TypeError(f"{spec.name}: x is a DTensor, but layers read this rank's plain tensor; pass to_local() of it")
+        raise TypeError(f"{spec.name}: x is a DTensor, but layers read plain local tensors; pass x.to_local()")
     if not isinstance(x, Tensor):
         raise TypeError(f"{spec.name}: x must be a tensor; got {type(x).__name__}")
 
 
 def calling_state(x: Tensor) -> tuple[Any, ...]:
-    """All that y depends on besides the identity of x: grad mode, autocast regions, and the version counter of x, which torch
-    has for neither tensors of inference mode nor while it compiles."""
+    """State that y depends on besides the identity of x: grad mode, autocast regions, and the version counter of x
+    (unavailable in inference mode and while torch compiles)."""
     modes = torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
     if torch.compiler.is_dynamo_compiling():
         return modes
@@ -70,18 +70,18 @@ def calling_state(x: Tensor) -> tuple[Any, ...]:
 
 
 class SharedCall:
-    """The y_i of siblings between their calls: the first sibling that is called with an x computes the y of all, the others are
-    called with the same x and take theirs. Each thread has its own."""
+    """The y_i of siblings between their calls: the first sibling that is called with an x computes the y of all siblings; the
+    other siblings are called with the same x and take their y. Each thread has separate outputs."""
 
     def __init__(self) -> None:
         self._of_thread: dict[int, SiblingOutputs] = {}
 
     def forget(self) -> None:
-        """Drop what was not taken, in all threads: the weights changed."""
+        """Drop outputs that were not taken, in all threads: the weights changed."""
         self._of_thread = {}
 
     def find(self, index: int, state: tuple[Any, ...]) -> SiblingOutputs | None:
-        """The outputs in which this member's y waits, computed in the same `calling_state`; None: there are none."""
+        """The outputs that hold the y of this member, computed in the same `calling_state`; None: there are none."""
         found = self._of_thread.get(_thread())
         return found if found is not None and index in found.ys and state == found.state else None
 
@@ -89,7 +89,7 @@ class SharedCall:
         self._of_thread[_thread()] = SiblingOutputs(x, state, ys)
 
     def take(self, index: int) -> Tensor:
-        """The y of a member, which waits in the outputs of this thread."""
+        """Take the y of a member from the outputs of this thread."""
         thread = _thread()
         ys = self._of_thread[thread].ys
         y = ys.pop(index)
@@ -99,12 +99,12 @@ class SharedCall:
 
 
 def _thread() -> int:
-    """The running thread; 0 while torch.compile traces, which it does in one."""
+    """Id of the running thread; 0 while torch.compile traces, which uses one thread."""
     return 0 if torch.compiler.is_dynamo_compiling() else threading.get_ident()
 
 
 class SiblingOutputs(NamedTuple):
-    """The y_i that were computed of x in one `calling_state` and that no member has taken yet."""
+    """The y_i that were computed from x in one `calling_state` and not taken by a member yet."""
 
     x: Tensor
     state: tuple[Any, ...]
@@ -120,9 +120,9 @@ def _memory(x: Tensor) -> tuple[Any, ...]:
 
 
 class LinearCore(LayerState):
-    """Computes y_i = x @ w_i.T + b_i for its members, one of a linear by itself, several of siblings.
+    """Compute y_i = x @ w_i.T + b_i for one linear (one member) or for siblings (several members).
 
-    ran_under     the specs that it ran under in autocast regions and activation checkpoints (`LayerRuns`)
+    ran_under     the specs of forwards in autocast regions and activation checkpoints (`LayerRuns`)
     bias_apart    `return_bias`: y_i is returned without b_i
     shared        y_i between the calls of siblings
     """
@@ -139,7 +139,7 @@ class LinearCore(LayerState):
         return super().__getstate__() | {"shared": SharedCall()}
 
     def parameters(self) -> list[Any]:
-        """The weights, then the biases that are added to y (None for none), as the modules hold them."""
+        """The weights, then the biases that are added to y (None: no bias), as the modules hold them."""
         try:
             weights = [m.module._parameters[m.weight] for m in self.members]
             return weights + [None if self.bias_apart else m.module._parameters[m.bias] for m in self.members]
@@ -157,8 +157,8 @@ class LinearCore(LayerState):
         return None if bias is None else self._local(bias)
 
     def bias_for(self, index: int, y: Tensor) -> Tensor | None:
-        """The bias [N] that `return_bias` returns with y: this rank's part in y's dtype, copied, since FSDP frees what it has
-        gathered. Its gradient goes to the parameter, and covers the tokens that this rank adds it to."""
+        """The bias [N] that `return_bias` returns with y: this rank's shard in the dtype of y, copied, since FSDP frees
+        gathered memory. The gradient goes to the parameter, and covers the tokens to which this rank adds the bias."""
         bias = self._bias(self.members[index])
         return None if bias is None else bias.to(y.dtype, copy=True)
 
@@ -166,12 +166,12 @@ class LinearCore(LayerState):
         return local(parameter, self.spec.name, self.spec.num_axes)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x [..., K] -> y_i [..., N_i]; token shards in or out, as the style says.
+        """x [..., K] -> y_i [..., N_i]; x or y is a token shard if the style says so.
 
         Under torch.autocast x is cast to its dtype first, as `nn.Linear` does, and y has that dtype."""
         if type(x) is not Tensor:
             check_input(self.spec, x)
-            if hasattr(x, "operands"):  # decoded where this layer would quantize it otherwise
+            if hasattr(x, "operands"):  # decoded if this layer would quantize x differently
                 x = accepted(self.bound if opaque() else active_spec(self), x, "x")
         if torch._C._is_any_autocast_enabled() and autocasts(x):
             with no_autocast((x,)):
@@ -192,7 +192,7 @@ class LinearCore(LayerState):
         return forward(None, (call, cast_weights), (x, *parameters))
 
     def by_ops(self, x: Tensor) -> tuple[Tensor, ...]:
-        """`__call__` by the opaque ops, where something traces or watches."""
+        """`__call__` through the opaque ops, for traced or watched calls."""
         bound = self.bound if torch.compiler.is_dynamo_compiling() else active_spec(self)
         cast_weights = self.weights.operands_for(bound, x.dtype)
         weights, biases = self.weight_tensors(), self.biases()
@@ -201,7 +201,7 @@ class LinearCore(LayerState):
         cached = [] if cast_weights is None else cast_weights.parts
         record = torch.is_grad_enabled()
         if not (record and any(t is not None and t.requires_grad for t in (x, *weights, *biases))):
-            # no autograd function where there is nothing to differentiate: torch 2.11 compiles one wrongly there
+            # no autograd function without a gradient: torch 2.11 miscompiles an autograd function there
             ys, _ = torch.ops.dlp.linear_fwd(x, weights, biases, cached, bound.spec_id, bound.trace_id, False, record)
             return tuple(ys)
         save = keeps_x(bound.spec.recipe, x.requires_grad, any(w.requires_grad for w in weights))
@@ -212,8 +212,8 @@ class LinearCore(LayerState):
         return results
 
     def sibling(self, index: int, x: Tensor) -> Tensor:
-        """y of one member. The first sibling called with an x computes all y_i; the others, which must be called with the same
-        x, take theirs. If x was changed in place since, or the grad mode was, all are computed anew."""
+        """y of one member. The first sibling called with an x computes all y_i; the other members must be called with the same
+        x, and take their y_i. After an in-place change of x or a change of grad mode all y_i are computed again."""
         if len(self.members) == 1:
             return self(x)[0]
         state = calling_state(x)
@@ -224,15 +224,15 @@ class LinearCore(LayerState):
             pass
         elif waiting.reads_alias(x):
             self.session.note(
-                f"siblings of {self.spec.name} are called with different tensors over the same memory, as where one has a full "
-                f"backward hook: all are computed for each tensor"
+                f"siblings of {self.spec.name} are called with different tensors over the same memory (a full backward "
+                f"hook causes this): all siblings are computed for each tensor"
             )
             self.shared.keep(x, state, {i: y for i, y in enumerate(self(x)) if i in waiting.ys})
         else:
             names = ", ".join(repr(m.module.name) for m in self.members)
             raise ValueError(
-                f"{self.members[index].module.name}: siblings must read the same tensor, but this one got another than "
-                f"its siblings ({names}); set siblings = false for this layer group"
+                f"{self.members[index].module.name}: siblings must read the same tensor, but x differs from the tensor "
+                f"that the siblings read ({names}); set siblings = false for this layer group"
             )
         return self.shared.take(index)
 
@@ -240,16 +240,16 @@ class LinearCore(LayerState):
 def parameter_is_gone(layer: str, parameter: str) -> NoReturn:
     """Raise ValueError for a parameter that is missing in its module."""
     raise ValueError(
-        f"{layer}: its {parameter} is no parameter of it any more, as after weight_norm, or under torch's FSDP1; parametrize "
-        f"linears before dlp.convert and leave them out by a layer group with convert = false; instead of FSDP1 use "
-        f"dlp.fully_shard"
+        f"{layer}: {parameter} is no longer a parameter of the module (weight_norm and FSDP1 of torch remove "
+        f"parameters); parametrize linears before dlp.convert and leave them out by a layer group with convert = "
+        f"false; use dlp.fully_shard instead of FSDP1"
     ) from None
 
 
 class ParallelLinear(SpreadModule):
     """Base of the linear layers: parameters `weight` [N, K] and `bias` [N] (or one pair per sibling), and a core.
 
-    dlp_made     who made it parallel: "by hand" or "by convert"
+    dlp_made     origin of the layer: "by hand" (constructed explicitly) or "by convert"
     tp_partial   names of parameters whose gradients are partial sums over tp
     """
 
@@ -297,7 +297,7 @@ def _is_held(weight: Any, module: nn.Module) -> bool:
 
 
 def partial_names(spec: LinearSpec, members: Sequence[Member]) -> tuple[str, ...]:
-    """The parameters whose gradient on a rank covers only that rank's tokens, so that it must be summed over tp at the end of
+    """Names of parameters whose gradient covers only the tokens of this rank and must be summed over tp at the end of
     backward. Invariant layers sum within backward."""
     if spec.invariant:
         return ()
@@ -307,9 +307,8 @@ def partial_names(spec: LinearSpec, members: Sequence[Member]) -> tuple[str, ...
 
 
 class ConvertedLinear(ParallelLinear, nn.Linear):
-    """An nn.Linear that `convert` made parallel, by changing its class: the object, its hooks and references to it stay, and it
-    is still an nn.Linear to code that initialises those. Its core is shared with its siblings, if it has some, as member
-    `index`."""
+    """An nn.Linear that `convert` made parallel by changing the class: the object, hooks and references stay, and code that
+    initializes every nn.Linear still finds the layer. Siblings share one core, in which this layer is member `index`."""
 
     dlp_made = "by convert"
     name: str
@@ -320,8 +319,8 @@ class ConvertedLinear(ParallelLinear, nn.Linear):
         return (y, self.core.bias_for(self.index, y)) if self.core.bias_apart else y
 
     def reset_parameters(self) -> None:
-        """The initial values of an nn.Linear: rank 0 draws them, each rank keeps its part. Allocates the whole weight for a
-        moment."""
+        """Draw the initial values of an nn.Linear: rank 0 draws, each rank keeps a shard. The full weight is allocated
+        temporarily."""
         device, dtype, biased = self.weight.device, self.weight.dtype, self.bias is not None
         drawn = nn.Linear(self.in_features, self.out_features, biased, device=device, dtype=dtype)
         with self.core.weights.shown(written=True):
@@ -426,7 +425,7 @@ class Linear(ParallelLinear):
         return full
 
     def reset_parameters(self) -> None:
-        """Draw initial values: rank 0 draws, each rank keeps its part. Needs memory for the full weight for a moment."""
+        """Draw initial values: rank 0 draws, each rank keeps a shard. The full weight is allocated temporarily."""
         sizes = (self.out_features,) if isinstance(self.out_features, int) else self.out_features
         with self.core.weights.shown(written=True):
             for member, size in zip(self.core.members, sizes, strict=True):
@@ -516,7 +515,7 @@ class RowParallelLinear(Linear):
 
     _style = "row"
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, **options) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, **options: Any) -> None:
         if not isinstance(out_features, int):
             raise ValueError(
                 f"RowParallelLinear takes one out_features; got {out_features!r}: siblings are column-parallel"

@@ -38,8 +38,8 @@ def _parts(
     bound: BoundSpec, used: Sequence[int], weights: Sequence[Tensor], cached: Sequence[Tensor], dtype: torch.dtype,
     *, columnwise: bool, record: bool,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """The parts of one orientation of the `used` weights: `cached`, of the step boundary, or those that FSDP has gathered;
-    empty where the pass casts the weights itself."""
+    """The parts of one orientation of the `used` weights: `cached` at the step boundary, or gathered by FSDP; empty if the
+    pass casts the weights."""
     if not cached:
         gathered: Sequence[Tensor] = bound.weights.read(
             bound, used, weights, dtype, columnwise=columnwise, record=record
@@ -148,7 +148,7 @@ def _backward_flops(
 
 
 def _labelled(op: Callable[..., Any], gemm: str) -> Callable[..., Any]:
-    """The op, under a label of the observer: its layer, and this GEMM for transfers that are not labelled more finely."""
+    """The op, under a label of the observer: the layer, and this GEMM for transfers without a finer label."""
 
     @wraps(op)
     def labelled(*args: Any) -> Any:
@@ -191,7 +191,7 @@ torch.library._register_effectful_op("dlp::count_microbatch", EffectType.ORDERED
 class OpaqueLinearFn(torch.autograd.Function):
     """`apply(x, spec_id, trace_id, count, save, record, delay, *weights, *biases, *cached)` -> a tuple of y_i.
 
-    count          of weights, and of biases
+    count          number of weights, and of biases
     save, record   as in `linear_forward`
     delay          the spec's `delay_wgrad`
     cached         flat parts of the operands that the step boundary cast, in both orientations; empty: there are none now
@@ -220,7 +220,7 @@ class OpaqueLinearFn(torch.autograd.Function):
 
 
 def _backward_by_op(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """dy_i -> a gradient for each argument of `OpaqueLinearFn.forward`, None where none is wanted."""
+    """dy_i -> a gradient for each argument of `OpaqueLinearFn.forward`, None for arguments without a gradient."""
     count, (spec_id, *tensors) = ctx.count, ctx.saved_tensors
     saved, weights = list(tensors[: ctx.num_saved]), list(tensors[ctx.num_saved : ctx.num_saved + count])
     cached = list(tensors[ctx.num_saved + count :])

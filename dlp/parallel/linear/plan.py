@@ -115,8 +115,8 @@ class Gathered:
 
     @property
     def at_once(self) -> bool:
-        """Whether the operand is read only after all shards have arrived: wgrad contracts over all tokens, and a cast after
-        the gather reads all of them."""
+        """Whether the operand is read only after all shards have arrived: wgrad and a cast after the gather read all
+        tokens."""
         return self.gemm == "wgrad" or self.columnwise is None
 
 
@@ -140,8 +140,8 @@ class Route:
 
     @cached_property
     def before(self) -> CastPlan | None:
-        """The casts of `cast_before`; None: there are none. Decided when first read, since a fake implementation reads shapes
-        alone, of sizes that may be symbolic."""
+        """The casts of `cast_before`; None: there are none. Evaluated lazily, since a fake implementation reads only shapes,
+        with sizes that may be symbolic."""
         return None if self.casts is None or not any(self.cast_before) else self.casts(self.cast_before, False)
 
     @cached_property
@@ -157,7 +157,7 @@ class Route:
     def remarks(self, recipe: Recipe) -> list[str]:
         """Sentences for the log on operands that are cast after the gather although the recipe did not ask for that."""
         return [
-            f"{self.tensor} {orientation} ({recipe.name}) travels in high precision: {why}"
+            f"{self.tensor} {orientation} ({recipe.name}) is gathered in high precision: {why}"
             for orientation, why in zip(("rowwise", "columnwise"), self.reasons, strict=True)
             if why not in (None, ASKED)
         ]
@@ -251,8 +251,9 @@ class LinearPlan:
         return {step: f"{self.spec.name}.{step}" for step in STEPS}
 
     def sends_codes(self, tensor: str, agreed: ProcessGroup | None, group: ProcessGroup) -> bool:
-        """Whether operands of x or dy that were cast outside of the layer, with scales that the ranks of `agreed` share, can be
-        gathered over `group` as they are: no route gathers values, and the scales are agreed over that group or need not be."""
+        """Whether operands of x or dy that were cast outside of the layer, with scales that the ranks of `agreed` share, can
+        be gathered over `group` unchanged: no route gathers values, and the scales are agreed over `group` or need no
+        agreement."""
         routes = [*self.x, self.x_again] if tensor == "x" else self.dys
         if any(any(route.cast_after) for route in routes) or (tensor == "x" and self.kept == "values"):
             return False
@@ -306,7 +307,7 @@ class LinearPlan:
         return list(fmt.empty(shape, dtype=x.dtype, device=x.device).parts)
 
     def _saved_is_compact(self) -> bool:
-        """Whether one read makes the saved operand together with a leased one: then both are compact (`Cast.make`)."""
+        """Whether one read produces the saved operand together with a leased operand: then both are compact (`Cast.make`)."""
         route = self.x[True]
         leased = any(each.leased for each in route.gathers) and not self.recipe.x.rowwise.format.keeps_source
         return (
@@ -318,14 +319,14 @@ class LinearPlan:
 
 
 def y_tokens_of(style: ParallelStyle, tp: int, tokens: int) -> int:
-    """Rows of y for so many rows of x on this rank."""
+    """Number of rows of y for this number of rows of x on this rank."""
     if style.gathers == "x":
         return tokens * tp
     return tokens // tp if style.gathers == "dy" else tokens
 
 
 def x_tokens_of(style: ParallelStyle, tp: int, y_tokens: int) -> int:
-    """Rows of x for so many rows of y on this rank."""
+    """Number of rows of x for this number of rows of y on this rank."""
     if style.gathers == "x":
         return y_tokens // tp
     return y_tokens * tp if style.gathers == "dy" else y_tokens
@@ -338,7 +339,7 @@ def linear_plan(
     """The plan of a layer.
 
     tokens                    rows of x on this rank; None: not known yet, and the plan assumes whole blocks
-    kept                      "values" where the layer's options ask that x itself is saved; "": what needs the least memory
+    kept                      "values" if the layer's options request x itself; "": the form that needs the least memory
     own_group, group, spec    see `LinearPlan`
     """
     if tokens is None:
@@ -350,7 +351,7 @@ def linear_plan(
         return cast_plan(style, recipe, tensor, orientations, rows, whole=gathered, own_group=own_group, group=group)
 
     def decided(route: Route) -> Route:
-        """The route, with its casts, the formats of its gathers and their strategies."""
+        """The route with casts, formats of gathers and overlap strategies."""
         quantizers: Operand = getattr(recipe, route.tensor)
         gathers = []
         for each in route.gathers:
@@ -421,7 +422,7 @@ def to_save(x: Tensor, kept: Sequence[Tensor], save: bool) -> list[Tensor]:
 
 
 def _whole_blocks(recipe: Recipe) -> int:
-    """A number of tokens a rank that every block of x and dy divides."""
+    """A number of tokens per rank that every block of x and dy divides."""
     formats = [
         quantizer.format for operand in (recipe.x, recipe.dy) for quantizer in (operand.rowwise, operand.columnwise)
     ]
@@ -430,14 +431,14 @@ def _whole_blocks(recipe: Recipe) -> int:
 
 
 def _reduction(how: str | None, codec: str, tp: int) -> Reduction | None:
-    """None where one rank has the whole sum."""
+    """The reduction over tp; None if this rank has the complete sum."""
     return Reduction(how, codec) if how is not None and tp > 1 else None
 
 
 def obstacle(recipe: Recipe, name: str, columnwise: bool, tokens: int | None) -> str | None:
-    """Why shards of x or dy cannot be gathered quantized, so that their values are; None if they can.
+    """Reason why shards of x or dy are gathered as values, not quantized; None: quantized shards can be gathered.
 
-    `tokens`: of a shard; None where that is not known yet.
+    `tokens`: number of tokens of a shard; None: not known yet.
     """
     if name == "dy" and recipe.gather_dy == "high_precision":
         return ASKED
@@ -445,18 +446,18 @@ def obstacle(recipe: Recipe, name: str, columnwise: bool, tokens: int | None) ->
     fmt: Format = (operand.columnwise if columnwise else operand.rowwise).format
     dim = int(columnwise)
     if any(part.moves_along(dim) == UNSAID for part in fmt.parts):
-        return f"the parts of {fmt.name} do not say how they concatenate"
+        return f"the parts of {fmt.name} do not declare how they concatenate"
     unit = lcm(fmt.block[dim] or 1, fmt.multiple[dim], recipe.units[0] if columnwise else 1)
     if tokens is None or (fmt.concatenates(dim, tokens) and tokens % unit == 0):
         return None
-    return f"{tokens} tokens a rank are no multiple of {unit}, a block of {fmt.name}"
+    return f"{tokens} tokens per rank are not a multiple of {unit}, the block of {fmt.name}"
 
 
 def _kept(recipe: Recipe, style: ParallelStyle, tokens: int) -> str:
     """Tensors of x that forward saves.
 
-    values       wgrad reads x in high precision, or x is gathered in high precision for it
-    rowwise      its payload may be transposed, by a view, or, where x is gathered again in backward, after that
+    values       wgrad reads x in high precision, or x is gathered in high precision for wgrad
+    rowwise      the payload can be transposed, as a view, or after the gather of x in backward
     columnwise   else
     """
     derived, gathered = recipe.derives("x", tokens), style.gathers == "x"
@@ -469,7 +470,7 @@ def _kept(recipe: Recipe, style: ParallelStyle, tokens: int) -> str:
 
 
 def _x(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
-    """The route to fprop. `kept`: what is saved for wgrad; "": no wgrad will read x."""
+    """The route of x to fprop. `kept`: the form that is saved for wgrad; "": no wgrad will read x."""
     columnwise = kept == "columnwise"
     if style.gathers != "x":
         return Route("x", (True, columnwise))
@@ -480,7 +481,7 @@ def _x(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
 
 
 def _x_again(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
-    """The route to wgrad, from what forward saved."""
+    """The route of the saved x to wgrad."""
     if style.gathers != "x":
         return Route("x", (False, kept == "values"))
     derived = recipe.derives("x", tokens)
@@ -493,8 +494,8 @@ def _x_again(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Ro
 
 
 def _dy(recipe: Recipe, style: ParallelStyle, tokens: int, row: bool, col: bool) -> Route:
-    """The route to dgrad, if `row`, and to wgrad, if `col`. `tokens`: of dy on this rank. One gather serves both where wgrad's
-    operand is dgrad's, transposed, and where both are cast after it."""
+    """The route of dy to dgrad, if `row`, and to wgrad, if `col`. `tokens`: rows of dy on this rank. One gather serves both
+    GEMMs if the operand of wgrad is the transposed operand of dgrad, or if both are cast after the gather."""
     if style.gathers != "dy" or not (row or col):
         return Route("dy", (row, col))
     why = obstacle(recipe, "dy", False, tokens), obstacle(recipe, "dy", True, tokens)

@@ -45,7 +45,7 @@ from dlp.quant.tensor import QuantizedTensor
 OPERANDS = "operands"  # the attribute of an x or dy that arrives quantized (`dlp.ops.handed.Handed`)
 NOTHING = Operands(None, None)
 LayerInput = Values | Produced  # x or dy: stored, or lazy
-# an operand that is on this rank, or one whose gather has been started
+# an operand on this rank, or an operand whose gather has been started
 Rowwise = QuantizedTensor | Gather
 Columnwise = QuantizedTensor | Callable[[], QuantizedTensor]
 
@@ -56,9 +56,9 @@ def quantize(
 ) -> list[Operands]:  # fmt: skip
     """Values [rows, columns] of x, w, dy, y or dx -> their operands, with one amax agreement for all.
 
-    members    to which members the values belong; None: one value for each that has this tensor
+    members    the members that the values belong to; None: one value for each member with this tensor
     record     amaxes count for delayed scales
-    whole      x or dy has been gathered, so that this rank has all of it
+    whole      x or dy has been gathered, so that this rank has the full tensor
     into       storage of `operand_shape` for the operands of a single value; None for an orientation: the cast allocates
     """
     plan = _plan(bound, tensor, orientations, whole, values[0].shape[0])
@@ -70,8 +70,8 @@ def quantize(
 
 
 class Quantized(NamedTuple):
-    """x or dy after its casts. rowwise, columnwise: each on this rank, or with a gather that has started; None where it was not
-    asked for. own: the operands of the tokens of this rank alone."""
+    """x or dy after its casts. rowwise, columnwise: an operand on this rank, or a gather that has started; None: not
+    requested. own: the operands of the tokens of this rank."""
 
     rowwise: Rowwise | None
     columnwise: Columnwise | None
@@ -130,8 +130,8 @@ def quantize_route(
 
 
 def _lease(plan: LinearPlan, route: Route, gathered: Gathered, values: Values) -> Lease | None:
-    """This rank's segment of the storage of a gather, which values [M/R, features] are cast into; None where the operand has
-    storage of its own (`Gathered.leased`)."""
+    """This rank's segment of the storage of a gather, into which values [M/R, features] are cast; None if the operand has
+    separate storage (`Gathered.leased`)."""
     if not gathered.leased:
         return None
     assert gathered.format is not None and gathered.overlap is not None and plan.spec is not None
@@ -150,7 +150,7 @@ def start_gather(
     own: QuantizedTensor,
     lease: Lease | None = None,
 ) -> Gather:
-    """Start gathering this rank's operand, which lies in `lease` if one is given."""
+    """Start gathering this rank's operand, which is stored in `lease` if a lease is given."""
     group, overlap = bound.spec.group, gathered.overlap
     assert overlap is not None and group is not None
     if bound.session.before_gather is not None:
@@ -205,7 +205,7 @@ def saved_x(bound: BoundSpec, plan: LinearPlan, saved: Sequence[Tensor]) -> Colu
 def whole(operand: Columnwise | None, outlives: ProcessGroup | None = None) -> QuantizedTensor:
     """Wait for an operand. `outlives`: the group of the gather, where the operand is read after this direction: the operand is
     then copied out of memory that the transport will use for the next gather."""
-    assert operand is not None, "this orientation was not asked for"
+    assert operand is not None, "this orientation was not requested"
     if isinstance(operand, QuantizedTensor):
         return operand
     arrived = operand()
@@ -221,16 +221,16 @@ def _transposed(gather: Gather) -> QuantizedTensor:
 
 
 def other_microbatch(tokens: int, expected: int) -> str:
-    """Advice on a token shard of a microbatch of another size, for the message of a layer that gets one."""
+    """Advice for the message about a token shard of a microbatch of another size."""
     return (
-        f"If that is a shard of a microbatch of {tokens} tokens: dlp.convert was called with batch = (B, S) of {expected} "
-        f"tokens, and every microbatch needs as many. Leave out a smaller last one (DataLoader(drop_last=True)), or pad it "
-        f"and give the padding the target -100. Otherwise: "
+        f"If x is a shard of a microbatch of {tokens} tokens: dlp.convert was called with batch = (B, S) of {expected} "
+        f"tokens, and every microbatch must have this number of tokens. Drop a smaller last batch "
+        f"(DataLoader(drop_last=True)), or pad the batch and give padded positions the target -100. Otherwise: "
     )
 
 
 def plan_of(bound: BoundSpec, shape: torch.Size) -> LinearPlan:
-    """For x of this shape [..., K]. ValueError where sequence parallelism gets anything but equal token shards."""
+    """The plan for x of this shape [..., K]. ValueError if x is not an equal token shard under sequence parallelism."""
     spec, style, tokens = bound.spec, bound.spec.style, prod(shape[:-1])
     unsplit = spec.tokens is not None and tokens * spec.tp != spec.tokens
     if style.cut_x == 0 and (len(shape) != 2 or unsplit):
@@ -244,8 +244,8 @@ def plan_of(bound: BoundSpec, shape: torch.Size) -> LinearPlan:
         )
     if style.fprop.reduce == "scatter" and tokens % spec.tp:
         raise ValueError(
-            f"{spec.name}: sequence parallelism cuts {tokens} tokens over tp {spec.tp}, which does not divide them; "
-            f"choose micro_batch x sequence divisible by tp"
+            f"{spec.name}: sequence parallelism shards {tokens} tokens over tp {spec.tp}, which does not divide this "
+            f"number; choose micro_batch x sequence divisible by tp"
         )
     bound.plans[shape] = plan = bound.plan(tokens)
     return plan
@@ -258,8 +258,8 @@ def weight_operands(
     bound: BoundSpec, members: Sequence[str], weights: Sequence[Tensor], parts: Sequence[Tensor], dtype: torch.dtype,
     wanted: Orientations, record: bool,
 ) -> list[QuantizedTensor]:  # fmt: skip
-    """The operands of the weights in one orientation: wrapped from their flat `parts`, or, where there are none, cast here from
-    `dtype`, with one amax agreement for all."""
+    """The operands of the weights in one orientation: wrapped from flat `parts`, or, without parts, cast here from `dtype`,
+    with one amax agreement for all weights."""
     columnwise = wanted == COLUMNWISE
     if not parts:
         cast_here = quantize(bound, "w", [rounded(w, dtype) for w in weights], wanted, members=members, record=record)
@@ -273,7 +273,7 @@ def weight_operands(
 
 
 def through_format(bound: BoundSpec, tensor: str, member: str, values: Tensor, record: bool = True) -> Tensor:
-    """The result y or dx, cast by the recipe's quantizer of it and decoded again."""
+    """The result y or dx, cast by the recipe's quantizer of y or dx and decoded again."""
     quantizers = bound.spec.recipe.of(tensor)
     assert quantizers is not None
     padded = quantizers.rowwise.format.padded(values)
@@ -289,9 +289,9 @@ def trimmed(values: Tensor, columns: int, rows: int | None = None) -> Tensor:
 
 
 def accepted(bound: BoundSpec, value: Any, tensor: str) -> Any:
-    """An x or dy that arrives quantized (`dlp.ops.handed.Handed`): itself, where this layer would have made the same operands;
-    else its decoded values, which the layer quantizes again, with a note in the log. ValueError where it is `strict`, which
-    forbids that."""
+    """Return an x or dy that arrives quantized (`dlp.ops.handed.Handed`) unchanged if this layer would produce the same
+    operands; else decode it, to be quantized again, and log a note. ValueError if the tensor is `strict`, which forbids a
+    second quantization."""
     spec, record = bound.spec, value.cast_record
     theirs, options = record.quantizers, spec.options
     quantized = not (theirs.rowwise.format.keeps_source or theirs.columnwise.format.keeps_source)
@@ -304,19 +304,20 @@ def accepted(bound: BoundSpec, value: Any, tensor: str) -> Any:
     if same and shared:
         return value
     why = f"{spec.name}: {tensor} is quantized twice: " + (
-        "its ranks must share its scales, and have whole blocks of it"
-        if same else f"it came as {value.operands.at(columnwise=False).format.name}, and {spec.recipe} casts it otherwise"
+        "the ranks must share scales, and each rank must have complete blocks"
+        if same else f"the input is {value.operands.at(columnwise=False).format.name}, and {spec.recipe} casts {tensor} "
+            "differently"
     )  # fmt: skip
     if record.strict:
-        remedy = "process_group=, the ranks that gather it" if same else "this recipe"
-        raise ValueError(f"{why}; give Quantize {remedy}, or leave strict away")
+        remedy = "process_group= with the ranks that gather the tensor" if same else "this recipe"
+        raise ValueError(f"{why}; give Quantize {remedy}, or omit strict")
     bound.session.note(why)
     return value.tensor()
 
 
 @remembered
 def _plan(bound: BoundSpec, tensor: str, orientations: Orientations, whole: bool, rows: int) -> CastPlan:
-    """`rows`: of the stored matrices, for x and dy the number of tokens."""
+    """The cast plan of a tensor. `rows`: number of rows of the stored matrices; for x and dy the number of tokens."""
     spec = bound.spec
     group = spec.amax_group or spec.group
     return cast_plan(
@@ -329,8 +330,8 @@ def cast_context(
     bound: BoundSpec, plan: CastPlan, member: str, shape: torch.Size, device: torch.device, record: bool
 ) -> CastContext:
     """Flag, slots and origins for the casts of one matrix of this shape. Flag and origins are cached; slots are looked up at
-    each call, since an autocast region may have scales of its own."""
-    key = id(plan), member, shape, device  # the entry holds the plan, so that no other one gets its id
+    each call, since an autocast region may have separate scales."""
+    key = id(plan), member, shape, device  # the entry holds the plan, so that no other plan gets the same id
     found = bound.cache.get(key)
     if found is None:
         flag = bound.session.flag(bound.spec.members, plan.tensor, member, device) if plan.quantizes else None
@@ -351,8 +352,8 @@ def cast_context(
 
 
 def weight_casts(bound: BoundSpec, member: str, weight: Tensor, value: Tensor, into: Wanted = NOWHERE) -> list[Cast]:
-    """The casts that `quantize(bound, "w", [weight], BOTH)` would run, to be run together with those of other layers. `value`:
-    the weight, padded to its `operand_shape`."""
+    """The casts of `quantize(bound, "w", [weight], BOTH)`, to be run together with the casts of other layers. `value`: the
+    weight, padded to `operand_shape`."""
     plan = _plan(bound, "w", BOTH, False, value.shape[0])
     matrices = [value] * len(plan.reads)
     return plan.casts(matrices, cast_context(bound, plan, member, weight.shape, value.device, True), into)
@@ -367,13 +368,13 @@ def _tensor_id(name: str) -> int:
 def _origin(
     bound: BoundSpec, plan: CastPlan, member: str, shape: Sequence[int], padded: Sequence[int], columnwise: bool
 ) -> Origin:
-    """Place of this rank's matrix in the unsharded matrix, which tp cuts along a dimension and data parallelism along the
-    tokens; `columnwise`: where its transpose lies in the transposed one."""
+    """Origin of this rank's matrix in the unsharded matrix, which tp shards along a dimension and data parallelism along the
+    tokens; `columnwise`: origin in the transposed matrix."""
     spec, session, tensor = bound.spec, bound.session, plan.tensor
     cut = None if plan.whole else spec.style.cut(tensor)
 
     def span(dim: int, size: int) -> tuple[int, int]:
-        """First index and size in the unsharded matrix, along a dimension of this size here."""
+        """First index and size in the unsharded matrix, along a dimension with this local size."""
         index, count = (spec.tp_group.rank(), spec.tp) if cut == dim and spec.tp > 1 else (0, 1)
         if dim == 0 and tensor != "w":
             index, count = index + session.dp[0] * count, count * session.dp[1]

@@ -1,8 +1,7 @@
-"""LinearSpec: everything that defines a parallel linear but its tensors, as a frozen value.
+"""LinearSpec: the definition of a parallel linear without tensors, as a frozen value.
 
-Two specs with equal fields are equal. A layer under another recipe or overlap has another spec, so that a forward whose
-backward is still to come keeps the one that it ran under. What a layer caches for a spec is in its `BoundSpec`
-(`dlp.parallel.linear.state`).
+Two specs with equal fields are equal. A change of recipe or overlap replaces the spec of a layer; a forward whose backward has
+not run yet keeps the old spec. Caches of a layer for a spec are in the `BoundSpec` (`dlp.parallel.linear.state`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Overlaps:
 
     @classmethod
     def named(cls, chosen: str | Mapping[str, str]) -> Overlaps:
-        """From the name of one strategy, or names by GEMM, "serial" for a GEMM that has none. ValueError for an unknown
+        """Strategies from one name, or from names by GEMM; "serial" for a GEMM without a name. ValueError for an unknown
         name."""
         names = dict.fromkeys(GEMMS, chosen) if isinstance(chosen, str) else chosen
         return cls(**{gemm: overlaps.load(names.get(gemm, "serial")) for gemm in GEMMS})
@@ -46,30 +45,30 @@ def _allowed(style: ParallelStyle) -> None:
 
 def _switch(doc: str, note: str, refused: Callable[[ParallelStyle], str | None] = _allowed) -> Any:
     """A field of LayerOptions. `doc`: its description among the settings; `note`: the plan's note on a layer where it is on;
-    `refused(style)`: the note on a layer whose style cannot have it, None for a style that can."""
+    `refused(style)`: the note on a layer whose style does not support the option, None for a style that does."""
     return field(default=None, metadata={"doc": doc, "note": note, "refused": refused})
 
 
 def _sums_at_the_end(style: ParallelStyle) -> str | None:
     if style.partial_weight_grad:
-        return "wgrad does not wait: it is a part of a sum over tp that the end of backward makes"
+        return "wgrad is not delayed: the partial weight gradient is summed over tp at the end of backward"
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """Switches of a linear besides style, recipe and overlap. Each is declared here only: layer groups, the rows of a plan and
+    """Options of a linear besides style, recipe and overlap. Each is declared here only: layer groups, the rows of a plan and
     `LinearSpec.options` hold a LayerOptions. None: off by default, so that another layer group may set it."""
 
     delay_wgrad: bool | None = _switch(
         "weight gradients are computed in `dlp.backward_dw(model)` instead of in backward",
-        "wgrad waits for dlp.backward_dw",
+        "wgrad is delayed until dlp.backward_dw",
         _sums_at_the_end,
     )
 
     save_original_input: bool | None = _switch(
         "save x in high precision and quantize x again for wgrad; for layers whose x another operation saves anyway",
-        "x is kept as it is, and quantized again in backward",
+        "x is saved in high precision, and quantized again in backward",
     )
 
     @property
@@ -78,13 +77,13 @@ class LayerOptions:
         return "values" if self.save_original_input else ""
 
     def settled(self, style: ParallelStyle) -> LayerOptions:
-        """The switches as a layer of this style runs with them, True or False."""
+        """The options that apply to a layer of this style, True or False."""
         return LayerOptions(**{
             each.name: bool(getattr(self, each.name)) and each.metadata["refused"](style) is None for each in OPTIONS
         })  # fmt: skip
 
     def notes(self, style: ParallelStyle) -> tuple[str, ...]:
-        """The plan's notes on the switches that are on."""
+        """Notes of the plan on the options that are on."""
         chosen = [each.metadata for each in OPTIONS if getattr(self, each.name)]
         return tuple(each["refused"](style) or each["note"] for each in chosen)
 
@@ -94,19 +93,19 @@ OPTIONS, OFF = fields(LayerOptions), LayerOptions()
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A parallel linear without its tensors.
+    """Definition of a parallel linear without tensors.
 
     name          for messages; members: a name for each weight, under which scales are kept and random bits are drawn
     style         a row of the style table
     recipe        how operands are quantized; overlap: the strategy of each GEMM
     group         the tp group; None: the layer has none
-    amax_group    the group over which every amax is agreed; None: only those that `dlp.parallel.casts.agrees` asks for
+    amax_group    the group over which every amax is agreed; None: only amaxes that `dlp.parallel.casts.agrees` requires
     tokens        B*S of a microbatch, which sequence-parallel layers check x against; None: not known
     variant       appended to the names of delayed scales, for a recipe that overrides the layer's own in an autocast region
     return_bias   forward returns (y without bias, bias)
     invariant     GEMMs and sums give equal bits on every mesh (`dlp.parallel.linear.canonical`)
 
-    ValueError for a recipe, options or groups that the style cannot have.
+    Raises ValueError for a recipe, options or groups that the style does not support.
     """
 
     name: str
@@ -128,7 +127,7 @@ class LinearSpec:
         self.check_group(self.amax_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearSpec:
-        """Itself: frozen values need no copies, and groups cannot be copied."""
+        """Return self: frozen values need no copies, and groups cannot be copied."""
         return self
 
     def check_group(self, amax_group: ProcessGroup | None) -> None:
@@ -138,8 +137,9 @@ class LinearSpec:
         shared, tp = (dist.get_process_group_ranks(group) for group in (amax_group, self.tp_group))
         if not set(tp) <= set(shared):
             raise ValueError(
-                f"{self.name}: its amax group has ranks {shared}, but sequence parallelism gathers {self.style.gathers} "
-                f"over the tp ranks {tp}, which must share scales; use a group that contains them, or 'auto'"
+                f"{self.name}: the amax group has ranks {shared}, but sequence parallelism gathers "
+                f"{self.style.gathers} over the tp ranks {tp}, which must share scales; use a group that contains "
+                f"these ranks, or 'auto'"
             )
 
     def check_unattached(self) -> None:
@@ -147,12 +147,13 @@ class LinearSpec:
         optimizer."""
         if self.options.save_original_input:
             raise ValueError(
-                f"{self.name}: {self.recipe} has other scales in backward where no optimizer is attached, so that x, which "
-                f"save_original_input = true quantizes again, would get other codes; call dlp.attach, or leave it out"
+                f"{self.name}: without an attached optimizer, scales of {self.recipe} differ between forward and "
+                f"backward, and save_original_input = true would quantize x to other codes in backward; call "
+                f"dlp.attach, or leave save_original_input out"
             )
 
     def check_recipe_may_change(self, remedy: str) -> None:
-        """ValueError for an invariant layer, whose recipe stays; `remedy` ends the message."""
+        """ValueError for an invariant layer, whose recipe cannot change; `remedy` ends the message."""
         if self.invariant:
             raise ValueError(
                 f"{self.name}: invariant = true: dlp.convert checks where tp cuts blocks of a recipe, and recipes do not "
@@ -165,7 +166,7 @@ class LinearSpec:
 
     @property
     def num_axes(self) -> int:
-        """Over how many mesh axes its parameters are spread while it computes: 1, tp, or 0 without a tp group."""
+        """Number of mesh axes of the parameters while the layer computes: 1 (tp), or 0 without a tp group."""
         return int(self.group is not None)
 
     @property
@@ -174,7 +175,7 @@ class LinearSpec:
         return self.group
 
     def owners(self, tensor: str) -> tuple[str, ...]:
-        """The members that have this tensor of their own."""
+        """The members that own this tensor."""
         return owners(self.members, tensor)
 
     def slot_name(self, tensor: str, member: str, columnwise: bool) -> str:
@@ -204,8 +205,8 @@ def check_recipe(layer: str, gathers: str | None, recipe: Recipe) -> None:
     delayed = any(caps_of(quantizer).slot is not None for quantizer in recipe.quantizers())
     if gathers is not None and delayed and not recipe.reduce_amax:
         raise ValueError(
-            f"{layer}: {recipe} has reduce_amax=False, so tp ranks would scale {gathers} differently and then "
-            f"gather it; set reduce_amax=True, or sequence_parallel=False for this layer"
+            f"{layer}: {recipe} has reduce_amax=False, so tp ranks would gather shards of {gathers} with different "
+            f"scales; set reduce_amax=True, or sequence_parallel=False for this layer"
         )
 
 
@@ -213,18 +214,18 @@ def check_extras(layer: str, recipe: Recipe, options: LayerOptions, return_bias:
     """ValueError for two choices that exclude each other."""
     if return_bias and recipe.y is not None:
         raise ValueError(
-            f"{layer}: {recipe} quantizes y, and return_bias = true leaves y without its bias, whose sum would not be what "
-            f"was quantized; leave return_bias out, or the recipe's quantizer of y"
+            f"{layer}: {recipe} quantizes y, and return_bias = true returns y before the bias is added; leave "
+            f"return_bias out, or remove the quantizer of y from the recipe"
         )
     if options.save_original_input and recipe.x.clips:
         raise ValueError(
-            f"{layer}: {recipe} passes no gradient where a code of x was clipped, which forward keeps with its values; leave "
-            f"save_original_input out"
+            f"{layer}: {recipe} needs the clip mask of x in backward, and save_original_input = true saves x alone; "
+            f"leave save_original_input out"
         )
     if options.delay_wgrad and recipe.w.clips:
         raise ValueError(
-            f"{layer}: {recipe} passes no gradient where a code of w was clipped, which a wgrad that waits would read of a "
-            f"weight that may have changed; leave delay_wgrad out"
+            f"{layer}: {recipe} needs the clip mask of w in backward, and w may have changed before a delayed wgrad; "
+            f"leave delay_wgrad out"
         )
 
 
@@ -238,19 +239,19 @@ def check_blocks(layer: str, recipe: Recipe, style: ParallelStyle, shape: Sequen
         fmt = getattr(recipe, tensor).rowwise.format
         if cut is not None and not fmt.concatenates(cut, shape[cut] // tp):
             raise ValueError(
-                f"{layer}: {recipe} trains for codes of whole tensors, and {style.name} leaves {shape[cut] // tp} "
-                f"{features[cut]} of {tensor} to each of {tp} ranks, no multiple of the {fmt.block[cut]} in a block of "
-                f"{fmt.name}; choose smaller blocks, a smaller tp, or another style for this layer"
+                f"{layer}: {recipe} trains for the codes of the unsharded tensor, and {style.name} gives each of {tp} "
+                f"ranks {shape[cut] // tp} {features[cut]} of {tensor}, not a multiple of the {fmt.block[cut]} in a "
+                f"block of {fmt.name}; choose smaller blocks, a smaller tp, or another style for this layer"
             )
 
 
 def owners(members: tuple[str, ...], tensor: str) -> tuple[str, ...]:
-    """The members that have this tensor of their own. Siblings share x and dx, which are listed under the first one."""
+    """The members that own this tensor. Siblings share x and dx, which the first member owns."""
     return members[:1] if tensor in ("x", "dx") else members
 
 
 def _slot_name(recipe: Recipe, tensor: str, member: str, columnwise: bool) -> str:
-    """The name of the delayed scale of one tensor; both orientations share one where their quantizers are equal."""
+    """The name of the delayed scale of one tensor; both orientations share a scale if the quantizers are equal."""
     quantizers = recipe.of(tensor)
     separate = columnwise and quantizers is not None and quantizers.rowwise != quantizers.columnwise
     return f"{member}.{tensor}{'.columnwise' * separate}"

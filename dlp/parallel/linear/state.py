@@ -1,8 +1,9 @@
 """State of a layer and of the model that a pass reads.
 
-    StepState    what all layers of a model share: delayed scales, flags, random counters, which the step boundary changes
-    BoundSpec    a spec as one layer runs it, with the StepState, and with all that was decided for calls under the spec
-    LayerState   the weights of a layer, and the specs that the layer runs under: its own, and those of autocast regions
+    StepState    state that all layers of a model share: delayed scales, flags, random counters, which the step boundary
+                 changes
+    BoundSpec    a spec of one layer, with the StepState and the decisions for calls under the spec
+    LayerState   the weights of a layer, the spec of the layer, and the specs of autocast regions
 
 The opaque ops take tensors and two identifiers. `spec_id`, an int64 tensor [], identifies the `BoundSpec` that a call runs.
 `trace_id`, an integer, is equal for all specs of equal style, recipe, tp and options, on which number and shapes of results
@@ -45,7 +46,7 @@ Result = TypeVar("Result")
 Params = ParamSpec("Params")
 
 # The `BoundSpec` of each spec_id, as long as its model lives: the session holds it, since a backward may still need the spec of
-# its forward when the layer has another already. Of each trace_id one spec stays, which belongs to no model.
+# its forward when the layer has another already. For each trace_id one spec is kept for the life of the process.
 _BOUND: WeakValueDictionary[int, BoundSpec] = WeakValueDictionary()
 _TRACES: dict[tuple[Any, ...], int] = {}
 _SPEC_OF_TRACE: dict[int, LinearSpec] = {}
@@ -73,14 +74,14 @@ def remembered(
 
 
 class UpdateAfterBackward(NamedTuple):
-    """Marks scales of a forward in an autocast region: at the end of its backward the scales of dy are updated, agreed over
-    `group`, None: the model's own group."""
+    """Mark for scales of a forward in an autocast region: at the end of the backward the scales of dy are updated, agreed over
+    `group` (None: the group of the model)."""
 
     group: ProcessGroup | None
 
 
 class ForwardState(NamedTuple):
-    """State of the model that the backward of a forward reads, or repeats, as that forward found the state.
+    """State of the model at the time of a forward, which the backward reads and a recomputation repeats.
 
     scales   delayed scales; None: those in the table
     draw     copy of the counter of stochastic rounding; None: nothing was drawn
@@ -94,8 +95,8 @@ class ForwardState(NamedTuple):
 
 @dataclass(frozen=True)
 class Swap:
-    """Layers, by name, that get another recipe after `step` optimizer steps. asked: the recipe's name or table, by which a
-    resumed run can repeat the swap, None for a recipe made in Python; said: the recipe as it prints."""
+    """Layers, by name, that get another recipe after `step` optimizer steps. asked: the recipe's name or table, with which a
+    resumed run can repeat the swap, None for a recipe made in Python; said: the printed recipe."""
 
     step: int
     layers: tuple[str, ...]
@@ -109,7 +110,7 @@ class StepState:
     seed         of stochastic rounding
     dp           (rank, size): which tokens of a global microbatch this rank has
     amax_group   the ranks that share delayed scales; None: this rank alone
-    lone         the state belongs to a single layer, with no model around the layer that counts microbatches
+    lone         the state belongs to a single layer, without a converted model that counts microbatches
     groups       the groups of this rank, by axis of the mesh
 
     A layer that is constructed explicitly has a state of its own, until `convert` or `attach` moves the layer to the state of
@@ -133,10 +134,12 @@ class StepState:
         self.noted: set[str] = set()  # texts of `note`
         # casts
         self._scaling: ScalingState | None = None
-        self.loaded: dict[str, dict[str, Tensor]] = {}  # slots of autocast regions that have not run since the load
-        self.scales: ForwardScales | None = None  # that casts read now; None: those in the table
+        self.loaded: dict[
+            str, dict[str, Tensor]
+        ] = {}  # slots of autocast regions that have not run since the load of a state
+        self.scales: ForwardScales | None = None  # delayed scales that casts read now; None: the scales in the table
         self.now = ForwardState()  # of the running microbatch
-        self.repeats: ForwardState | None = None  # of the forward that a checkpoint runs again now
+        self.repeats: ForwardState | None = None  # state of the forward that a checkpoint recomputes now
         self.drawn_again: Tensor | None = None  # the counter before `resume`, restored by `end_layer_backward`
         self.flags = Flags()
         self.stats: StatsTable | None = None
@@ -145,14 +148,14 @@ class StepState:
         # passes
         self.attached = False  # an optimizer's step is the step boundary
         self.ran: set[tuple[str, ...]] = set()  # layers that ran with gradients since the last boundary, by members
-        self.last: LinearSpec | None = None  # of the layer that ran last
-        self.direction = "forward"  # in which it ran
+        self.last: LinearSpec | None = None  # spec of the layer that ran last
+        self.direction = "forward"  # direction in which that layer ran
         self.waiting: deque[tuple[Any, Callable[..., Tensor]]] = (
             deque()
         )  # (weight, its delayed wgrad), see `backward_dw`
         self.regions = False  # a layer has run in an autocast region
         self.graphing = False  # inside `graphing`
-        self.graphed: set[tuple[str, ...]] = set()  # layers that a CUDA graph holds, by members
+        self.graphed: set[tuple[str, ...]] = set()  # layers that are captured in a CUDA graph, by members
         self._task: int | None = None  # the id of the backward at whose end scales of dy will be updated
         self.before_gather: Callable[..., None] | None = None  # as `dlp.parallel.model.checks.check_gathered`
         # raises RuntimeError in a backward of a layer where partial gradients of the model would not be summed
@@ -165,7 +168,7 @@ class StepState:
     # ---- called by passes
 
     def begin_forward(self, bound: BoundSpec, record: bool) -> None:
-        """A forward of a layer begins; `record`: with gradients enabled."""
+        """Begin a forward of a layer; `record`: gradients are enabled."""
         self.last, self.direction = bound.spec, "forward"
         if self.graphing or capturing():
             self.graphed.add(bound.spec.members)
@@ -182,14 +185,15 @@ class StepState:
         return self.now if self.scales is None else self.now._replace(scales=self.scales)
 
     def resume(self, spec: LinearSpec, state: ForwardState) -> None:
-        """A backward of a layer begins: restore the state of its forward. RuntimeError where a state was loaded since."""
+        """Begin a backward of a layer: restore the state of the forward. RuntimeError if a state was loaded after the
+        forward."""
         self.scales, now = state.scales, self.now
         if state is now:
             return
         if state.loads != now.loads:
             raise RuntimeError(
-                f"{spec.name}: dlp.load_state_dict was called between a forward and its backward, which would read the loaded "
-                f"scales and random counters; call it after the backward, or run the forward again"
+                f"{spec.name}: dlp.load_state_dict was called between a forward and its backward, which would read the "
+                f"loaded scales and random counters; load after the backward, or run the forward again"
             )
         if state.draw is not None and state.draw is not now.draw:
             if self.drawn_again is None:
@@ -197,16 +201,16 @@ class StepState:
             self.counter.copy_(state.draw)
 
     def end_layer_backward(self) -> None:
-        """A backward of a layer ends: go on with the state of the running microbatch."""
+        """End a backward of a layer: continue with the state of the running microbatch."""
         self.scales = None
         if self.drawn_again is not None:
             self.counter.copy_(self.drawn_again)
             self.drawn_again = None
 
     def in_layer_backward(self, bound: BoundSpec) -> None:
-        """A backward of a layer begins, of a forward that ran with `scales`. If that was in an autocast region, the scales of
-        dy are updated at the end of the running backward, once for all layers. RuntimeError where partial gradients would not
-        be summed."""
+        """Begin a backward of a layer whose forward ran with `scales`. After a forward in an autocast region, the scales of dy
+        are updated at the end of the running backward, once for all layers. RuntimeError if partial gradients would not be
+        summed."""
         self.last, self.direction = bound.spec, "backward"
         if self.check_gradients is not None:
             self.check_gradients()
@@ -222,7 +226,7 @@ class StepState:
         return self.scaling.slot(name, record, None if self.attached else self.scales, spec.slots[name][1])
 
     def flag(self, members: tuple[str, ...], tensor: str, member: str, device: torch.device) -> Tensor:
-        """fp32 [], which casts of one tensor set to NaN where a value is not finite; `members`: of the tensor's layer."""
+        """fp32 [], which casts of one tensor set to NaN if a value is not finite; `members`: members of the tensor's layer."""
         flag = self.flags.views.get((member, tensor, device))
         if flag is None:
             self.flags.reserve(members, device, sum(len(core.members) for core in self.cores))
@@ -240,7 +244,7 @@ class StepState:
         return [*kept, self.counter] if spec.draws else kept
 
     def note(self, text: str) -> None:
-        """Log a line that amends the plan: once, on rank 0, however many layers it holds for."""
+        """Log a line that amends the plan: once on rank 0, for any number of layers."""
         if text not in self.noted:
             self.noted.add(text)
             if not dist.is_initialized() or dist.get_rank() == 0:
@@ -251,8 +255,9 @@ class StepState:
         held = next((layer.spec for layer in layers if layer.spec.members in self.graphed), None)
         if held is not None:
             raise ValueError(
-                f"{held.name}: a CUDA graph holds its recipe {held.recipe}, which replays would go on with; set recipes inside "
-                f"of dlp.graphing(model), which forgets the graphs before it, and make them anew there"
+                f"{held.name}: the recipe {held.recipe} of this layer is captured in a CUDA graph, and replays would "
+                f"keep this recipe; set recipes inside dlp.graphing(model), which discards earlier graphs, and capture "
+                f"again there"
             )
 
     # ---- microbatches
@@ -264,13 +269,13 @@ class StepState:
             self.now = self.now._replace(draw=self.counter.clone())
 
     def load_counter(self, value: Tensor) -> None:
-        """Load the counter of microbatches. Backwards of forwards before the load are refused where they would read what was
-        loaded."""
+        """Load the counter of microbatches. A backward of a forward before the load is refused if it would read loaded
+        state."""
         self.counter.copy_(value)
         if self.draws or self.has_slots():
             self.now = ForwardState(draw=self.counter.clone(), loads=self.now.loads + 1)
 
-    # ---- what only a model around the layers has
+    # ---- overridden by the session of a model
 
     @property
     def sum_group(self) -> ProcessGroup | None:
@@ -282,10 +287,10 @@ class StepState:
         return False
 
     def weights_cast(self, weights: Sequence[Any]) -> None:
-        """The weights of these layers have been cast."""
+        """Record that the weights of these layers have been cast."""
 
     def hook_first(self, model: nn.Module) -> None:
-        """Put the hooks of the model that must run first in front again, after another hook was put there."""
+        """Move the hooks of the model that must run first to the front again, after another hook was inserted there."""
 
     # ---- delayed scales
 
@@ -318,7 +323,7 @@ class StepState:
         return made
 
     def rebuild(self) -> None:
-        """Make the table of scales anew after layers got other recipes; slots that are in both tables keep their state."""
+        """Rebuild the table of scales after recipe changes; slots that exist in both tables keep their state."""
         if self._scaling is None:
             return
         self._scaling = self._scaling.replaced_by(self._make_scaling())
@@ -329,10 +334,11 @@ class StepState:
                 core.weights.parts.calls.clear()
 
     def update_scales(self, forward: bool | None = None, group: ProcessGroup | None = None) -> None:
-        """Agree on staged amaxes and update the scales. Every rank of the amax group calls it, whatever it ran.
+        """Agree on staged amaxes and update the scales. All ranks of the amax group must call this method, whichever layers
+        they ran.
 
-        forward   None: all slots; True or False: those that forward or backward casts
-        group     the amax group of an autocast region; None: the session's own
+        forward   None: all slots; True, False: slots of casts in forward, in backward
+        group     the amax group of an autocast region; None: the group of the session
         """
         shared = group or self.amax_group
         self.scales = None
@@ -342,7 +348,7 @@ class StepState:
             self.scaling.update(lambda staged: agree([staged], shared)[0], forward)
 
     def leave_region(self, group: ProcessGroup | None) -> None:
-        """The outermost autocast region ends: update the scales of what forward casts, over the region's `group`."""
+        """End the outermost autocast region: update the scales of casts in forward, over the region's `group`."""
         if not self.attached and self.has_slots():
             self.update_scales(True, group)
 
@@ -350,7 +356,7 @@ class StepState:
 
     def end_step(self) -> None:
         """The session's part of the step boundary: close the step's statistics, update delayed scales. The amax of a weight,
-        which was recorded at the last boundary, counts only if its layer has run since."""
+        which was recorded at the last boundary, counts only if the layer has run since."""
         if self.stats is not None:
             self.stats.close()
         if self.has_slots():
@@ -369,7 +375,7 @@ class StepState:
         return new
 
     def share(self, memo: dict[int, Any]) -> None:
-        """Enter into `memo` what a copy has in common with this state."""
+        """Add objects that a copy shares with this state to `memo`."""
 
     def __getstate__(self) -> dict[str, Any]:
         """ValueError for a model with process groups, which cannot be pickled."""
@@ -382,19 +388,18 @@ class StepState:
         vars(self).update(vars(type(self)()) | state)
 
     def _taken(self) -> dict[str, Any]:
-        """State that a copy of the model takes along: layers and their scales; neither attached optimizers, nor what is cached
-        for the next calls."""
+        """State that a copy of the model keeps: layers and their scales, without attached optimizers and caches."""
         names = ("cores", "steps", "swaps", "scheduled", "noted", "draws", "_scaling")
         return {name: getattr(self, name) for name in (*names, *(["counter"] if "counter" in vars(self) else []))}
 
 
 class BoundSpec:
-    """A spec as one layer of one session runs it.
+    """A spec of one layer of one session.
 
-    session      what the layers of the model share, and the step boundary changes
+    session      state that the layers of the model share
     weights      `LayerWeights` of the layer
-    clips        operands of x say where codes were clipped (`Operand.clips`)
-    spec_id      int64 [], identifies it to the opaque ops; trace_id: see the module
+    clips        operands of x have a clip mask (`Operand.clips`)
+    spec_id      int64 [], identifies the bound spec to the opaque ops; trace_id: see the module
     cache        results of functions that are `remembered`
     plans        the plans of calls so far, by shape of x; plans_back: by rows of dy
     calls        `BoundCall`s and captured directions (`dlp.parallel.linear.autograd`)
@@ -409,10 +414,10 @@ class BoundSpec:
         self._register()
 
     def _register(self) -> None:
-        """Take a spec_id, which is of this process, and start with empty caches."""
+        """Register a spec_id, which is valid in this process, and start with empty caches."""
         number, spec = next(_NUMBERS), self.spec
         _BOUND[number] = self
-        self.spec_id = torch.tensor(number, device="cpu")  # whatever the default device is
+        self.spec_id = torch.tensor(number, device="cpu")  # on the CPU, independent of the default device
         self.trace_id = _trace_of(spec)
         self.clips = spec.recipe.x.clips  # looked up here, since torch.compile cannot trace a cached_property
         self.cache: dict[Any, Any] = {}
@@ -421,8 +426,7 @@ class BoundSpec:
         self.plans_back: dict[int, LinearPlan] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundSpec:
-        """The bound spec of a copied layer, whose session is a copy, too. The copy's casts are not measured
-        (`record_stats`)."""
+        """The bound spec of a copied layer, in a copied session. Casts of the copy are not measured (`record_stats`)."""
         spec = replace(self.spec, recipe=plain(self.spec.recipe))
         new = memo[id(self)] = BoundSpec(spec, copy.deepcopy(self.session, memo))
         new.weights = copy.deepcopy(self.weights, memo)
@@ -468,8 +472,8 @@ def plan_for(spec: LinearSpec, tokens: int) -> LinearPlan:
 
 
 def waits(delay: bool | None, needs_dx: bool) -> bool:
-    """Whether wgrads are delayed until `backward_dw`: where that was chosen, and dx is wanted. Without dx nothing waits for
-    this backward, so that a delay gains nothing, and torch.compile would drop an op that returns nothing."""
+    """Whether wgrads are delayed until `backward_dw`: if delay_wgrad is on and dx is wanted. Without dx a delay gains nothing,
+    and torch.compile would drop an op without results."""
     return bool(delay) and needs_dx
 
 
@@ -479,14 +483,14 @@ def bound_of(spec_id: Tensor) -> BoundSpec:
 
 
 def spec_of(trace_id: int) -> LinearSpec:
-    """A spec that stands for all with this trace_id."""
+    """One of the specs with this trace_id; results do not depend on the choice."""
     return _SPEC_OF_TRACE[trace_id]
 
 
 def _trace_of(spec: LinearSpec) -> int:
-    """The trace_id of a spec. It is a hash and not a count, since inductor finds compiled graphs on disk by such constants: a
-    process with other recipes, or with another version of this package, must not find one that was compiled for other
-    shapes."""
+    """The trace_id of a spec. The id is a hash, not a count, since inductor looks up compiled graphs on disk by such
+    constants: a process with other recipes, or with another version of this package, must not find a graph that was compiled
+    for other shapes."""
     key = spec.style, spec.recipe, spec.tp, spec.options
     if key not in _TRACES:
         digest = sha256(repr(key).encode() + _sources())
@@ -503,14 +507,14 @@ def _sources() -> bytes:
 
 
 class LayerState:
-    """One layer: its weights and the specs that it runs under.
+    """State of one layer: weights and specs.
 
-    bound      its own spec, bound
-    variants   specs of autocast regions, bound, by what the region asks for
+    bound      the spec of the layer, bound
+    variants   specs of autocast regions, bound, by the arguments of the region
     members    module and parameter names of each weight (`dlp.parallel.weight.base.Member`)
     weights    `LayerWeights`: where the weights live
     ran_under  the specs of forwards in autocast regions and checkpoints (`dlp.parallel.linear.active.LayerRuns`)
-    stats      the table that statistics of its casts go to; None: they are not measured
+    stats      the table for statistics of the casts; None: not measured
     """
 
     weights: Any
@@ -536,12 +540,12 @@ class LayerState:
 
     @property
     def device(self) -> torch.device:
-        """The device of its parameters."""
+        """The device of the parameters."""
         device: torch.device = getattr(self.members[0].module, self.members[0].weight).device
         return device
 
     def bounds(self) -> list[BoundSpec]:
-        """The layer's own, and those it has run under in autocast regions."""
+        """The bound spec of the layer, and the bound specs of autocast regions in which the layer has run."""
         return [self.bound, *self.variants.values()]
 
     def specs(self) -> list[LinearSpec]:
@@ -555,7 +559,8 @@ class LayerState:
         return replace(self.spec, recipe=chosen)
 
     def set_spec(self, spec: LinearSpec, session: StepState | None = None) -> None:
-        """Change the layer's own spec, at a step boundary. `session`: one that the layer moves to."""
+        """Replace the spec of the layer, at a step boundary. `session`: the session that the layer moves to; None:
+        unchanged."""
         self.bound = BoundSpec(spec, session or self.session, self.weights)
         self.variants.clear()
         self.weights.drop()
@@ -578,6 +583,6 @@ def in_backward() -> bool:
 
 def cannot_pickle(name: str) -> NoReturn:
     raise ValueError(
-        f"{name}: a model that is spread over ranks cannot be pickled, since process groups cannot; save its state_dict(), or "
-        f"pickle the model before dlp.convert"
+        f"{name}: a model that is sharded over ranks cannot be pickled, since process groups cannot be pickled; save "
+        f"model.state_dict(), or pickle the model before dlp.convert"
     )

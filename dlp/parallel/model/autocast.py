@@ -144,9 +144,7 @@ def autocast(
         ...     y = layer(torch.randn(16, 64))
     """
     if torch.compiler.is_dynamo_compiling():
-        raise ValueError(
-            "dlp.autocast does not reach into torch.compile: set recipes by layer groups or dlp.set_recipe"
-        )
+        raise ValueError("dlp.autocast has no effect on compiled code: set recipes by layer groups or dlp.set_recipe")
     if not isinstance(enabled, bool):
         raise TypeError(
             f"dlp.autocast: enabled must be True or False; got {enabled!r}: pass a recipe by the keyword recipe=..."

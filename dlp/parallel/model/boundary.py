@@ -406,7 +406,7 @@ def layer_modules(model: nn.Module) -> dict[str, ParallelLinear]:
 
 
 def _by_own_name(model: nn.Module) -> dict[str, ParallelLinear]:
-    """Layers of a model by their names in the converted model, which may be inside of this model, or around it."""
+    """Layers of a model by names in the converted model, which may be a part of this model or contain this model."""
     root = converted_root(model)
     inside = {} if root is None else {id(module): name for name, module in layer_modules(root).items()}
     return {

@@ -3,19 +3,19 @@
     names and lengths of the model  ──►  groups.resolve  ──►  a Plan of rows  ──►  modules change in place
 
 The plan is made and checked before the model changes; `plan(...)` prints the result of `convert(...)` without ranks. Layers
-that no group matches become local bf16 linears, and the plan lists them. Embeddings with style "column" are cut along the
+that no group matches become local bf16 linears, and the plan lists them. Embeddings with style "column" are sharded along the
 vocabulary; every other module that owns parameters is replicated on tp. `dlp.parallel.model.survey` decides how a module is
 treated, and which modules are refused. Modules remain the same objects and change their class, so that hooks, attributes and
 names remain.
 
-**Replicated modules** are those that tp does not cut: norms, embeddings, a user's own parameters. Their parameters become
-DTensors, replicated on tp, but their code computes on plain tensors, so `replicate` gives each a subclass of its own class
-whose forward sees this rank's tensors instead of the DTensors. In a sequence-parallel region a rank sees only its own
-tokens, after a column-parallel linear only its own features. There gradients are partial (`tp_partial`), and are summed over tp
-at the end of backward (`dlp.parallel.model.grads`).
+**Replicated modules** are modules that tp does not shard: norms, embeddings, modules with user-defined parameters. Parameters
+become DTensors, replicated on tp. The code of the module computes on plain tensors, so `replicate` derives a subclass of the
+module's class, in which forward sees this rank's tensors instead of the DTensors. In a sequence-parallel region a rank sees
+only its own tokens, after a column-parallel linear only its own features. There gradients are partial (`tp_partial`), and are
+summed over tp at the end of backward (`dlp.parallel.model.grads`).
 
-**Left-out modules** (`convert = false`) are replicated, too. Such a module may read parameters of modules inside it, so its
-forward sees the plain tensors of all of them.
+**Left-out modules** (`convert = false`) are replicated, too. Such a module may read parameters of modules inside it, so the
+forward sees the plain tensors of all these modules.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def convert(
     Raises:
         ValueError: before anything is changed, for a group that matches no layer or has no effect, a size that tp does not
             divide, siblings that cannot run as one layer, sequence parallelism without `batch`, modules that would compute
-            something else afterwards, ranks whose plans differ, and, with `invariant`, for what has no fixed order of sums.
+            something else afterwards, ranks whose plans differ, and, with `invariant`, for operations without a fixed order of
+            sums.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
@@ -332,7 +333,7 @@ class ReplicatedMixin(SpreadModule):
 
 
 class LeftOutMixin(ReplicatedMixin):
-    """`ReplicatedMixin` for a left-out module and all modules in it. `inside`: all of these that have parameters."""
+    """`ReplicatedMixin` for a left-out module and all modules in it. `inside`: the modules in it that have parameters."""
 
     inside: tuple[nn.Module, ...] = ()
 

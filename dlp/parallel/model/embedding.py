@@ -8,7 +8,7 @@ r holds the contiguous slice [r*M/tp, (r+1)*M/tp).
     gather_tokens            x [M/tp, H]                -> [M, H]         backward takes this rank's slice
     cross_entropy            logits [M, V/tp]           -> the summed loss, equal on all ranks
 
-All tp ranks must compute the same after gather_tokens, as a single rank would.
+After gather_tokens all tp ranks must compute the same values.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ _CLASSES: dict[type, type] = {}  # one class per class of embedding
 
 
 def cut_vocabulary(module: nn.Embedding, tp: DeviceMesh, sequence_parallel: bool, name: str) -> None:
-    """Make an embedding vocab-parallel in place; tp shards its weight along V. A user-defined class keeps its forward, in which
-    super().forward(tokens) is the vocab-parallel lookup."""
+    """Make an embedding vocab-parallel in place; tp shards the weight along V. A user-defined class keeps its forward, in
+    which super().forward(tokens) is the vocab-parallel lookup."""
     cls = type(module)
     if not isinstance(module, VocabParallelEmbedding):
         ours: type = VocabParallelEmbedding

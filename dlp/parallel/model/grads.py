@@ -5,7 +5,7 @@
 Norms and biases of a sequence-parallel region, and replicated linears on token shards, have on each rank the gradient of the
 rank's tokens; norms on sharded features have the gradient of the rank's features. Summing each gradient where it is computed
 would cost one small all-reduce per parameter. Instead, all partial gradients are sent as one buffer, after the last of them has
-been computed (and after FSDP's reductions). A parameter has the same offset in the buffer on all ranks; a rank without a
+been computed (and after FSDP's reductions). Each parameter has the same offset in the buffer on all ranks; a rank without a
 gradient of the parameter sends zeros.
 
 Gradients may accumulate over several backwards. To sum only new contributions, every tp rank except the first clears its
@@ -128,9 +128,8 @@ class PartialGradients:
     def check_summed(self, since: int) -> int:
         """Check before an optimizer step that partial gradients are summed.
 
-        Raises RuntimeError if there are gradients and no backward has summed any since `since`, the result of the last
-        check (0 at first).
-        Returns the number of sums so far."""
+        Raises RuntimeError if there are gradients and no backward has summed any since `since`, the result of the last check
+        (0 at first). Returns the number of sums so far."""
         if self.group.size() > 1 and self.num_sums == since:
             waiting = [slot for slot in self.slots if self._stored(slot).grad is not None]
             if waiting:

@@ -34,7 +34,7 @@ class CapturedStep(Generic[Result]):
 
     Args:
         work: takes a batch (any nesting of tuples, lists and dicts of tensors) and returns tensors on the device.
-        like: a batch of the shapes and dtypes of all later ones.
+        like: a batch with the shapes and dtypes of all later batches.
     """
 
     def __init__(self, work: Callable[[Any], Result], like: Any) -> None:

@@ -4,9 +4,9 @@
     replicated norms  run once for each canonical segment of tokens or heads, so that every kernel gets tensors of equal
                       shapes on every mesh; gradients of the segments are added by the tree (`Segments`)
     microbatches      a microbatch is the unit of sums over tokens. Microbatch g of data-parallel rank d is piece g x D + d of
-                      the global batch. FSDP adds D neighbours by the tree; `GradientTree` adds those sums over microbatches
+                      the global batch. FSDP adds D neighbours by the tree; `GradientTree` adds these sums over microbatches
 
-A mesh therefore changes nothing but how many pieces of the same size a rank computes. What cannot be invariant is refused by
+The mesh therefore changes only the number of equal pieces that a rank computes. Layers that cannot be invariant are refused by
 name (`check_plan`).
 """
 
@@ -65,7 +65,7 @@ def check_mesh(dims: ParallelDims, device_type: str, amax_group: Any) -> None:
 
 
 def check_threads() -> None:
-    """ValueError for several threads: gradients of norms and sums of many elements have a part for each thread."""
+    """ValueError for several threads: torch divides gradients of norms and large sums among threads."""
     threads = torch.get_num_threads()
     if threads != 1:
         raise ValueError(
@@ -138,7 +138,7 @@ def _checked(row: LayerPlan, tp: int, batch: tuple[int, int] | None) -> LayerPla
 
 
 def _refused(row: LayerPlan, recipe: Recipe) -> str | None:
-    """Why a layer cannot be invariant on any mesh; None: it can."""
+    """Reason why a layer cannot be invariant on any mesh; None: the layer can be invariant."""
     if recipe.name not in RECIPES or recipe.y is not None or recipe.dx is not None or recipe.x.clips or recipe.w.clips:
         return f"recipe {recipe}: the recipes are {', '.join(RECIPES)}"
     wires = [gemm for gemm in GEMMS if getattr(recipe, gemm).wire != "hp"]
@@ -160,7 +160,7 @@ def _refused(row: LayerPlan, recipe: Recipe) -> str | None:
 
 
 class _Fan(torch.autograd.Function):
-    """A parameter as `count` views, whose gradients are added by the tree, then over the ranks of `group`."""
+    """`count` views of a parameter; their gradients are added by the tree, then over the ranks of `group`."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, count: int, group: ProcessGroup | None) -> tuple[Tensor, ...]:
@@ -174,8 +174,8 @@ class _Fan(torch.autograd.Function):
 
 
 class Segments:
-    """How a replicated module runs in segments. dim: the dimension of x that is cut, 0: tokens, -2: heads; group: the ranks
-    that share the dimension; None: this rank has all of it."""
+    """Segments in which a replicated module runs. dim: the dimension of x that is cut, 0: tokens, -2: heads; group: the ranks
+    that share the dimension; None: this rank has the full dimension."""
 
     def __init__(self, name: str, dim: int, group: ProcessGroup | None) -> None:
         self.name, self.dim, self.group = name, dim, group
@@ -187,8 +187,8 @@ class Segments:
     def run(
         self, forward: Callable[..., Tensor], parameters: dict[str, Any], held: Mapping[str, Any], inputs: tuple[Any, ...]
     ) -> Tensor:  # fmt: skip
-        """The module's result for x, computed segment by segment. `parameters`: those that `forward` reads; `held`: this
-        rank's plain tensors of them. ValueError for a module that computes something else on segments."""
+        """The module's result for x, computed segment by segment. `parameters`: the parameters that `forward` reads; `held`:
+        this rank's plain tensors of `parameters`. ValueError for a module whose result on segments differs."""
         if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
             raise ValueError(
                 f"invariant = true: {self.name} must be called with one tensor; got {len(inputs)} arguments"
@@ -216,7 +216,7 @@ class Segments:
 
     @torch.no_grad()
     def _check(self, forward: Callable[..., Tensor], matrix: Tensor, y: Tensor) -> None:
-        """ValueError for a module whose result on all tokens is another one than on segments."""
+        """ValueError for a module whose result on segments differs from the result on all tokens."""
         whole = forward(matrix)
         if whole.shape != y.shape or not torch.allclose(whole.float(), y.float(), rtol=0.02, atol=1e-3, equal_nan=True):
             raise ValueError(
@@ -230,9 +230,10 @@ class Segments:
 
 
 class InvariantSession(Session):
-    """A session in which a microbatch draws the random bits of its place in the global batch.
+    """A session in which the random bits of a microbatch depend on its position in the global batch.
 
-    The counter is the number of the microbatch that this rank runs, from 1 on; data-parallel ranks run neighbours."""
+    The counter is the number of the microbatch in the global batch, from 1; data-parallel ranks run neighbouring
+    microbatches."""
 
     def __init__(self, *, dp: tuple[int, int] = (0, 1), **state: Any) -> None:
         super().__init__(**state)  # rows of a microbatch are numbered as on one rank
@@ -250,12 +251,12 @@ class InvariantSession(Session):
             self._close_round()
 
     def _close_round(self) -> None:
-        """Count the microbatches that other ranks ran beside the last one of this rank."""
+        """Count the microbatches that other ranks ran together with the last microbatch of this rank."""
         self.counter.add_(-self.counter % self.place[1])
 
 
 class GradientTree:
-    """Adds gradients of the microbatches of a step by a binary tree.
+    """Add gradients of the microbatches of a step by a binary tree.
 
     A backward leaves the gradient of one microbatch; `parameter.grad` is the sum so far:
 
@@ -268,7 +269,7 @@ class GradientTree:
         self._task: int | None = None
         self._stacks: dict[
             int, list[tuple[int, Tensor | None]]
-        ] = {}  # by place among `_stored`: (microbatches, their sum)
+        ] = {}  # by index in `_stored`: (number of microbatches, their sum)
         self._given: dict[int, Tensor] = {}
         self._checksums: dict[int, int] = {}
         self._stored: list[nn.Parameter] = []
@@ -280,7 +281,8 @@ class GradientTree:
         raise ValueError("an invariant model cannot be copied: copy it before dlp.convert")
 
     def check_announced(self) -> None:
-        """Called where a layer computes gradients. RuntimeError in a backward that did not begin at an output of the model."""
+        """Check that the running backward began at an output of the model, else raise RuntimeError; called when a layer
+        computes gradients."""
         if self._task is None:
             raise RuntimeError(
                 "invariant = true: gradients of microbatches are added in a fixed order, so the loss must come from calling "
@@ -310,7 +312,7 @@ class GradientTree:
         call_in_backward(output, self._begin)
 
     def _begin(self, grad: Tensor) -> None:
-        """The backward reached an output of the model: once per backward, take the sums back from the parameters."""
+        """Take the sums back from the parameters, once per backward, when the backward reaches an output of the model."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
@@ -331,7 +333,7 @@ class GradientTree:
         _ENGINE.queue_callback(self._after_fsdp)
 
     def _after_fsdp(self) -> None:
-        """FSDP has queued its own last callback by now; queue behind it, so that sharded gradients exist."""
+        """Queue the sum behind FSDP's final callback, which is queued by now, so that sharded gradients exist."""
         _ENGINE.queue_callback(self._end)
 
     @torch.no_grad()
@@ -352,7 +354,7 @@ class GradientTree:
 
 
 def _check_units(model: nn.Module) -> None:
-    """ValueError for units of torch's own `fully_shard`, which averages in an order of its own."""
+    """ValueError for units of torch's `fully_shard`, which averages gradients in another order."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and "dlp_gathering" not in vars(module):
             raise ValueError(

@@ -5,13 +5,12 @@
     slots.NAME.scale       fp32 []        delayed scaling of one tensor, NAME as in "layers.0.mlp.up_proj.x"
     slots.NAME.history     fp32 [L]
     slots.NAME.target      fp32 []        the value onto which the scale maps the amax: fp8_max * 2^-margin
-    masters.NAME           fp32 [N, K]   master weight of a quantized-only weight, if an optimizer steps on masters; a
-                           DTensor
-                                          if the weight is a DTensor
+    masters.NAME           fp32 [N, K]    master weight of a quantized-only weight, if an optimizer steps on masters; a
+                                          DTensor if the weight is a DTensor
 
-Slots are equal on all ranks where all ranks share scales (the default), so that a checkpoint loads on any mesh. With a
-narrower amax group they have a leading dimension of ranks; on the same mesh each rank loads its own slots, on another mesh each
-rank loads the maximum of the histories, and the scales computed from the maximum.
+Slots are equal on all ranks if all ranks share scales (the default), so that a checkpoint loads on any mesh. With a narrower
+amax group slots have a leading dimension of ranks; on the same mesh each rank loads its own slots, on another mesh each rank
+loads the maximum of the histories, and the scales computed from the maximum.
 
 A value that is saved once must be equal on the ranks that share it; `check_scales` and `check_replicas` verify this
 first.
@@ -111,10 +110,10 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
             recipes of dlp are imported.
 
     Returns:
-        Lines for the log: scales that start anew because the recipe of a layer is another, and masters that are missing.
+        Lines for the log: scales that start without history because the recipe of a layer has changed, and missing masters.
 
     Raises:
-        ValueError: for the state of something else, and for a recipe change that cannot be repeated.
+        ValueError: for a state that does not belong to this model, and for a recipe change that cannot be repeated.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -154,8 +153,8 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
 
 
 def _check_numbers(state: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
-    """ValueError, before anything is changed, for scales and histories that no run makes, and for masters that are no values or
-    have another shape. An Inf in a history is that of a step that was skipped."""
+    """ValueError, before anything is changed, for invalid scales and histories, and for masters that are not floating-point or
+    have another shape. A history may contain Inf: the amax of a skipped step."""
     for key, tensor in state.items():
         kind = "master" if key.startswith(MASTERS) else key.rpartition(".")[2] if key.startswith(PREFIX) else ""
         if not kind:

@@ -79,9 +79,7 @@ class Ledger:
             by_rank: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(by_rank, wrong)
             rank = next(rank for rank, its in enumerate(by_rank) if its)
-            raise LedgerError(
-                f"other bytes crossed the wire than planned: on rank {rank}, {_difference(by_rank[rank])}"
-            )
+            raise LedgerError(f"counted bytes differ from planned bytes: on rank {rank}, {_difference(by_rank[rank])}")
 
 
 def _account(counts: Mapping[Any, int]) -> Account:
@@ -107,7 +105,9 @@ def plan_of(model: nn.Module) -> Plan:
     """The plan of `convert`, with the current recipes of layers. Raises ValueError for a model that was not converted."""
     plan = session_of(model).plan
     if plan is None:
-        raise ValueError("this model has no plan: its layers were made by hand, not by dlp.convert")
+        raise ValueError(
+            "this model has no plan: the layers were constructed explicitly; call dlp.convert on a plain model"
+        )
     recipes = {name: core.spec.recipe for core in cores(model) for name in core.spec.members}
     return replace(plan, layers=tuple(replace(row, recipe=recipes[row.name]) for row in plan.layers))
 

@@ -212,7 +212,7 @@ def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
                 again = bool(unit) and load.resharded
                 add(_gathers(linears.get(parameter.name), parameter, load, again), load.microbatches)
     total.update(fsdp_gradients(plan, load))
-    with predicting("what the casts of shards agree on"):
+    with predicting("the agreement on scales of shards"):
         add(_agreements(plan, load))
     return {sent: nbytes for sent, nbytes in total.items() if nbytes}
 
@@ -332,7 +332,7 @@ class LinearTraffic:
         name = chosen if isinstance(chosen, str) else chosen.get(gemm, "serial")
         found: Callable[..., overlaps.Sent] | None = getattr(overlaps.load(name), "sent", None)
         if found is None:
-            raise ValueError(f"the overlap strategy {name!r} does not say what it sends")
+            raise ValueError(f"the overlap strategy {name!r} has no method 'sent', which predicts transfers")
         return found
 
 

@@ -3,13 +3,12 @@
     rowwise     w [N, K]      operand of fprop
     columnwise  w.T [K, N]    operand of dgrad
 
-    LocalWeight     (local.py)    this rank holds the complete parameter. It is cast at the step boundary, into operands
-                    that
-                                  forward and backward only read; without a step boundary, in each pass
+    LocalWeight     (local.py)    this rank holds the complete parameter, which is cast at the step boundary, into operands
+                                  that forward and backward only read; without a step boundary, in each pass
     ManagedWeight   (fsdp2.py)    like LocalWeight, if FSDP manages the parameter on one rank and a layer may see a copy
     HeldWeight      (held.py)     only codes and scales exist, no high-precision parameter
     ShardedWeight   (sharded.py)  FSDP shards the rows. Each rank casts its rows at the step boundary; passes gather the
-                    operands
+                                  operands
 
 The step boundary casts all weights of a model together (`refresh`): their values are rounded to the dtype of activations
 (`Values`), then observed, agreed on and cast in one `CastBatch`.
@@ -19,9 +18,9 @@ autograd.
 
     off         autograd gets dw [N, K] of each backward and adds it to the parameter's `grad`
     grad        the first dw becomes the parameter's `grad`, by autograd; to a `grad` in fp32 further ones are added by the GEMM
-    main_grad   dw is added to the parameter's `main_grad`, fp32 or bf16, which the user allocates, as in Megatron-LM; where
-                `overwrite_main_grad` is true it replaces that. `grad_added_to_main_grad` is then set to True, and autograd gets
-                zeros where `zero_out_wgrad` is true, for hooks that wait for a gradient
+    main_grad   dw is added to the parameter's `main_grad`, fp32 or bf16, which the user allocates, as in Megatron-LM; if
+                `overwrite_main_grad` is true, dw replaces `main_grad`. `grad_added_to_main_grad` is then set to True, and
+                autograd gets zeros where `zero_out_wgrad` is true, for hooks that wait for a gradient
 
 In fp32 the result is bitwise equal to autograd's sum, except for nvfp4 on a GPU, which scales the sum of products and adds it
 with one rounding, where autograd rounds twice. `torch.autograd.grad`, which leaves no gradients in parameters, always gets
@@ -159,9 +158,8 @@ class MainGrad:
     def target(self, value: Tensor) -> Target | None:
         """Destination of wgrad in the running backward; None: autograd gets dw.
 
-        `value`: the weight that forward read. If its memory is not the parameter's, it was computed from the parameter,
-            and autograd
-        continues from dw."""
+        `value`: the weight that forward read. If the memory is not the parameter's, the weight was computed from the
+        parameter, and autograd continues from dw."""
         if value.data_ptr() != _local(self.parameter).data_ptr() or not self._accumulates():
             return None
         return self.buffer()
@@ -269,7 +267,7 @@ class WeightParts:
         """Columnwise parts. Raises RuntimeError for a frozen layer, which has only rowwise operands."""
         if not self._sizes[1]:
             raise RuntimeError(
-                "a backward reached a frozen layer, which holds no columnwise codes to make dx of: call its forward under "
+                "backward reached a frozen layer, which has no columnwise codes for dgrad: call the forward under "
                 "torch.no_grad(), or leave the layer out of dlp.freeze"
             )
         return self._columnwise
@@ -424,8 +422,7 @@ class Values:
     """Matrices that casts at the step boundary read: weights, or copies in the dtype and size that casts need.
 
     The copies are kept from step to step, by name of the weight, since launches hold their addresses. All copies are
-    renewed together:
-    copies that are only rounded in one multi-tensor call, padded copies in another.
+    renewed together: copies that are only rounded in one multi-tensor call, padded copies in another.
     """
 
     def __init__(self) -> None:

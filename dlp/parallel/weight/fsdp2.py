@@ -57,8 +57,7 @@ from dlp.parallel.weight.sharded import RowShards, ShardedWeight, ShardLayout
 @dataclass(frozen=True)
 class Gathering:
     """Arguments of `fully_shard` for one unit. refused: reason why its weights cannot be gathered quantized, or None;
-    early: the forward
-    hook that logs that `dlp.attach` has not been called."""
+    early: the forward hook that logs that `dlp.attach` has not been called."""
 
     group: ProcessGroup
     from_master: bool
@@ -73,7 +72,7 @@ def fully_shard(
     """Shard parameters of a module over dp_shard by FSDP2, and replicate them over dp_replicate where dp_replicate > 1.
 
     Call `fully_shard` after `dlp.convert`, for each block and then for the model. Gradients are averaged over data-parallel
-    ranks, as by `torch.distributed.fsdp.fully_shard`; those of an invariant model are summed.
+    ranks, as by `torch.distributed.fsdp.fully_shard`; gradients of an invariant model are summed.
 
     Args:
         module: FSDP unit.
@@ -104,14 +103,14 @@ def fully_shard(
     for layer in [weights.layer for weights in weights_in(module)]:
         if layer.spec.options.delay_wgrad:
             layer.set_spec(replace(layer.spec, options=replace(layer.spec.options, delay_wgrad=False)))
-            layer.session.note("wgrad does not wait under FSDP, which reduces gradients within backward")
+            layer.session.note("wgrad is not delayed under FSDP, which reduces gradients within backward")
     sharded = fsdp.fully_shard(module, mesh=dims.fsdp_mesh, **fsdp2_keywords)
     state = vars(module).get("dlp_session")
     if state is not None:
         state.hook_first(module)  # FSDP has inserted a hook that gathers before this hook
     refused = _refused(fsdp2_keywords) if quantized_gather else "quantized_gather=False"
     if invariant:
-        refused = "invariant = true casts values where they are used"
+        refused = "invariant = true casts values after the gather"
         for unit in module.modules():
             if isinstance(unit, fsdp.FSDPModule):
                 _sum_by_tree(unit)
@@ -145,7 +144,7 @@ def _sum_by_tree(unit: fsdp.FSDPModule) -> None:
 
 
 def _check_order(module: nn.Module) -> None:
-    """Raise ValueError if `dlp.attach` decided before how weights are cast, or for a second `fully_shard` of the module."""
+    """Raise ValueError if `dlp.attach` has been called, or for a second `fully_shard` of the module."""
     if "dlp_gathering" in vars(module):
         raise ValueError(
             f"dlp.fully_shard was called on this {type(module).__name__} already; call this function once for each module"
@@ -162,8 +161,8 @@ def _check_values(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
     for weights in weights_in(module):
         if any(is_placeholder(stored) and id(stored) not in left for stored in weights.stored()):
             raise ValueError(
-                f"{weights.layer.spec.name}: its weight is held as codes only, which FSDP cannot cut; make the layer outside "
-                f"of dlp.quantized_model_init, or leave its weights whole on each rank, by ignored_params"
+                f"{weights.layer.spec.name}: the weight is quantized-only, and FSDP cannot shard codes; construct the "
+                f"layer outside dlp.quantized_model_init, or replicate the weight by ignored_params"
             )
 
 
@@ -179,10 +178,11 @@ def _with_integer(module: nn.Module, ranks: int, from_master: bool, keywords: di
         (name for name, p in module.named_parameters() if isinstance(p, DTensor) and not _is_sharded(p)), None
     )
     if placed is not None or from_master:
-        why = "quantize_from_master gathers otherwise" if placed is None else f"{placed} is a DTensor on tp"
+        why = "quantize_from_master uses a gather of dlp" if placed is None else f"{placed} is a DTensor on tp"
         raise ValueError(
-            f"{type(module).__name__}: reshard_after_forward={reshard} keeps weights on {reshard} of {ranks} ranks, which "
-            f"FSDP2 does with plain parameters that it gathers itself, but {why}; set it to True or False"
+            f"{type(module).__name__}: reshard_after_forward={reshard} shards weights over {reshard} of {ranks} ranks "
+            f"after forward, which FSDP2 supports only for plain parameters, but {why}; set reshard_after_forward to "
+            f"True or False"
         )
     return keywords
 
@@ -251,9 +251,9 @@ class _Gather:
         whole, dtype = param._orig_size, param.mp_policy.param_dtype or param.sharded_param.dtype
         refused = asked.refused
         if len(_owners(param)) > 1:
-            refused = "other modules share it"
+            refused = "several modules share the weight"
         elif param.fsdp_placement.dim:
-            refused = "dp_shard cuts its in_features"
+            refused = "dp_shard shards the in_features"
         rows = RowShards((whole[0], whole[1]), asked.group, self._shard, dtype, asked.from_master, refused)
         self._hooked = False
         self.weight = ShardedWeight(weights, index, rows, self._stored, self._update)
@@ -431,9 +431,8 @@ class ManagedWeight(LocalWeight):
         return local_values(self.stored)
 
     def casts(self, values: Values) -> list[Cast]:
-        """Casts of the step boundary. Empty if the recipe keeps w in high precision, or if FSDP rounds its copy to a
-        dtype other than that of
-        activations: then the layer reads the copy."""
+        """Casts of the step boundary. Empty if the recipe keeps w in high precision, or if FSDP rounds its copy to a dtype
+        other than the dtype of activations: then the layer reads the copy."""
         w = self.bound.spec.recipe.w
         if w.keeps_source or self._record.dtype not in (None, self.owner.dtype):
             return []
@@ -501,9 +500,7 @@ class CodecReduceScatter(ReduceScatter):
         """Run on the current stream, for any `async_op`. Raises ValueError for an op other than a sum or an average."""
         self._has_input = False
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError(
-                f"gradients on a wire are summed or averaged; got {op}: leave the gradient divide factor as it is"
-            )
+            raise ValueError(f"a gradient wire supports SUM and AVG; got {op}: leave the gradient divide factor unset")
         divisor = group.size() if op == dist.ReduceOp.AVG else 1
         with observer.label(layer="", direction="grads"):
             if self.computed is None:
@@ -526,13 +523,11 @@ def set_grad_wire(model: nn.Module, wire: str, computed: torch.dtype | None = No
     Raises ValueError for another wire, and for `computed` with another wire than "hp".
     """
     if computed is not None and wire != "hp":
-        raise ValueError(f"gradients that travel as computed take the wire 'hp'; got {wire!r}: leave computed out")
+        raise ValueError(f"computed requires the wire 'hp'; got {wire!r}: leave computed out")
     if wire not in WIRES:
         raise ValueError(f"unknown gradient wire {wire!r:.60}: the wires are {', '.join(WIRES)}")
     if getattr(model, "dlp_invariant", False):
-        raise ValueError(
-            "invariant = true: gradients travel in fp32 and are added by the tree; leave set_grad_wire out"
-        )
+        raise ValueError("invariant = true: gradients are sent in fp32 and added by the tree; leave set_grad_wire out")
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.set_custom_reduce_scatter(CodecReduceScatter(WIRES[wire], computed))

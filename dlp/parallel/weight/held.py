@@ -6,12 +6,12 @@
 
 The parameter of such a layer is a placeholder (`dlp.parallel.weight.parameters`): it has shape, dtype and gradient of the
 weight, but no memory, and torch calls that need values raise. `Module.to`, `bfloat16` and the like move codes, not values.
-State dicts hold the decoded values, and loading quantizes what is loaded. A plain optimizer's step on codes would be lost in
-rounding, so `with_master_weights` makes an optimizer step on fp32 weights of its own, the masters:
+State dicts hold the decoded values, and loading quantizes loaded values. The step of a plain optimizer on codes would be lost
+in rounding, so the optimizer of `with_master_weights` steps on separate fp32 weights, the masters:
 
     before a step   gradients move from the placeholders to the masters
     step            the optimizer steps on the masters
-    after it        the masters are quantized into the layers
+    after step the masters are quantized into the layers
 
 Loaded weights become the masters, so that the next step starts from them; `dlp.state_dict` holds the masters in fp32.
 """
@@ -86,8 +86,8 @@ def quantized_model_init(
         REGION.reset(token)
     if region is not None and region.made and not any(region.made):
         LOG.warning(
-            "quantized_model_init: no weight is quantized, since the recipes of the %d layers made inside quantize none; pass "
-            "recipe=..., or give the layers a recipe",
+            "quantized_model_init: no weight is quantized, since no recipe of the %d layers constructed inside "
+            "quantizes weights; pass recipe=..., or give the layers a recipe",
             len(region.made),
         )
 
@@ -139,33 +139,35 @@ class HeldWeight(LocalWeight):
         check_has_values(name, self.parameter)
         if is_fake(self.recipe):
             raise ValueError(
-                f"{name}: {self.recipe} trains values, of which a held weight has none; leave quantized_model_init out, or "
-                f"hold what training made (dlp.freeze)"
+                f"{name}: {self.recipe} trains high-precision weights, and a quantized-only weight has codes alone; "
+                f"leave quantized_model_init out, or quantize after training (dlp.freeze)"
             )
         check_without_history(name, self.recipe)
 
     def check(self, recipe: Recipe) -> None:
-        """Raise ValueError for a recipe that needs other codes than this weight has."""
+        """Raise ValueError for a recipe with another quantizer of w."""
         if recipe.w != self.recipe.w:
             raise ValueError(
-                f"{self.bound.spec.name}: its weights are held as {self.recipe} only, from which {recipe} cannot be made; "
-                f"quantize the values under {recipe}: make the layer outside of quantized_model_init, or call dlp.freeze with "
-                f"this recipe on a model that has values"
+                f"{self.bound.spec.name}: the weights are quantized-only codes of {self.recipe}, which cannot be "
+                f"requantized to {recipe}; construct the layer outside quantized_model_init, or call dlp.freeze with "
+                f"{recipe} on a model with high-precision weights"
             )
 
     @property
     def no_values(self) -> str:
         """Clause for the error of a placeholder."""
         return (
-            f"is held as {self.recipe} codes only: read the values in the state_dict() of the model, write them by "
-            f"load_state_dict() or by reset_parameters(), and train them by the optimizer of dlp.with_master_weights"
+            f"is quantized-only ({self.recipe} codes): read values from model.state_dict(), write values by "
+            f"load_state_dict() or reset_parameters(), and train with the optimizer of dlp.with_master_weights"
         )
 
     def check_in_place(self, parameter: Any) -> None:
         """Raise ValueError unless a parameter is a placeholder, or the plain view of a placeholder in a left-out
         module."""
         if 0 not in (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).stride():
-            raise ValueError(f"{self.bound.spec.name}: a tensor was put in the place of a weight that {self.no_values}")
+            raise ValueError(
+                f"{self.bound.spec.name}: a tensor was assigned in place of a weight that {self.no_values}"
+            )
 
     def serves(self, spec: LinearSpec) -> bool:
         self.check(spec.recipe)
@@ -232,8 +234,8 @@ class HeldWeight(LocalWeight):
         """Raise ValueError for a device without memory."""
         if device.type == "meta":
             raise ValueError(
-                f"{self.bound.spec.name}: its weight is held as {self.recipe} codes only, which the meta device would "
-                f"lose; move the model to a device with memory"
+                f"{self.bound.spec.name}: the weight is quantized-only ({self.recipe} codes), and moving to the meta "
+                f"device would drop the codes; move the model to a device with memory"
             )
 
     @torch.no_grad()

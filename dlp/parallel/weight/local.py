@@ -32,7 +32,7 @@ def local_weights(layer: LayerState) -> LayerWeights:
 
 
 class LocalWeight(MemberWeight):
-    """A weight whose parameter holds all its values on this rank."""
+    """A weight whose complete values are on this rank."""
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"parts": []}
@@ -143,14 +143,13 @@ def check_whole(parameter: Any, axes: int, name: str) -> None:
     with it."""
     if num_axes(parameter) < axes:
         raise RuntimeError(
-            f"{name}: a plain tensor stands in place of a parameter that was put on tp; copy values into parameters, do not "
-            f"replace them"
+            f"{name}: a plain tensor replaces a parameter that is a DTensor on tp; copy values into the parameter instead"
         )
     if num_axes(parameter) != axes:
         raise RuntimeError(
-            f"{name}: FSDP has resharded its parameters, and a layer must not compute with a shard; call the module that was "
-            f"given to fully_shard, not a part of it (or another method of it, see torch's register_fsdp_forward_method), "
-            f"or call its unshard() first"
+            f"{name}: FSDP has resharded the parameters, and a layer needs complete parameters; call the module that "
+            f"was given to fully_shard, not a submodule (for another method than forward, see torch's "
+            f"register_fsdp_forward_method), or call unshard() of this module first"
         )
 
 
@@ -184,8 +183,8 @@ def local(parameter: Tensor, name: str, axes: int = 1, before: Callable[[], None
 
 
 def place(tensor: Tensor, tp: DeviceMesh | None, shard_dim: int | None) -> nn.Parameter:
-    """Shard a full tensor, equal on all tp ranks (rank 0's is used), into a parameter with this rank's part and the
-    tensor's attributes."""
+    """Create the parameter on tp from a full tensor (rank 0's is used): this rank keeps a shard, and the tensor's
+    attributes."""
     part: Tensor = tensor.detach()
     if tp is not None:
         placement: Placement = Replicate() if shard_dim is None else Shard(shard_dim)
@@ -197,8 +196,7 @@ def place(tensor: Tensor, tp: DeviceMesh | None, shard_dim: int | None) -> nn.Pa
 
 @torch.no_grad()
 def fill(parameter: Tensor, whole: Tensor) -> None:
-    """Overwrite a parameter, of which this rank may hold a part, from a tensor of the full shape; rank 0's tensor is
-    used."""
+    """Overwrite a parameter, which may be sharded, from a tensor of the full shape; rank 0's tensor is used."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         replicated = DTensor.from_local(whole.detach(), mesh, [Replicate()] * mesh.ndim, run_check=True)

@@ -74,11 +74,13 @@ class PlacedParameter(_SpreadParameter):
         )
         if not like or value.shape != self.shape:
             given = (
-                f"placements {value.placements}" if isinstance(value, DTensor) else f"a plain {type(value).__name__}"
+                f"has placements {value.placements}"
+                if isinstance(value, DTensor)
+                else f"is a plain {type(value).__name__}"
             )
             raise ValueError(
-                f"p.data = t: the parameter is a DTensor {tuple(self.shape)} with placements {self.placements}; t has the "
-                f"shape {tuple(value.shape)}, and is {given}: give it a DTensor alike "
+                f"p.data = t: the parameter is a DTensor {tuple(self.shape)} with placements {self.placements}; t has "
+                f"the shape {tuple(value.shape)} and {given}: assign a DTensor with the same mesh and placements "
                 f"(torch.distributed.tensor.distribute_tensor(t, p.device_mesh, p.placements))"
             )
         assert isinstance(value, DTensor)
@@ -92,8 +94,8 @@ class ShardedParameter(_SpreadParameter):
 
     def _refuse(self, value: Tensor) -> None:
         raise ValueError(
-            "p.data = t: FSDP gathers the memory that it has sharded, so that new memory would not be read; copy the values "
-            "(with torch.no_grad(): p.copy_(t))"
+            "p.data = t: FSDP gathers from the memory of the existing shard and would not read new memory; copy the "
+            "values (with torch.no_grad(): p.copy_(t))"
         )
 
     data = property(_values, _refuse)
@@ -118,7 +120,7 @@ METADATA = frozenset({
     "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage_offset", "stride", "to_local_shape",
     "untyped_storage", "zeros_like",
 })  # fmt: skip
-# dlp's ops that take weights, and read codes instead of placeholders; compiled code calls their overloads
+# ops of dlp that take placeholders and read the codes instead; compiled code calls the overloads
 OURS = frozenset({"linear_fwd", "linear_bwd", "linear_fwd.default", "linear_bwd.default"})
 VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # properties that are views of values
 
@@ -351,7 +353,7 @@ class SpreadModule(nn.Module):
         by_fsdp1 = sys._getframe(2).f_code.co_name == "_annotate_modules_for_dynamo"  # bypasses nn.Module.__setattr__
         if by_fsdp1 and any(isinstance(parameter, DTensor) for parameter in self._parameters.values()):
             raise ValueError(
-                f"{type(self).__name__}: FullyShardedDataParallel (FSDP1) takes no model that dlp.convert made, whose "
+                f"{type(self).__name__}: FullyShardedDataParallel (FSDP1) does not support converted models, whose "
                 f"parameters are DTensors on tp: call dlp.fully_shard(model, mesh=mesh)"
             )
         vars(self)["_fsdp_use_orig_params"] = value
@@ -397,7 +399,7 @@ def recipes_decided() -> Iterator[None]:
 
 # ---- checks of weights that are converted or quantized, shared by convert, quantized_model_init, freeze and quantize_
 
-LEAVE_OUT = "leave it out (convert = false in a layer group, filter_fn of dlp.quantize_)"
+LEAVE_OUT = "leave the layer out (convert = false in a layer group, filter_fn of dlp.quantize_)"
 
 
 def check_is_parameter(name: str, linear: nn.Module) -> None:
@@ -405,12 +407,12 @@ def check_is_parameter(name: str, linear: nn.Module) -> None:
     if parametrize.is_parametrized(linear):
         which = ", ".join(linear.parametrizations)  # type: ignore[arg-type]
         raise ValueError(
-            f"{name}: its {which} is parametrized, as by weight_norm; torch.nn.utils.parametrize.remove_parametrizations "
-            f"makes it a parameter, or {LEAVE_OUT}"
+            f"{name}: {which} is parametrized, for example by weight_norm; call "
+            f"torch.nn.utils.parametrize.remove_parametrizations, or {LEAVE_OUT}"
         )
     if linear._parameters.get("weight") is None:
         raise ValueError(
-            f"{name}: its weight is no parameter but computed by a hook, as by torch.nn.utils.weight_norm; remove the hook "
+            f"{name}: the weight is computed by a hook, for example of torch.nn.utils.weight_norm; remove the hook "
             f"before, or {LEAVE_OUT}"
         )
 
@@ -423,20 +425,20 @@ def check_plain(name: str, weight: Tensor) -> None:
         refuse_codes(name, fmt)
     if isinstance(weight, DTensor):
         raise ValueError(
-            f"{name}: its weight is a DTensor already: call dlp.convert and dlp.quantize_ before fully_shard and "
-            f"other parallelism"
+            f"{name}: the weight is a DTensor already: call dlp.convert and dlp.quantize_ before fully_shard and other "
+            f"parallelism"
         )
     if not weight.is_floating_point() or weight.dtype.itemsize == 1 or weight.layout != torch.strided:
         kind = weight.dtype if weight.layout == torch.strided else weight.layout
         raise ValueError(
-            f"{name}: its weight is {kind}; layers take dense bf16, fp16 or fp32: convert it, or {LEAVE_OUT}"
+            f"{name}: the weight is {kind}; layers take dense bf16, fp16 or fp32: convert the weight, or {LEAVE_OUT}"
         )
 
 
 def refuse_codes(name: str, codes: str) -> None:
     """Raise ValueError for a quantized weight. `codes`: the format."""
     raise ValueError(
-        f"{name}: its weight is held as {codes} already, and its values are gone: quantize a layer once, from values"
+        f"{name}: the weight is quantized-only already ({codes}): quantize a layer once, from high-precision values"
     )
 
 
@@ -445,8 +447,8 @@ def check_has_values(name: str, weight: Tensor) -> None:
     `check_finite` rejects."""
     if weight.is_meta:
         raise ValueError(
-            f"{name}: codes are made of values, and its weight lies on the meta device, which has none; name a device, or give "
-            f"the model memory and values first"
+            f"{name}: the weight is on the meta device and has no values to quantize; name a device, or materialize "
+            f"and initialize the model first"
         )
     check_finite(name, weight)
 
@@ -460,7 +462,7 @@ def check_finite(name: str, weight: Tensor) -> None:
         (wrong,) = agree([wrong], group)
     if wrong:
         raise ValueError(
-            f"{name}: its weight has NaN or Inf, which codes would hide: restore a checkpoint from before training diverged"
+            f"{name}: the weight has NaN or Inf, which codes would hide: restore a checkpoint from before training diverged"
         )
 
 
@@ -468,8 +470,8 @@ def check_without_history(name: str, recipe: Recipe) -> None:
     """Raise ValueError for a recipe that scales weights by amaxes of earlier steps."""
     if any(caps_of(quantizer).slot for quantizer in (recipe.w.rowwise, recipe.w.columnwise)):
         raise ValueError(
-            f"{name}: {recipe} scales weights by their history, of which a held weight has none: choose fp8_current or another "
-            f"recipe with current or block scales"
+            f"{name}: {recipe} uses delayed scaling for weights, and a quantized-only weight has no amax history: "
+            f"choose fp8_current or another recipe with current or block scales"
         )
 
 
@@ -477,13 +479,13 @@ def check_are_values(name: str, given: Tensor) -> None:
     """Raise ValueError for loading codes or integers instead of values into a quantized-only parameter."""
     if not given.is_floating_point() or given.dtype.itemsize == 1:
         raise ValueError(
-            f"{name}: the tensor to load holds {given.dtype}, codes that mean nothing without their scales: convert them to "
-            f"bf16 or fp32 before load_state_dict"
+            f"{name}: the tensor to load has dtype {given.dtype}, and codes cannot be loaded without scales: "
+            f"dequantize to bf16 or fp32 before load_state_dict"
         )
 
 
 def check_unshared(model: nn.Module, linear: Any, key: str = "weight") -> None:
-    """Raise ValueError for a weight that another module uses, too, and which would find no values."""
+    """Raise ValueError for a weight that other modules share, since they would find no values."""
     names = [
         name
         for name, module in model.named_modules()
@@ -491,6 +493,6 @@ def check_unshared(model: nn.Module, linear: Any, key: str = "weight") -> None:
     ]
     if len(names) > 1:
         raise ValueError(
-            f"{names[0]} and {names[1]} share a parameter, of which codes would be all that is left: untie them, or leave both "
-            f"in high precision"
+            f"{names[0]} and {names[1]} share a parameter, which would become quantized-only for both: untie the "
+            f"parameter, or leave both modules in high precision"
         )

@@ -115,21 +115,22 @@ def weight_obstacle(recipe: Recipe, shape: tuple[int, int], ranks: int, own_grou
     rows, uneven = -(-shape[0] // ranks), shape[0] % ranks > 0
     _, *multiples = recipe.units
     if any(size % unit for size, unit in zip(shape, multiples, strict=True)):
-        return f"its {shape[0]} x {shape[1]} are padded to multiples of {multiples[0]} x {multiples[1]}"
+        return f"the shape {shape[0]} x {shape[1]} is padded to multiples of {multiples[0]} x {multiples[1]}"
     for layout in shard_layouts(recipe.w):
         fmt = layout.format
         if UNSAID in layout.dims:
-            return f"the parts of {fmt.name} do not say how they concatenate"
+            return f"the parts of {fmt.name} do not declare how they concatenate"
         if caps_of(layout.quantizer).origin:
             return f"{fmt.name} is rounded stochastically"
         if own_group and layout.quantizer.reduces and not layout.spans_rows:
-            return f"its amax group would mix the scales of different rows of {fmt.name}"
+            return f"the amax group would mix the scales of different rows of {fmt.name}"
         if uneven and not _keeps_shape(layout, (rows, shape[1])):
             return (
-                f"{shape[0]} rows over {ranks} ranks leave shards of different sizes, and {fmt.name} has parts to move"
+                f"{shape[0]} rows over {ranks} ranks leave shards of different sizes, which the parts of {fmt.name} do "
+                f"not support"
             )
         if not uneven and not fmt.concatenates(int(layout.transposed), rows):
-            return f"{rows} rows a rank are no multiple of the {fmt.block[layout.transposed]} in a block of {fmt.name}"
+            return f"{rows} rows per rank are not a multiple of the {fmt.block[layout.transposed]} in a block of {fmt.name}"
     return None
 
 
@@ -212,8 +213,8 @@ class ShardedWeight(MemberWeight):
     def no_values(self) -> str:
         """Clause for the error of a placeholder."""
         return (
-            "FSDP has gathered as codes only: call reshard() of the modules that were given to dlp.fully_shard and use the "
-            "parameters that they have then, or gather values (dlp.fully_shard(..., quantized_gather=False))"
+            "FSDP has gathered as codes only: call reshard() of the modules that were given to dlp.fully_shard and "
+            "use their sharded parameters, or gather values (dlp.fully_shard(..., quantized_gather=False))"
         )
 
     def drop(self, *, retyped: bool = False) -> None:
@@ -320,7 +321,8 @@ class ShardedWeight(MemberWeight):
         bound, layer = use.bound, self.owner.layer
         if bound is not layer.bound and (self.layouts is not None or bound not in layer.bounds()):
             bound.session.note(
-                f"layers that run under {bound.spec.recipe}, not their own recipe, gather their weights once more"
+                f"layers that run under the recipe {bound.spec.recipe} of an autocast region gather their weights a "
+                f"second time"
             )
             return self._cast_whole(use, self._gather_now(VALUES).payload, columnwise)
         if self.layouts is None:
@@ -361,8 +363,9 @@ class ShardedWeight(MemberWeight):
         """Raise RuntimeError if kernels would read freed memory."""
         if gathered.numel() and not gathered.untyped_storage().size():
             raise RuntimeError(
-                f"{self.name}: FSDP has freed its gathered weight, which this pass reads; backward must begin at what the "
-                f"module returned that was given to fully_shard, or that must not reshard (reshard_after_forward=False)"
+                f"{self.name}: FSDP has freed the gathered weight that this backward reads; begin backward at the "
+                f"output of the module that was given to fully_shard, or pass reshard_after_forward=False to "
+                f"fully_shard"
             )
 
     def _dtype(self, layout: ShardLayout) -> torch.dtype:
