@@ -324,6 +324,7 @@ def test_every_program_can_be_the_first_module_that_is_imported():
         ("dlp.kernels.ops", "from .. import quant", "1 imports dlp.quant: dlp.kernels may not import dlp.quant"),
         ("dlp.kernels.ops", "import dlp", "1 imports dlp: dlp.kernels may not import dlp"),
         ("dlp.quant.tensor", "\nfrom ..comm import mesh", "2 imports dlp.comm.mesh: dlp.quant may not import dlp.comm"),
+        (
             "dlp.quant.tensor",
             "\nfrom ..comm import transport",
             "2 imports dlp.comm.transport: dlp.quant may not import dlp.comm",

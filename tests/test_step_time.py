@@ -62,7 +62,7 @@ def test_rates_are_the_measured_ones_at_measured_sizes_and_between_them_else():
     assert small < between < large
     with pytest.raises(ValueError, match="measured are .*: choose one of these"):
         rates.gemm_rate(SimpleNamespace(name="other"), "fprop", (1, 1, 1))
-    with pytest.raises(ValueError, match="dlp ships those of h200: name one of these"):
+    with pytest.raises(ValueError, match="dlp ships those of h100, h200: name one of these"):
         rates_of("b200")
 
 

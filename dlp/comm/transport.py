@@ -2,8 +2,8 @@
 agreement on amaxes.
 
 `ask_for` decides once for each group. `start` and `finish` of a layer's direction reach the transport of its group, if it
-has one. `agree` computes the maxima over ranks of observed amaxes in one transfer, by the transport or by an all-reduce, between
-the `observe` and the `cast` of a quantizer, so that every rank of the group derives the same scale.
+has one. `agree` computes the maxima over ranks of observed amaxes in one transfer, by the transport or by an all-reduce,
+between the `observe` and the `cast` of a quantizer, so that every rank of the group derives the same scale.
 """
 
 from __future__ import annotations
