@@ -9,9 +9,8 @@ from dataclasses import replace
 import torch
 
 import dlp
-from dlp.parallel.linear import state
-from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps
-from dlp.parallel.linear.state import bound_of, spec_of
+from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps, spec_of
+from dlp.parallel.linear.state import bound_of
 from dlp.parallel.style import COLUMN_SP
 from dlp.quant.recipe import load
 from tests.cases import RECIPES
@@ -54,7 +53,7 @@ def test_a_trace_is_named_by_what_it_stands_for(monkeypatch):
     """In whatever order a process meets specs: inductor finds graphs on disk by these names, and takes them as they are."""
 
     def names(of: list[str]) -> dict[str, int]:
-        monkeypatch.setattr(state, "_TRACES", {})
+        monkeypatch.setattr("dlp.parallel.linear.spec._TRACES", {})
         return {recipe: dlp.Linear(64, 64, recipe=recipe).core.bound.trace_id for recipe in of}
 
     first, again = names(RECIPES), names(RECIPES[::-1])

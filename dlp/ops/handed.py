@@ -65,7 +65,7 @@ class Handed(Tensor):
     @staticmethod
     def __new__(cls, operands: Operands, cast_record: CastRecord, shape: Sequence[int], dtype: torch.dtype) -> Handed:
         device = operands.at(columnwise=False).payload.device
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[no-any-return]
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
     def __init__(self, operands: Operands, cast_record: CastRecord, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.operands, self.cast_record = operands, cast_record

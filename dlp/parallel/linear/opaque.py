@@ -24,7 +24,8 @@ from dlp.parallel.linear.autograd import check_features, forward_reads, leave_wg
 from dlp.parallel.linear.capture import of_layer
 from dlp.parallel.linear.functional import linear_backward, linear_forward
 from dlp.parallel.linear.plan import GradsWanted, Result, reads_w, to_save, x_tokens_of
-from dlp.parallel.linear.state import BoundSpec, bound_of, plan_for, spec_of, waits
+from dlp.parallel.linear.spec import spec_of
+from dlp.parallel.linear.state import BoundSpec, bound_of, plan_for, waits
 from dlp.parallel.weight.base import WeightParts
 from dlp.runtime.capture import CapturedDirections
 from dlp.runtime.function import (

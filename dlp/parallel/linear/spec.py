@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cache, cached_property
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -269,3 +271,35 @@ def delayed_slots(recipe: Recipe, members: tuple[str, ...]) -> dict[str, tuple[s
                 names = [_slot_name(recipe, tensor, member, columnwise) for member in owners(members, tensor)]
                 slots |= {name: (tensor, options) for name in names}
     return slots
+
+
+# Identifiers for torch.compile
+
+_TRACES: dict[tuple[Any, ...], int] = {}
+_SPEC_OF_TRACE: dict[int, LinearSpec] = {}  # one spec of each trace_id stays, which belongs to no model
+
+
+def spec_of(trace_id: int) -> LinearSpec:
+    """A spec that stands for all with this trace_id."""
+    return _SPEC_OF_TRACE[trace_id]
+
+
+def trace_of(spec: LinearSpec) -> int:
+    """The trace_id of a spec, an integer that is equal for all specs of equal style, recipe, tp and options, on which number
+    and shapes of results depend, and nothing else.
+
+    The trace_id is a hash and not a count, since inductor finds compiled graphs on disk by such constants: a process with
+    other recipes, or with another version of this package, must not find a graph that was compiled for other shapes."""
+    key = spec.style, spec.recipe, spec.tp, spec.options
+    if key not in _TRACES:
+        digest = sha256(repr(key).encode() + _sources())
+        _TRACES[key] = int.from_bytes(digest.digest()[:7], "little")
+        _SPEC_OF_TRACE[_TRACES[key]] = spec
+    return _TRACES[key]
+
+
+@cache
+def _sources() -> bytes:
+    """A hash of the Python sources of this package."""
+    files = sorted(Path(__file__).parents[2].rglob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).digest()

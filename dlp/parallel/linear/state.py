@@ -5,10 +5,9 @@
     BoundSpec    a spec of one layer, with the StepState and the decisions for calls under the spec
     LayerState   the weights of a layer, the spec of the layer, and the specs of autocast regions
 
-The opaque ops take tensors and two identifiers. `spec_id`, an int64 tensor [], identifies the `BoundSpec` that a call runs.
-`trace_id`, an integer, is equal for all specs of equal style, recipe, tp and options, on which number and shapes of results
-depend, and nothing else. torch.compile sees trace_id as a constant and spec_id as an input, so that equal blocks share one
-compiled graph.
+The opaque ops take tensors and two identifiers: `spec_id`, an int64 tensor [], identifies the `BoundSpec` that a call runs, and
+`trace_id`, an integer, is `dlp.parallel.linear.spec.trace_of` the spec. torch.compile sees trace_id as a constant and spec_id
+as an input, so that equal blocks share one compiled graph.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, wraps
-from hashlib import sha256
-from pathlib import Path
+from functools import cached_property, wraps
 from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -34,7 +31,7 @@ from dlp.comm.transport import agree, mapped_memory
 from dlp.kernels.launches import capturing
 from dlp.parallel.linear.flags import FORWARD, Flags
 from dlp.parallel.linear.plan import LinearPlan, linear_plan, x_tokens_of
-from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.spec import LinearSpec, trace_of
 from dlp.quant.quantizer import ScaleSlot
 from dlp.quant.recipe import Recipe
 from dlp.quant.state import ForwardScales, ScalingState, SlotUse
@@ -46,10 +43,8 @@ Result = TypeVar("Result")
 Params = ParamSpec("Params")
 
 # The `BoundSpec` of each spec_id, as long as its model lives: the session holds it, since a backward may still need the spec of
-# its forward when the layer has another already. For each trace_id one spec is kept for the life of the process.
+# its forward when the layer has another already.
 _BOUND: WeakValueDictionary[int, BoundSpec] = WeakValueDictionary()
-_TRACES: dict[tuple[Any, ...], int] = {}
-_SPEC_OF_TRACE: dict[int, LinearSpec] = {}
 _NUMBERS = itertools.count()
 
 
@@ -417,8 +412,8 @@ class BoundSpec:
         """Register a spec_id, which is valid in this process, and start with empty caches."""
         number, spec = next(_NUMBERS), self.spec
         _BOUND[number] = self
-        self.spec_id = torch.tensor(number, device="cpu")  # on the CPU, independent of the default device
-        self.trace_id = _trace_of(spec)
+        self.spec_id = torch.tensor(number, device="cpu")  # whatever the default device is
+        self.trace_id = trace_of(spec)
         self.clips = spec.recipe.x.clips  # looked up here, since torch.compile cannot trace a cached_property
         self.cache: dict[Any, Any] = {}
         self.calls: dict[Any, Any] = {}
@@ -480,30 +475,6 @@ def waits(delay: bool | None, needs_dx: bool) -> bool:
 def bound_of(spec_id: Tensor) -> BoundSpec:
     """The bound spec with this id."""
     return _BOUND[int(spec_id)]
-
-
-def spec_of(trace_id: int) -> LinearSpec:
-    """One of the specs with this trace_id; results do not depend on the choice."""
-    return _SPEC_OF_TRACE[trace_id]
-
-
-def _trace_of(spec: LinearSpec) -> int:
-    """The trace_id of a spec. The id is a hash, not a count, since inductor looks up compiled graphs on disk by such
-    constants: a process with other recipes, or with another version of this package, must not find a graph that was compiled
-    for other shapes."""
-    key = spec.style, spec.recipe, spec.tp, spec.options
-    if key not in _TRACES:
-        digest = sha256(repr(key).encode() + _sources())
-        _TRACES[key] = int.from_bytes(digest.digest()[:7], "little")
-        _SPEC_OF_TRACE[_TRACES[key]] = spec
-    return _TRACES[key]
-
-
-@cache
-def _sources() -> bytes:
-    """A hash of the Python sources of this package."""
-    files = sorted(Path(__file__).parents[2].rglob("*.py"))
-    return sha256(b"".join(file.read_bytes() for file in files)).digest()
 
 
 class LayerState:

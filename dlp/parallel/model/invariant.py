@@ -198,8 +198,8 @@ class Segments:
         if self.dim == -2 and odd is not None:
             raise ValueError(
                 f"invariant = true: {self.name} reads features that tp cuts, and {odd} has {held[odd].numel()} elements for "
-                f"{x.shape[-1]} features: only norms of heads [..., heads, features] are invariant there; compute "
-                f"{self.name} on all features, or leave invariant out"
+                f"{x.shape[-1]} features: only norms of heads [..., heads, features] are invariant there; leave "
+                f"invariant out, or compute {self.name} on all features"
             )
         matrix = x.reshape(-1, x.shape[-1]) if self.dim == 0 else x
         size, ranks = matrix.shape[self.dim], 1 if self.group is None else self.group.size()
