@@ -93,7 +93,10 @@ class Subject:
 
     def __init__(self, name: str) -> None:
         dp, tp, sp = MESHES[name]
-        settings = {f"model.{key}": value for key, value in SMALL.items()} | {"mesh.tp": tp, "mesh.dp_shard": dp}
+        settings: dict[str, object] = {f"model.{key}": value for key, value in SMALL.items()} | {
+            "mesh.tp": tp,
+            "mesh.dp_shard": dp,
+        }
         settings |= {"mesh.sequence_parallel": sp, "train.global_batch": 2, "train.sequence": SEQUENCE}
         settings |= {"train.sentinel": 1, "train.ledger": "off"}
         config = load("tiny", [part for key, value in settings.items() for part in (f"--{key}", str(value))])

@@ -157,26 +157,26 @@ class Drawn(nn.Module):
 
 def build_drawn(net: Net, mesh: DeviceMesh, case: MeshCase, *, sequence: int) -> tuple[nn.Module, Any]:
     torch.manual_seed(net.seed)
-    model, sp = Drawn(net), {"sequence_parallel": case.sequence_parallel}
+    model, sp = Drawn(net), case.sequence_parallel
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
     norms = ["blocks.*.norm", "norm"]
     groups = [
         LayerGroup("recipe", "**", recipe=net.recipe),
-        LayerGroup("vocabulary", ["embed", *(["head"] if net.head else [])], style="column", **sp),
-        LayerGroup("norms", norms, **sp),
+        LayerGroup("vocabulary", ["embed", *(["head"] if net.head else [])], style="column", sequence_parallel=sp),
+        LayerGroup("norms", norms, sequence_parallel=sp),
     ]
     if set(net.blocks) & set("mgp"):
         groups += [
-            LayerGroup("up", "blocks.*.{up,gate}", style="column", **sp, **net.options),
-            LayerGroup("down", "blocks.*.down", style="row", **sp),
+            LayerGroup("up", "blocks.*.{up,gate}", style="column", sequence_parallel=sp, **net.options),
+            LayerGroup("down", "blocks.*.down", style="row", sequence_parallel=sp),
         ]
     if "p" in net.blocks:
         slopes = [f"blocks.{i}.act" for i, kind in enumerate(net.blocks) if kind == "p"]
         groups.append(LayerGroup("slopes", slopes, style="column"))
     if "l" in net.blocks:
-        groups.append(LayerGroup("local", "blocks.*.local", style="local", **sp))
+        groups.append(LayerGroup("local", "blocks.*.local", style="local", sequence_parallel=sp))
     if net.second is not None:
         groups.append(LayerGroup("first", "blocks.0.*", recipe=net.second))
     dlp.convert(model, groups, mesh, batch=(BATCH // case.pieces, sequence), invariant=True, seed=net.seed)

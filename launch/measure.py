@@ -126,7 +126,7 @@ def sustained(device: str, size: int, load: float) -> float:
     done = torch.cuda.synchronize if device == "cuda" else bool
     rate()
     time.sleep(min(load, 1.0))
-    burst, under_load, end = rate(), [], time.perf_counter() + load
+    burst, end, under_load = rate(), time.perf_counter() + load, list[float]()
     while not under_load or time.perf_counter() < end:
         under_load.append(rate())
     last = under_load[-max(1, len(under_load) // 4) :]

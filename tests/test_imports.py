@@ -76,6 +76,7 @@ MAY_IMPORT = {
         "dlp",
         "dlp.ops",
         "dlp.flows",
+        "dlp.proof",
         "dlp.parallel",
         "dlp.runtime",
         "dlp.quant",

@@ -101,7 +101,7 @@ def test_the_plan_of_a_board_says_the_time_and_that_of_a_kind_says_how_to_get_it
     assert "a step predicted on h200" in text and "links busy: tp" in text
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     assert any(event.get("cat") == "attention" and event["dur"] > 0 for event in events)
-    assert "time: not predicted: name a board that has a table of rates: --device h200" in plan_text(
+    assert "time: not predicted: name a board that has a table of rates: --device h100 or h200" in plan_text(
         few("llama3_1b"), 2, "sm_90"
     )
     with pytest.raises(ValueError, match="expected a name that ends in .png"):

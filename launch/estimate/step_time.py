@@ -113,7 +113,9 @@ def forecast(config: Config, world: int, board: str, found: Planned) -> Forecast
         ValueError: There is no table of this board, or no measured GEMM of a recipe of the plan.
     """
     if config.train.invariant:
-        raise ValueError("[train] invariant = true: GEMMs are sums in fp64, which have no table of rates")
+        raise ValueError(
+            "[train] invariant = true: GEMMs are sums in fp64, which have no table of rates; leave invariant out"
+        )
     rates = rates_of(board)
     work = StepWork(config, found, rates, board)
     last = schedule(work.microbatch(last=True), rates.nccl_slowdown)
