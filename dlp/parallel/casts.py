@@ -212,10 +212,12 @@ class Cast(NamedTuple):
         if read.rowwise is not None:
             if out is not None:
                 more["out"] = out
-            return placed(read.rowwise.cast(matrix, amaxes[0], **more), out), None
+            operand = read.rowwise.cast(matrix, amaxes[0], **more)
+            return operand if out is None else placed(operand, out), None
         if out_t is not None:
             more["out"] = out_t
-        return None, placed(read.quantizer.cast(matrix.t(), amaxes[1], **more), out_t)
+        operand = read.quantizer.cast(matrix.t(), amaxes[1], **more)
+        return None, operand if out_t is None else placed(operand, out_t)
 
     def batch(self) -> Quantizer | None:
         """Quantizer whose batch this cast can join; None: the cast runs separately."""
@@ -244,9 +246,9 @@ def compact(fmt: Format, shape: Sequence[int], dtype: torch.dtype, device: torch
     return fmt.wrap([torch.empty(part, dtype=of, device=device) for part, of in parts])
 
 
-def placed(operand: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTensor:
+def placed(operand: QuantizedTensor, out: QuantizedTensor) -> QuantizedTensor:
     """Return the operand in `out`, copied there if the quantizer did not write to `out`."""
-    return operand if out is None or operand is out else operand.format.fill(out, *operand.parts)
+    return out if operand is out else operand.format.fill(out, *operand.parts)
 
 
 class Operands(NamedTuple):
@@ -439,7 +441,10 @@ def cast(
     if len(plan.reads) == 1 and not plan.derived:  # one read of each value produces all operands
         return list(starmap(Operands, results))
     if plan.derived:  # the rowwise operand, and its transpose
-        return [Operands(q if row else None, placed(q.transpose(), into[1]) if col else None) for q, _ in results if q]
+        turned = [q.transpose() if col else None for q, _ in results if q]
+        if into[1] is not None:
+            turned = [q_t if q_t is None else placed(q_t, into[1]) for q_t in turned]
+        return [Operands(q if row else None, q_t) for (q, _), q_t in zip(results, turned, strict=True)]
     # two reads for each value: rowwise, columnwise
     return [Operands(q, q_t) for (q, _), (_, q_t) in zip(results[::2], results[1::2], strict=True)]
 

@@ -108,7 +108,7 @@ class Gathered:
     format: Format | None = field(default=None, compare=False)
     overlap: Overlap | None = field(default=None, compare=False)
 
-    @property
+    @cached_property
     def dim(self) -> int:
         """The dimension of the operand along which shards concatenate."""
         return int(bool(self.columnwise))
