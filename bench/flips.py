@@ -56,10 +56,11 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def flip(draw: random.Random, tensor: Tensor) -> tuple[Callable[[], None], int]:
-    """Flip a random bit of a contiguous tensor. Returns a function that flips the bit back, and the number of the bit."""
-    bits = tensor.detach().view(-1).view(INTEGERS[tensor.dtype.itemsize])
-    place, bit = draw.randrange(bits.numel()), draw.randrange(8 * tensor.dtype.itemsize)
-    mask = -(2**bit) if bit == 8 * tensor.dtype.itemsize - 1 and bits.dtype != torch.uint8 else 2**bit
+    """Flip a random bit of a contiguous tensor, unseen by torch's version counters, as memory does. Returns a function that
+    flips the bit back, and the number of the bit."""
+    bits = tensor.detach().view(-1).view(INTEGERS[tensor.dtype.itemsize]).numpy()
+    place, bit = draw.randrange(len(bits)), draw.randrange(8 * tensor.dtype.itemsize)
+    mask = -(2**bit) if bit == 8 * tensor.dtype.itemsize - 1 and tensor.dtype.itemsize > 1 else 2**bit
 
     def change() -> None:
         bits[place] ^= mask
@@ -93,10 +94,8 @@ class Subject:
 
     def __init__(self, name: str) -> None:
         dp, tp, sp = MESHES[name]
-        settings: dict[str, object] = {f"model.{key}": value for key, value in SMALL.items()} | {
-            "mesh.tp": tp,
-            "mesh.dp_shard": dp,
-        }
+        settings: dict[str, Any] = {f"model.{key}": value for key, value in SMALL.items()}
+        settings |= {"mesh.tp": tp, "mesh.dp_shard": dp}
         settings |= {"mesh.sequence_parallel": sp, "train.global_batch": 2, "train.sequence": SEQUENCE}
         settings |= {"train.sentinel": 1, "train.ledger": "off"}
         config = load("tiny", [part for key, value in settings.items() for part in (f"--{key}", str(value))])

@@ -157,10 +157,11 @@ class Drawn(nn.Module):
 
 def build_drawn(net: Net, mesh: DeviceMesh, case: MeshCase, *, sequence: int) -> tuple[nn.Module, Any]:
     torch.manual_seed(net.seed)
-    model, sp = Drawn(net), case.sequence_parallel
+    sp: dict[str, Any] = {"sequence_parallel": case.sequence_parallel}
+    model = Drawn(net)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+            parameter.add_(0.05 * torch.randn_like(parameter))
     norms = ["blocks.*.norm", "norm"]
     groups = [
         LayerGroup("recipe", "**", recipe=net.recipe),
