@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import dlp
 from dlp.kernels.reference.loss import CHUNK
-from dlp.parallel.model import vocabulary
 from dlp.parallel.model.embedding import IGNORED, VocabParallelEmbedding
 from dlp.parallel.weight.local import place
 from tests import pool as worker
@@ -167,7 +166,7 @@ def read_late() -> tuple[list[str], list[bool]]:
     module = VocabParallelEmbedding(place(torch.ones(VOCABULARY, HIDDEN), tp, 0), tp, False)
     bad = targets.clone()
     bad[3] = VOCABULARY
-    with mock.patch.object(vocabulary, "_reads_at_once", lambda tokens: False):
+    with mock.patch("dlp.parallel.model.embedding._reads_at_once", lambda tokens: False):
         loss = dlp.cross_entropy(mine, bad, group)
         loss.backward()
         rows = module(bad.clamp(min=0)).isnan().all(-1)

@@ -138,16 +138,18 @@ def attach(
         >>> model(torch.randn(32, 64)).square().mean().backward()
         >>> optimizer.step()  # then the step boundary
     """
-    if weight_cache not in WEIGHT_CACHES:
-        raise ValueError(f"weight_cache must be one of {', '.join(WEIGHT_CACHES)}; got {weight_cache!r}")
+    options = {
+        "weight_cache": (weight_cache, WEIGHT_CACHES),
+        "on_nonfinite": (on_nonfinite, ACTIONS),
+        "main_grads": (main_grads, MAIN_GRADS),
+    }
+    for option, (given, choices) in options.items():
+        if given not in choices:
+            raise ValueError(f"{option} must be one of {', '.join(choices)}; got {given!r}")
     check_no_fsdp1(model)
-    if on_nonfinite not in ACTIONS:
-        raise ValueError(f"on_nonfinite must be one of {', '.join(ACTIONS)}; got {on_nonfinite!r}")
-    if main_grads not in MAIN_GRADS:
-        raise ValueError(f"main_grads must be one of {', '.join(MAIN_GRADS)}; got {main_grads!r}")
-    root, held = converted_root(model), list(masters_of(model).values())
+    root = converted_root(model)
     _check_whole(model, root)
-    _check_owns(root or model, optimizer, held)
+    _check_owns(root or model, optimizer, list(masters_of(model).values()))
     _check_not_stale(root or model, optimizer)
     session = _adopt_layers(model, mesh, seed) if root is None else session_of(root)
     root = root or model
@@ -157,15 +159,7 @@ def attach(
         )
     session.optimizers[optimizer] = False
     records = _records(model)
-    for core, its in records.items():
-        core.weights.caches = weight_cache == "step" and all(record is None or record.ranks == 1 for record in its)
-        if core.weights.caches:
-            cast_managed(core.weights, its)
-    if weight_cache == "forward" and any(record and record.ranks > 1 for its in records.values() for record in its):
-        session.note(
-            "weight_cache = 'forward' does not affect FSDP shards, which stay quantized: set quantized_gather "
-            "= false to keep no casts"
-        )
+    _cache_weights(session, records, weight_cache)
     if main_grads != "off":
         if any(core.spec.invariant for core in records):
             raise ValueError(
@@ -179,6 +173,19 @@ def attach(
     session.attached = True
     if any(group.size() > 1 for group in session.groups.values()):
         WATCH.add(session)
+
+
+def _cache_weights(session: Session, records: Mapping[LinearCore, Sequence[Managed | None]], weight_cache: str) -> None:
+    """Decide for each layer whether operands of weights are kept between steps. Operands of FSDP shards are always kept."""
+    for core, its in records.items():
+        core.weights.caches = weight_cache == "step" and all(record is None or record.ranks == 1 for record in its)
+        if core.weights.caches:
+            cast_managed(core.weights, its)
+    if weight_cache == "forward" and any(record and record.ranks > 1 for its in records.values() for record in its):
+        session.note(
+            "weight_cache = 'forward' does not affect FSDP shards, which stay quantized: set quantized_gather "
+            "= false to keep no casts"
+        )
 
 
 def _after_step(model: nn.Module, session: Session, watch: NonFiniteWatch) -> None:

@@ -173,13 +173,7 @@ def convert(
     for row in plan.layers:
         if not row.made_by_hand and holds(row.recipe):
             check_unshared(model, model.get_submodule(row.module))
-    with recipes_decided():
-        for spec, rows in zip(specs, sets, strict=True):
-            _convert_linears(target, spec, rows)
-    for other in plan.others:
-        _convert_other(target, other, target.inside(plan, other.name))
-    for name in plan.left_out.keys() - {other.name for other in plan.others}:
-        replicate(model.get_submodule(name), name, inside=target.inside(plan, name))
+    _change_modules(target, plan, specs, sets)
     model.partial_gradients = runtime.sum_partial(PartialGradients(model, dims.group(TP)))
     if invariant:
         for module in model.modules():
@@ -187,14 +181,32 @@ def convert(
         runtime.check_gradients = GradientTree(model, mesh.device_type).check_announced
     runtime.replicas = Replicas(model, [slot.path for slot in runtime.sums.slots], groups_of_axes)
     model.register_forward_hook(explain(names), always_call=True)
-    runtime.plan = plan
-    for warning in plan.warnings:
-        runtime.note(warning)
-    runtime.at_first_forward = partial(note_added, runtime)
-    give_session(model, runtime)
-    save_whole(model)
-    guard(model, runtime)
+    _hand_over(model, runtime, plan)
     return plan
+
+
+def _change_modules(
+    target: _Target, plan: Plan, specs: Sequence[LinearSpec], sets: Sequence[Sequence[LayerPlan]]
+) -> None:
+    """Convert the modules of the model in place. `specs`: one for each of the sets of rows that run as one layer."""
+    with recipes_decided():
+        for spec, rows in zip(specs, sets, strict=True):
+            _convert_linears(target, spec, rows)
+    for other in plan.others:
+        _convert_other(target, other, target.inside(plan, other.name))
+    for name in plan.left_out.keys() - {other.name for other in plan.others}:
+        replicate(target.model.get_submodule(name), name, inside=target.inside(plan, name))
+
+
+def _hand_over(model: nn.Module, session: Session, plan: Plan) -> None:
+    """Give the converted model the session with the plan, and log the warnings of the plan."""
+    session.plan = plan
+    for warning in plan.warnings:
+        session.note(warning)
+    session.at_first_forward = partial(note_added, session)
+    give_session(model, session)
+    save_whole(model)
+    guard(model, session)
 
 
 def _rows_of(plan: Plan) -> dict[str, str]:
