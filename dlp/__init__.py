@@ -16,6 +16,7 @@ from dlp.flows.compressed_models import load_compressed, save_compressed
 from dlp.flows.export import export
 from dlp.flows.frozen import freeze
 from dlp.flows.grouped import GroupedLinear, group_experts
+from dlp.flows.int4 import pack_int4
 from dlp.flows.lora import load_lora, lora, lora_groups, merge_lora, save_lora
 from dlp.flows.plain import quantize_
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
@@ -58,7 +59,7 @@ __all__ = [
     "calibrate", "check_scales", "convert", "cross_entropy", "end_step", "export", "freeze", "fully_shard",
     "gather_tokens", "graphed_step", "graphing", "group_experts", "groups_for", "load_compressed", "load_lora",
     "load_pretrained", "load_quantized_state_dict", "load_state_dict", "lora", "lora_groups", "make_plan", "merge_lora",
-    "meta_model", "not_finite", "ops", "optim", "prove", "quantize_", "quantized_model_init", "quantized_state_dict",
-    "read_stats", "recipe", "record_stats", "save_compressed", "save_lora", "scatter_tokens", "set_recipe", "state_dict",
-    "testing", "watch_scales", "wire_report", "with_master_weights",
+    "meta_model", "not_finite", "ops", "optim", "pack_int4", "prove", "quantize_", "quantized_model_init",
+    "quantized_state_dict", "read_stats", "recipe", "record_stats", "save_compressed", "save_lora", "scatter_tokens",
+    "set_recipe", "state_dict", "testing", "watch_scales", "wire_report", "with_master_weights",
 ]  # fmt: skip
