@@ -114,6 +114,12 @@ def test_what_is_left_of_a_changed_configuration_is_told():
     saved = dlp.state_dict(attached({"name": "bf16"}))
     told = dlp.load_state_dict(attached(SHORT), saved)
     assert told == ["9 delayed scales (0.dy, ...) start without history: the checkpoint has no scales for them"]
+    trained = attached(SHORT)
+    step(trained, 0)
+    told = dlp.load_state_dict(attached({"name": "bf16"}), dlp.state_dict(trained))
+    assert told == [
+        "9 delayed scales of the checkpoint (0.dy, ...) are dropped: the model has no layer of that name with delayed scales"
+    ]
 
 
 @pytest.mark.parametrize("changed", [{"fp8_format": "E4M3"}, {"margin": -6}])

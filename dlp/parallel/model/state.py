@@ -110,7 +110,8 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
             recipes of dlp are imported.
 
     Returns:
-        Lines for the log: scales that start without history because the recipe of a layer has changed, and missing masters.
+        Lines for the log: scales that start without history because the recipe of a layer has changed, saved scales that no
+        layer of the model reads, and missing masters.
 
     Raises:
         ValueError: for a state that does not belong to this model, and for a recipe change that cannot be repeated.
@@ -142,6 +143,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
             slots.setdefault(name, {})[part] = tensor.to(sessions[0].session.counter.device)
     for named in sessions:
         remarks += _load_slots(named, slots)
+    remarks += _dropped(sessions, slots)
     saved_masters = {key.removeprefix(MASTERS): value for key, value in state.items() if key.startswith(MASTERS)}
     rounded = load_masters(model, saved_masters)
     if rounded:
@@ -260,6 +262,20 @@ def _load_slots(named: NamedSession, state: SlotState) -> list[str]:
         )
         if names
     ]  # fmt: skip
+
+
+def _dropped(sessions: Collection[NamedSession], saved: SlotState) -> list[str]:
+    """Return a sentence about saved slots that no layer of the model reads."""
+    read = set[str]()
+    for named in sessions:
+        names = named.session.scaling.table.names if named.session.has_slots() else ()
+        read |= {named.saved_as(name) for name in (*names, *named.session.loaded)}
+    if not (left := sorted(saved.keys() - read)):
+        return []
+    return [
+        f"{len(left)} delayed scales of the checkpoint ({left[0]}, ...) are dropped: the model has no layer of that name with "
+        f"delayed scales"
+    ]
 
 
 def _own(named: NamedSession, state: SlotState) -> SlotState:
