@@ -169,3 +169,11 @@ def test_dropout_is_of_the_adapter_alone():
     assert not torch.equal(module(x), module(x))
     model.eval()
     assert torch.equal(module(x), module(x))
+
+
+def test_quantize_after_lora_is_the_base_option():
+    torch.manual_seed(1)
+    x, by_option, after = torch.randn(16, 128), with_adapters(made(), base="fp8_current"), with_adapters(made())
+    dlp.quantize_(after, "fp8_current")
+    assert torch.equal(after(x), by_option(x))
+    assert all(type(side.weight) is nn.Parameter for _, m in adapted(after) for side in (m.lora_A, m.lora_B))

@@ -196,7 +196,7 @@ def group_experts(model: nn.Module) -> list[str]:
         >>> dlp.group_experts(model)  # doctest: +SKIP
         ['model.layers.0.mlp.experts', 'model.layers.1.mlp.experts']
     """
-    found = [name for name, module in model.named_modules() if _are_experts(module)]
+    found = [name for name, module in model.named_modules() if are_experts(module)]
     if not found:
         raise ValueError(
             f"group_experts: {type(model).__name__} has no experts in the form of Mixtral and Qwen3-MoE of "
@@ -208,7 +208,8 @@ def group_experts(model: nn.Module) -> list[str]:
     return found
 
 
-def _are_experts(module: nn.Module) -> bool:
+def are_experts(module: nn.Module) -> bool:
+    """Return whether a module holds 3-D expert weights in the form of Mixtral and Qwen3-MoE of transformers 5."""
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor) and hasattr(module, "act_fn")):
         return False

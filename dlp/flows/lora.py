@@ -46,6 +46,8 @@ class LoRALinear(nn.Module):
     lora_B    nn.Linear rank -> N without bias, zero at first, so that the model starts unchanged
     """
 
+    trained_linears = ("lora_A", "lora_B")  # which `dlp.quantize_` leaves in high precision
+
     def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float) -> None:
         super().__init__()
         factory = {"device": base.weight.device, "dtype": _dtype(base)}

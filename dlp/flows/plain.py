@@ -6,7 +6,7 @@ dlp.quantize_(model, torchao_config)                # passed to torchao
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from dlp.flows.compressed_models import SavesCodes
 from dlp.flows.frozen import Mode, calibrated, cast_of_x, check_mode
+from dlp.flows.grouped import GroupedExperts, are_experts
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.weight.parameters import check_finite, check_is_parameter, check_plain, check_unshared
 from dlp.quant import recipe as recipes
@@ -30,13 +31,15 @@ def quantize_(
     """Quantize weights of `nn.Linear` modules in place, in a model that is not converted.
 
     Call `quantize_` before sharding, compiling and saving. Afterwards `model.save_pretrained`, if the model has one, writes
-    compressed-tensors (`dlp.save_compressed`).
+    compressed-tensors (`dlp.save_compressed`). 3-D expert weights of Mixtral and Qwen3-MoE become banks of linears, as by
+    `dlp.group_experts`, with the names `...experts.gate_proj.0`.
 
     Args:
         model: plain model.
         config: a recipe (name, dict or `Recipe`), or a config of torchao; a FqnToConfig goes with `filter_fn` to
             `torchao.quantization.quantize_`.
-        filter_fn: `filter_fn(module, name)` decides whether to quantize a module; None: all linears.
+        filter_fn: `filter_fn(module, name)` decides whether to quantize a module; None: all linears. The adapters of
+            `dlp.lora` are trained and never quantized; their base is.
         mode: "weight_only", "dynamic" or "static", as of `dlp.freeze`; "static" needs `dlp.calibrate` before.
 
     Returns:
@@ -53,10 +56,12 @@ def quantize_(
     """
     if _is_torchaos(config):
         return _by_torchao(model, config, filter_fn, mode)
-    made, chosen = recipes.as_recipe(config), {}
-    for name, module in model.named_modules():
+    made, chosen, trained = recipes.as_recipe(config), {}, set[nn.Module]()
+    grouped = {name: GroupedExperts(module) for name, module in model.named_modules() if are_experts(module)}
+    for name, module in (*model.named_modules(), *_inside(grouped)):
+        trained |= {getattr(module, side) for side in getattr(module, "trained_linears", ())}
         plain = isinstance(module, nn.Linear) and not isinstance(module, ParallelLinear)
-        if plain and (filter_fn is None or filter_fn(module, name)):
+        if plain and module not in trained and (filter_fn is None or filter_fn(module, name)):
             chosen[name] = module
     if not chosen:
         _check_plain(model)
@@ -65,9 +70,19 @@ def quantize_(
     weights = {name: _quantized(model, name, module, casts[name], mode) for name, module in chosen.items()}
     for name, weight in weights.items():
         chosen[name].weight = nn.Parameter(weight, requires_grad=False)
+    for name, experts in grouped.items():
+        if any(each.startswith(f"{name}.") for each in chosen):
+            model.set_submodule(name, experts)
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = SavesCodes(model)  # type: ignore[assignment]
     return model
+
+
+def _inside(modules: dict[str, GroupedExperts]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the submodules of modules by the names that they will have in the model."""
+    return (
+        (f"{name}.{inner}", each) for name, module in modules.items() for inner, each in module.named_modules() if inner
+    )
 
 
 def _is_torchaos(config: Any) -> bool:

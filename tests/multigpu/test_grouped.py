@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import dlp
 from dlp.quant import recipe as recipes
+from dlp.quant.parameter import QuantizedParameter
 from tests import hf_models
 from tests import pool as worker
 
@@ -158,6 +159,25 @@ def logits(architecture: str, tp: int, recipe: str) -> list[Tensor]:
         ]
         dlp.convert(made, groups, worker.mesh(tp=tp))
         return [before, made(input_ids=ids).logits]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.no_grad()
+def test_quantize_reaches_expert_weights(architecture: str) -> None:
+    pytest.importorskip("transformers")
+    models = []
+    for grouped_before in (True, False):
+        torch.manual_seed(0)
+        made = hf_models.make(architecture, num_experts_per_tok=2, **ARCHITECTURES[architecture]).eval()
+        if grouped_before:
+            dlp.group_experts(made)
+        models.append(dlp.quantize_(made, "fp8_block", lambda module, name: ".experts." in name, mode="dynamic"))
+    expected, found = (dict(model.named_parameters()) for model in models)
+    assert (
+        expected.keys() == found.keys() and sum(isinstance(p, QuantizedParameter) for p in found.values()) == 2 * 3 * 4
+    )
+    ids = hf_models.tokens(0)
+    assert torch.equal(models[0](input_ids=ids).logits, models[1](input_ids=ids).logits)
 
 
 @pytest.mark.ranks(2)
