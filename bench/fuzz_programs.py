@@ -165,19 +165,19 @@ def build_drawn(net: Net, mesh: DeviceMesh, case: MeshCase, *, sequence: int) ->
     norms = ["blocks.*.norm", "norm"]
     groups = [
         LayerGroup("recipe", "**", recipe=net.recipe),
-        LayerGroup("vocabulary", ["embed", *(["head"] if net.head else [])], style="column", sequence_parallel=sp),
-        LayerGroup("norms", norms, sequence_parallel=sp),
+        LayerGroup("vocabulary", ["embed", *(["head"] if net.head else [])], style="column", **sp),
+        LayerGroup("norms", norms, **sp),
     ]
     if set(net.blocks) & set("mgp"):
         groups += [
-            LayerGroup("up", "blocks.*.{up,gate}", style="column", sequence_parallel=sp, **net.options),
-            LayerGroup("down", "blocks.*.down", style="row", sequence_parallel=sp),
+            LayerGroup("up", "blocks.*.{up,gate}", style="column", **sp, **net.options),
+            LayerGroup("down", "blocks.*.down", style="row", **sp),
         ]
     if "p" in net.blocks:
         slopes = [f"blocks.{i}.act" for i, kind in enumerate(net.blocks) if kind == "p"]
         groups.append(LayerGroup("slopes", slopes, style="column"))
     if "l" in net.blocks:
-        groups.append(LayerGroup("local", "blocks.*.local", style="local", sequence_parallel=sp))
+        groups.append(LayerGroup("local", "blocks.*.local", style="local", **sp))
     if net.second is not None:
         groups.append(LayerGroup("first", "blocks.0.*", recipe=net.second))
     dlp.convert(model, groups, mesh, batch=(BATCH // case.pieces, sequence), invariant=True, seed=net.seed)

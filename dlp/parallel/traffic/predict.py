@@ -188,7 +188,9 @@ def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
     Groups of one rank are left out. Raises Unpredictable."""
     total: Counter[Sent] = Counter()
     if plan.invariant:
-        raise Unpredictable("invariant = true: the bytes of partial sums in fp32 are not predicted")
+        raise Unpredictable(
+            "invariant = true: the bytes of partial sums in fp32 are not predicted; leave invariant out to predict them"
+        )
 
     def add(sends: Sends, times: int = 1) -> None:
         for sent, nbytes in sends:
