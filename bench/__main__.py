@@ -2,10 +2,11 @@
 
     python -m bench [PART ...] [--shapes 8192x4096x4096] [--out FOLDER] [--quick]
 
-Parts run one after the other; each part prints a table and writes FOLDER/PART.json and, if it has a plot, FOLDER/PART.png. A
-part that fails does not stop the others: the last line names it, and the exit code is the largest of all parts. `--shapes`
-applies to gemm and linear, in the form that `python -m bench.shapes CONFIG` prints; `--quick` runs one size of each part. The
-commands of the parts:
+Parts run one after the other; each part prints a table and writes FOLDER/PART.json and, if it has a plot,
+FOLDER/PART.png. A part that fails does not stop the others: the last line names it, and the exit code is the largest of
+all parts.
+`--shapes` applies to gemm and linear, in the form that `python -m bench.shapes CONFIG` prints; `--quick` runs one size of each
+part. The commands of the parts:
 
     host        bench.host        host time of one small linear; first, while the device is idle
     quantize    bench.quantize    TB/s of casts and amaxes, compared with a device copy

@@ -4,10 +4,11 @@
 
     q [B, heads, S, D], k and v [B, kv heads, S, D], views of [B, S, heads, D] as a block makes the three, bf16
 
-A shape is batch x sequence x heads x kv heads x head_dim. `torch` is the backend that torch chooses; its name is printed.
-Grouped heads are passed to the kernel (`enable_gqa`); `--repeat` times copies of k and v for every head as well. Milliseconds
-are medians over iterations, TFLOP/s count the causal half; error is the relative distance of the output and of the gradient of
-q from those of flash.
+A shape is batch x sequence x heads x kv heads x head_dim. `torch` is the backend that torch chooses; its name is
+printed. Grouped heads are passed to the kernel (`enable_gqa`); `--repeat` times copies of k and v for every head as
+well.
+Milliseconds are medians over iterations, TFLOP/s count the causal half; error is the relative distance of the output and of the
+gradient of q from those of flash.
 """
 
 from __future__ import annotations

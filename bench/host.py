@@ -2,9 +2,9 @@
 
     python -m bench.host [--recipes fp8_current] [--profile fp8_current] [--json FILE]
 
-The first table shows a single layer with weights cast at the step boundary, and layers of installed libraries. The second
-table shows ColumnParallelLinear with a DTensor weight under FSDP2, in a world of one rank: weights are cast where they are
-used. FSDP2 and its collectives take several times as long as a layer, so only the time inside of the layer counts: its
+The first table shows a single layer with weights cast at the step boundary, and layers of installed libraries.
+The second table shows ColumnParallelLinear with a DTensor weight under FSDP2, in a world of one rank: weights are cast where
+they are used. FSDP2 and its collectives take several times as long as a layer, so only the time inside of the layer counts: its
 forward, and its node of the backward.
 
 The third table shows the layer of the first table under torch.compile, where a linear of dlp is an opaque op and nn.Linear is

@@ -2,9 +2,10 @@
 
     python -m bench.producers [--sizes 256] [--only "rms_norm > fp8_current"] [--json FILE]
 
-A row `A > recipe` goes from the producer's input to both operands of that recipe, amaxes included: `apart` runs a kernel for A
-and then the casts; `fused` runs casts that compute A. Both gradients of swiglu are cast by one kernel. Useful bytes are the
-same for both: inputs are read once, codes and scales are written once. The method is that of bench.quantize.
+A row `A > recipe` goes from the producer's input to both operands of that recipe, amaxes included: `apart`
+runs a kernel for A and then the casts; `fused` runs casts that compute A. Both gradients of swiglu are cast by one kernel.
+Useful bytes are the same for both: inputs are read once, codes and scales are written once. The method is that of
+bench.quantize.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ bf16.
 
 Shapes and subjects are those of `bench.parallel_subjects`: plain torch (all_gather, F.linear, reduce_scatter), ours, and
 Transformer Engine where it is installed. Ours sends through memory that GPUs map (--transport nccl: by NCCL), and its
-iterations end with the step boundary, which casts the weights. `auto` chooses by --table, or by the times that dlp ships of
-the same linears. `--recipes fp8_block --overlap serial chunked fused` shows the GEMM that waits inside and the one that sends,
-which `bench.operators` judges by themselves. By subject, milliseconds:
+iterations end with the step boundary, which casts the weights. `auto` chooses by --table, or by the times that dlp ships
+of the same linears. `--recipes fp8_block --overlap serial chunked fused` shows the GEMM that waits inside and
+the one that sends, which `bench.operators` judges by themselves. By subject, milliseconds:
 
     alone     the host waits for the device before each iteration: what a step takes that the host cannot run ahead of
     queued    iterations one after the other

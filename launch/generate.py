@@ -5,8 +5,8 @@
     python -m launch.generate CHECKPOINT --prompts FILE
 
 Several prompts are continued one after the other, so no text depends on another prompt. Under torchrun the ranks are
-tensor-parallel. Keys and values are cached, so that each new token costs the forward of one token. The model uses the recipes
-of its training unless `--recipe` is given. `--profile FILE` traces ten tokens.
+tensor-parallel. Keys and values are cached, so that each new token costs the forward of one token.
+The model uses the recipes of its training unless `--recipe` is given. `--profile FILE` traces ten tokens.
 """
 
 from __future__ import annotations

@@ -34,12 +34,12 @@ def make(architecture: str, **more: Any) -> nn.Module:
     return model.train()
 
 
-def losses(model: nn.Module, steps: int = 5, device: str = "cpu") -> list[float]:
+def losses(model: nn.Module, steps: int = 5) -> list[float]:
     """Losses of a few steps of AdamW, each on other tokens."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     found = []
     for step in range(steps):
-        loss = loss_of(model, tokens(step).to(device))
+        loss = loss_of(model, tokens(step).to(next(model.parameters()).device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -164,7 +164,7 @@ llama3_1b
 --mesh.dp_replicate -1
     tiny.toml: [mesh] dp_replicate, dp_shard: expected one -1, got two
 --groups.edges.name default
-    tiny.toml: [[groups]] name: expected names that differ, got default, default
+    tiny.toml: [[groups]] name: expected different names, got default, default
 --train.recompute_every 2
     tiny.toml: [train] recompute_every: expected 1 with checkpointing = "none", which recomputes no block, got 2; set...
 --train.profile 6 --train.steps 5

@@ -6,7 +6,8 @@
 record of them. Exceptions carry a mark:
 
     def f(...):  # many parameters: REASON      for a signature that cannot be chosen: a mirrored signature of torch,
-                                                the flat schema of a custom op
+                 the
+                                               flat schema of a custom op
 
 A mark that is no longer needed fails as well.
 """

@@ -34,7 +34,8 @@ class DirectExchange:
     """Exchange by `batch_isend_irecv`.
 
     outgoing    memory for the parts that this rank sends: one set of parts for all ranks, or R sets, set i for rank i.
-                The set for this rank itself is a view of `arrived`
+                The set for
+                this rank itself is a view of `arrived`
     arrived     [R, *shape] for each part; row i came from rank i
     """
 

@@ -1,7 +1,8 @@
 """Lockstep: ranks that share collectives must run the same forwards and steps.
 
-A rank with fewer tokens, fewer microbatches or an empty batch leaves the other ranks waiting in a collective, without an
-error. Two checks detect this:
+A rank with fewer tokens, fewer microbatches or an empty batch leaves the other ranks waiting in a collective, without
+an error.
+Two checks detect this:
 
 first step    before each forward of the model and before the first optimizer step, ranks exchange a description of the next
               action. If the descriptions differ, every rank raises RuntimeError that names the action of each rank

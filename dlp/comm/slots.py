@@ -6,7 +6,8 @@
     wait        makes the current stream wait for `meet`, which runs on the side stream
     release     signals all peers that this rank has read its slot
 
-All ranks use a slot in the same order. They signal by flags in the header of the slot (`dlp/kernels/csrc/transport.cu`). The
+All ranks use a slot in the same order. They signal by flags in the header of the slot
+(`dlp/kernels/csrc/transport.cu`). The
 values of the flags do not depend on the step, so that each call is a launch that can be captured. Torch's symmetric memory
 allocates the buffers and exchanges addresses; multicast is not needed.
 """

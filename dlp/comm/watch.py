@@ -2,9 +2,10 @@
 seconds.
 
 Stream waits have no timeout of their own. The thread reads the main thread's current frame, which costs the main thread
-nothing. If the frame has not changed for half of PATIENCE, the thread also reads the open waits of this rank in mapped memory.
-If neither changes for the other half, the thread prints the waits and ends the process, as NCCL's watchdog does. While the
-main thread progresses, the thread reads nothing from the GPU, in particular not while a CUDA graph is captured.
+nothing.
+If the frame has not changed for half of PATIENCE, the thread also reads the open waits of this rank in mapped memory. If
+neither changes for the other half, the thread prints the waits and ends the process, as NCCL's watchdog does. While the main
+thread progresses, the thread reads nothing from the GPU, in particular not while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def place_of(frame: FrameType | None) -> tuple[str, int]:
 
 
 def within(seconds: float, ask: Callable[[], list[str]]) -> list[str]:
-    """Call `ask` on another thread, and return its lines. If `ask` raises RuntimeError or takes longer than `seconds`, return
-    one line that reports this."""
+    """Call `ask` on another thread, and return its lines. If `ask` raises RuntimeError or takes longer than `seconds`,
+    return one
+    line that reports this."""
     found = [f"the waits of the GPUs could not be read within {seconds:g} s"]
 
     def read() -> None:

@@ -105,7 +105,7 @@ class GroupedLinear(nn.ModuleList):
         """One GEMM; weights are stacked, which copies them once. torch's grouped kernel may round sums differently from
         separate linears."""
         weights = torch.stack([_values(expert).to(x.dtype) for expert in self])
-        y = F.grouped_mm(x, weights.transpose(1, 2), offs=offsets.to(torch.int32))
+        y = F.grouped_mm(x, weights.transpose(1, 2), offs=offsets.to(x.device, torch.int32))
         if getattr(self[0], "bias", None) is None:
             return y
         biases = torch.stack([_local(expert.bias).to(x.dtype) for expert in self])  # type: ignore[arg-type]

@@ -32,8 +32,9 @@ Wrap = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Encoding:
-    """Encoding of an average by torchao.optim. `module`, `name`: tensor class; `block`: elements that share a scale; `packed`:
-    number of codes in one element of `dtype`."""
+    """Encoding of an average by torchao.optim. `module`, `name`: tensor class; `block`: elements that share a scale;
+    `packed`: number of
+    codes in one element of `dtype`."""
 
     module: str
     name: str

@@ -345,8 +345,9 @@ Asked = str | dict[str, str]
 
 
 def choose(asked: Asked, problem: Problem | None, times: Times | None, why: str) -> tuple[Asked, tuple[Choice, ...]]:
-    """Strategies of a layer's GEMMs, as one name or by GEMM, from the settings of groups, and the choices of "auto". `why`:
-    the reason why there are no times."""
+    """Strategies of a layer's GEMMs, as one name or by GEMM, from the settings of groups, and the choices of "auto".
+    `why`: the reason why
+    there are no times."""
     names = dict.fromkeys(GEMMS, asked) if isinstance(asked, str) else {gemm: asked.get(gemm, SERIAL) for gemm in GEMMS}
     open_ones = [gemm for gemm in GEMMS if names[gemm] == AUTO]
     if not open_ones:

@@ -8,8 +8,8 @@
     COLUMN_SP    0                     gather="x"           reduce="scatter"     gather="x"
     ROW_SP       1                     reduce="scatter"     gather="dy"          gather="dy"
 
-x [M, K], w [N, K], dy [M, N]. All other properties follow from the row: the transfers, the sharded dimension of each operand,
-and therefore the scales on which ranks must agree.
+x [M, K], w [N, K], dy [M, N]. All other properties follow from the row: the transfers, the sharded
+dimension of each operand, and therefore the scales on which ranks must agree.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ saved by `torch.save` and loaded with weights_only, sharded as a DTensor or by F
 
     linear, mm, addmm          one opaque op, `dlp::quantized_linear`: cast x by `activation`, then run the GEMM of both formats
     operations on the parts    detach, clone, copies to devices, t, slice, narrow, split, cat, views of the same shape,
-                               all_gather, scatter, broadcast
+    all_gather,
+                               scatter, broadcast
     other operations           run on decoded values, with one warning per operation
 
 Values are read-only: operations that write to the tensor raise, except for a copy from another tensor of the same format.

@@ -1,7 +1,7 @@
 """Prepare token shards from text files and rows, and inspect shards.
 
-python -m launch.data prepare --out DIR FILES_OR_FOLDERS... [--tokenizer tokenizer.json] [--column text] python -m launch.data
-inspect SHARD_OR_FOLDER
+python -m launch.data prepare --out DIR FILES_OR_FOLDERS... [--tokenizer tokenizer.json] [--column text]
+python -m launch.data inspect SHARD_OR_FOLDER
 """
 
 import argparse

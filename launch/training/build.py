@@ -188,7 +188,8 @@ def carry_gradients(model: Llama, config: Config, wire: str) -> None:
 
 def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype | None, asked: Mesh) -> None:
     """Apply FSDP to each block and to the rest: weights gathered quantized, or in `dtype`, None: as they are stored, in fp32;
-    gradients reduced in fp32. Blocks free gathered weights after forward if `asked`; the rest keeps them for backward."""
+    gradients reduced in fp32.
+    Blocks free gathered weights after forward if `asked`; the rest keeps them for backward."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     gather = asked.quantized_gather
     for block in model.model.layers:

@@ -1,7 +1,7 @@
 """Training loop of one rank.
 
-    ┌─ step: microbatches forward and backward, clip, optimizer (step boundary) ─┐ └─ read the numbers of the previous step;
-    validate, save, stop at boundaries ◄┘
+    ┌─ step: microbatches forward and backward, clip, optimizer (step boundary) ─┐
+    └─ read the numbers of the previous step; validate, save, stop at boundaries ◄┘
 
 Results of a step are read one step later, so the host never waits for the device in between. Ranks share loss and stop
 requests in one reduction per step.
@@ -64,10 +64,10 @@ SETTLED = WARM + 2  # steps after which it is known which directions are capture
 
 @dataclass
 class Step:
-    """A step whose numbers are still on their way: mean loss x tp, ranks that were asked to stop, ranks with a flag set,
-    gradient norm, its limit, whether the update was skipped, this rank's flags. `began`, `ended`: host clock; the end is the
-    next step's beginning, or when the numbers were waited for. `wire`: bytes this rank sent in it, by group. `remarks`: what
-    is to be said of it, after its numbers."""
+    """A step whose numbers are still on their way: mean loss x tp, ranks that were asked to stop, ranks with
+    a flag set, gradient norm, its limit, whether the update was skipped, this rank's flags.
+    `began`, `ended`: host clock; the end is the next step's beginning, or when the numbers were waited for. `wire`: bytes
+    this rank sent in it, by group. `remarks`: what is to be said of it, after its numbers."""
 
     number: int
     numbers: OnTheWay

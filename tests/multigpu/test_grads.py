@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -222,6 +223,24 @@ class OnSomeTokens(nn.Module):
         rows = dlp.scatter_tokens(x, self.tp)
         rows = self.norm(rows) if self.tp.get_local_rank() == 0 else rows
         return dlp.gather_tokens(self.rest(rows), self.tp).view(x.shape)
+
+
+def nodes_that_outlive_a_backward() -> list[str]:
+    """Parameters whose AccumulateGrad node of one backward is that of the next, although no graph keeps it alive."""
+    model = make(2)
+    for step in range(2):
+        loss_of(model(batch(step))).backward()
+        for parameter in model.parameters():
+            if step == 0:
+                get_gradient_edge(parameter).node.metadata["first"] = True
+    return [name for name, p in model.named_parameters() if "first" in get_gradient_edge(p).node.metadata]
+
+
+@pytest.mark.ranks(2)
+def test_no_node_outlives_a_backward(ranks):
+    """A node accumulates on the stream of its creation. One that lived on raced with later steps on another stream, and left
+    gradients of norms that were other memory's."""
+    assert ranks(2).run(nodes_that_outlive_a_backward) == [[], []]
 
 
 def on_some_tokens(tp: int) -> dict[str, Tensor]:

@@ -373,8 +373,8 @@ def test_updates_with_spikes_are_skipped_and_a_resumed_run_skips_the_same(ranks,
     assert training.metrics(whole, "skipped") == {4: True, 5: True}
     (first, second) = (line for line in training.said(whole) if "was skipped" in line)
     assert re.fullmatch(
-        "step 4: the update was skipped, since the gradient norm of [\d.]+e?.* is over [\d.]+, 10 times the median "
-        "\(1 skipped since the start\)", first
+        r"step 4: the update was skipped, since the gradient norm of [\d.]+e?.* exceeds [\d.]+, 10 times the median "
+        r"\(1 skipped since the start\)", first
     ) and second.endswith("(2 skipped since the start)")  # fmt: skip
     losses, norms = training.metrics(whole), training.metrics(whole, "gradient_norm")
     assert norms[4] > 100 * norms[3] and losses[6] < losses[1], "nothing of the spikes is left"

@@ -56,8 +56,8 @@ def encode_e2m1(y: Tensor) -> Tensor:
 def encode_e2m1_stochastic(y: Tensor, random: Tensor) -> Tensor:
     """Return E2M1 codes 0..15, one code per byte, of fp32 y and random bytes (uint8) of the same shape.
 
-    With grid neighbours lo <= |y| < hi and f = (|y| - lo) / (hi - lo), y is rounded away from zero iff floor(256 f) + random
-    >= 256, i.e. with probability floor(256 f) / 256. |y| >= 6 gives 6, NaN gives +6.
+    With grid neighbours lo <= |y| < hi and f = (|y| - lo) / (hi - lo), y is rounded away from zero iff
+    floor(256 f) + random >= 256, i.e. with probability floor(256 f) / 256. |y| >= 6 gives 6, NaN gives +6.
     """
     y = y.nan_to_num(nan=LARGEST)
     magnitude = y.abs().clamp_(max=LARGEST)

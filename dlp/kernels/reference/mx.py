@@ -57,8 +57,8 @@ def reciprocal_e8m0(byte: Tensor) -> Tensor:
 def mx_scale(amax: Tensor, dtype: torch.dtype, rule: str) -> Tensor:
     """Return E8M0 bytes of fp32 amaxes of blocks, for elements of FP8 `dtype`, by the rule "ceil" or "floor".
 
-    "ceil": 2^ceil(log2(amax/max)), as the exact round-up of fl(amax * fl(1/max)); Inf gives 0xFE. "floor": 2^(floor(log2 amax)
-    - emax); Inf and NaN give 0xFF: all values of the block are NaN.
+    "ceil": 2^ceil(log2(amax/max)), as the exact round-up of fl(amax * fl(1/max)); Inf gives 0xFE.
+    "floor": 2^(floor(log2 amax) - emax); Inf and NaN give 0xFF: all values of the block are NaN.
     """
     if rule == "ceil":
         return encode_e8m0(amax * (1 / FP8_MAX[dtype]), round_up=True)

@@ -11,10 +11,11 @@
     ROW_SP      returns y [M/R, N], which is scattered;  backward is called with dy [M/R, N], which is gathered
 
     forward   quantize x, start the gather of x
-              y = token_gemm(x rowwise, w rowwise) save x of this rank's tokens, quantized
+              y = token_gemm(x rowwise, w rowwise)
+              save x of this rank's tokens, quantized
     backward  quantize dy, start the gathers in order of need: the operand of dgrad first
-              dx = token_gemm(dy rowwise, w columnwise); the reduction of dx runs under wgrad dw = contract_gemm(dy columnwise,
-              x columnwise), now or in `backward_dw`
+              dx = token_gemm(dy rowwise, w columnwise); the reduction of dx runs under wgrad
+              dw = contract_gemm(dy columnwise, x columnwise), now or in `backward_dw`
 
 Several weights that read the same x (siblings) share one quantization, one amax agreement, one gather and one saved operand of
 x, and the dgrads accumulate into one fp32 buffer that is reduced once.

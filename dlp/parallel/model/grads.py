@@ -120,7 +120,9 @@ class PartialGradients:
         self.num_sums = 0
         self.fsdp: dict[tuple[int, str], Managed] = {}
         self._called = False
-        self._nodes: dict[Slot, tuple[Tensor, Any]] = {}  # a parameter, and the object that keeps hooks alive
+        self._nodes: dict[
+            Slot, tuple[Tensor, Any]
+        ] = {}  # a parameter and its AccumulateGrad node, of the running backward
         self._task: int | None = None  # id of the running backward, if a sum is queued for it
         self._due: list[Tensor] = []  # parameters in the queued sum
         self._there: dict[tuple[bool, ...], Tensor] = {}
@@ -128,8 +130,9 @@ class PartialGradients:
     def check_summed(self, since: int) -> int:
         """Check before an optimizer step that partial gradients are summed.
 
-        Raises RuntimeError if there are gradients and no backward has summed any since `since`, the result of the last check
-        (0 at first). Returns the number of sums so far."""
+        Raises RuntimeError if there are gradients and no backward has summed any since `since`, the result of the last
+        check (0 at first).
+        Returns the number of sums so far."""
         if self.group.size() > 1 and self.num_sums == since:
             waiting = [slot for slot in self.slots if self._stored(slot).grad is not None]
             if waiting:
@@ -238,6 +241,9 @@ class PartialGradients:
     @torch.no_grad()
     def _sum(self) -> None:
         due, self._due, self._task = self._due, [], None
+        # A node that lives on stays on the stream of its creation: steps on another stream would accumulate there, unordered
+        # with code that reads or frees gradients on the stream of the step.
+        self._nodes.clear()
         self.num_sums += 1
         if not due or self.group.size() == 1:
             return

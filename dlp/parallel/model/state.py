@@ -5,8 +5,9 @@
     slots.NAME.scale       fp32 []        delayed scaling of one tensor, NAME as in "layers.0.mlp.up_proj.x"
     slots.NAME.history     fp32 [L]
     slots.NAME.target      fp32 []        the value onto which the scale maps the amax: fp8_max * 2^-margin
-    masters.NAME           fp32 [N, K]    master weight of a quantized-only weight, if an optimizer steps on masters; a
-                                          DTensor if the weight is a DTensor
+    masters.NAME           fp32 [N, K]   master weight of a quantized-only weight, if an optimizer steps on masters; a
+                           DTensor
+                                          if the weight is a DTensor
 
 Slots are equal on all ranks if all ranks share scales (the default), so that a checkpoint loads on any mesh. With a narrower
 amax group slots have a leading dimension of ranks; on the same mesh each rank loads its own slots, on another mesh each rank

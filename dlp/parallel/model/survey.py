@@ -9,7 +9,8 @@
 
 The attribute `dlp_made` of dlp's modules tells their origin: "by hand" (constructed explicitly), "by convert", or "vocabulary"
 for an embedding; so this file imports no layer. A module that reads parameters of another module would see DTensors. If the
-class shows this, the module is rejected by name; otherwise the error of the first forward gets a note (`explain`).
+class shows
+this, the module is rejected by name; otherwise the error of the first forward gets a note (`explain`).
 
 `guard` rejects torch features that a converted model does not support:
 

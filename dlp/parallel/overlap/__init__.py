@@ -1,9 +1,9 @@
 """Overlap strategies: schedules of a GEMM together with its collective.
 
-A strategy decides *when* transfers and GEMMs are issued. A GEMM is a value (`Gemm`, run on rows of A), so a strategy may run
-the GEMM once or chunk by chunk. A strategy knows no formats and no layers. Strategies are modules of this folder with a
-module-level `STRATEGY`; `load("serial")` imports a strategy by name. The number of chunks follows the name, as in
-`load("chunked:2")`, if the strategy has a function `in_chunks`.
+A strategy decides *when* transfers and GEMMs are issued. A GEMM is a value (`Gemm`, run on rows of A), so a strategy
+may run the GEMM once or chunk by chunk. A strategy knows no formats and no layers.
+Strategies are modules of this folder with a module-level `STRATEGY`; `load("serial")` imports a strategy by name. The number of
+chunks follows the name, as in `load("chunked:2")`, if the strategy has a function `in_chunks`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class Overlap(Protocol):
     """Overlap strategy.
 
     `launches_only`: with a transport, the strategy only launches, in order, so that a direction can be captured.
-    `calls_only`: a direction can also be captured without a transport, since sends are calls between launches."""
+    `calls_only`: a direction
+    can also be captured without a transport, since sends are calls between launches."""
 
     name: str
     launches_only: bool

@@ -8,7 +8,7 @@
     ManagedWeight   (fsdp2.py)    like LocalWeight, if FSDP manages the parameter on one rank and a layer may see a copy
     HeldWeight      (held.py)     only codes and scales exist, no high-precision parameter
     ShardedWeight   (sharded.py)  FSDP shards the rows. Each rank casts its rows at the step boundary; passes gather the
-                                  operands
+                    operands
 
 The step boundary casts all weights of a model together (`refresh`): their values are rounded to the dtype of activations
 (`Values`), then observed, agreed on and cast in one `CastBatch`.
@@ -153,7 +153,6 @@ class MainGrad:
 
     def __init__(self, parameter: nn.Parameter, mode: str, name: str) -> None:
         self.parameter, self.mode, self.name = parameter, mode, name
-        self._leaf = get_gradient_edge(parameter).node
 
     def target(self, value: Tensor) -> Target | None:
         """Destination of wgrad in the running backward; None: autograd gets dw.
@@ -165,9 +164,10 @@ class MainGrad:
         return self.buffer()
 
     def _accumulates(self) -> bool:
-        """Whether the running backward accumulates into the parameter's `grad`."""
+        """Whether the running backward accumulates into the parameter's `grad`. The node is not kept between backwards: it
+        would stay on the stream of its creation, also when later steps run on another stream."""
         try:
-            return torch._C._will_engine_execute_node(self._leaf)
+            return torch._C._will_engine_execute_node(get_gradient_edge(self.parameter).node)
         except RuntimeError:  # torch.autograd.grad returns the gradient
             return False
 
@@ -422,7 +422,8 @@ class Values:
     """Matrices that casts at the step boundary read: weights, or copies in the dtype and size that casts need.
 
     The copies are kept from step to step, by name of the weight, since launches hold their addresses. All copies are
-    renewed together: copies that are only rounded in one multi-tensor call, padded copies in another.
+    renewed together:
+    copies that are only rounded in one multi-tensor call, padded copies in another.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,8 @@ from dlp.parallel.weight.sharded import RowShards, ShardedWeight, ShardLayout
 @dataclass(frozen=True)
 class Gathering:
     """Arguments of `fully_shard` for one unit. refused: reason why its weights cannot be gathered quantized, or None;
-    early: the forward hook that logs that `dlp.attach` has not been called."""
+    early: the forward
+    hook that logs that `dlp.attach` has not been called."""
 
     group: ProcessGroup
     from_master: bool
