@@ -98,8 +98,8 @@ class Scatter(torch.autograd.Function):
         return _gathered(grads[0], ctx.group), None
 
 
-# Under torch.compile collectives are functional: in graphs of torch 2.11 an in-place collective of an autograd function loses its
-# result, and a compiled layer of plain torch left out the dgrads of q, k, v, gate and up (16 GEMMs of 21).
+# Under torch.compile collectives are functional: in graphs of torch 2.11 an in-place collective of an autograd function loses
+# the result, and a compiled layer of plain torch left out the dgrads of q, k, v, gate and up (16 GEMMs of 21).
 def _gathered(shard: Tensor, group: ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
         gathered: Tensor = functional.all_gather_tensor(shard, 0, group)
