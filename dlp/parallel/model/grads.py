@@ -40,7 +40,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -49,7 +48,7 @@ from torch.utils._pytree import tree_leaves
 from dlp.comm import collectives, observer
 from dlp.parallel.linear.state import cannot_pickle, in_backward
 from dlp.parallel.model.session import Session, converted_root, session_of
-from dlp.parallel.weight.base import MainGrad, Weight
+from dlp.parallel.weight.base import MainGrad, Weight, accumulates
 from dlp.parallel.weight.fsdp2 import Managed, managed
 from dlp.parallel.weight.local import LocalWeight, held
 from dlp.runtime.function import no_autocast
@@ -120,9 +119,6 @@ class PartialGradients:
         self.num_sums = 0
         self.fsdp: dict[tuple[int, str], Managed] = {}
         self._called = False
-        self._nodes: dict[
-            Slot, tuple[Tensor, Any]
-        ] = {}  # a parameter and its AccumulateGrad node, of the running backward
         self._task: int | None = None  # id of the running backward, if a sum is queued for it
         self._due: list[Tensor] = []  # parameters in the queued sum
         self._there: dict[tuple[bool, ...], Tensor] = {}
@@ -174,17 +170,13 @@ class PartialGradients:
         parameter = self._computed_with(slot)
         if not parameter.requires_grad:
             return False
-        known = self._nodes.get(slot)
-        if known is None or known[0] is not parameter:
-            known = self._nodes[slot] = parameter, get_gradient_edge(parameter).node
         try:
-            taken: bool = torch._C._will_engine_execute_node(known[1])
+            return accumulates(parameter)
         except RuntimeError:
             raise RuntimeError(
                 f"torch.autograd.grad returns the partial gradient of {slot.path} on this rank, before the sum over "
                 f"tp: call backward() and read the parameters' grad, which holds the sum"
             ) from None
-        return taken
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling() or in_backward():
@@ -241,9 +233,6 @@ class PartialGradients:
     @torch.no_grad()
     def _sum(self) -> None:
         due, self._due, self._task = self._due, [], None
-        # A node that lives on stays on the stream of its creation: steps on another stream would accumulate there, unordered
-        # with code that reads or frees gradients on the stream of the step.
-        self._nodes.clear()
         self.num_sums += 1
         if not due or self.group.size() == 1:
             return

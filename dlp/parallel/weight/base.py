@@ -141,6 +141,16 @@ class Weight(Protocol):
         """Raise ValueError for a parameter of the module that the layer would not compute with."""
 
 
+def accumulates(parameter: Tensor) -> bool:
+    """Whether the running backward accumulates into the `grad` of a parameter. RuntimeError if `torch.autograd.grad` returns
+    the gradient.
+
+    The AccumulateGrad node is looked up in each backward and never kept: a node that lives on stays on the stream of its
+    creation, and steps on another stream would accumulate there, unordered with code that reads or frees gradients."""
+    found: bool = torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    return found
+
+
 class Target(NamedTuple):
     """The tensor [N, K] into which wgrad accumulates dw, or, with `overwrite`, writes dw."""
 
@@ -164,10 +174,9 @@ class MainGrad:
         return self.buffer()
 
     def _accumulates(self) -> bool:
-        """Whether the running backward accumulates into the parameter's `grad`. The node is not kept between backwards: it
-        would stay on the stream of its creation, also when later steps run on another stream."""
+        """Whether the running backward accumulates into the parameter's `grad`."""
         try:
-            return torch._C._will_engine_execute_node(get_gradient_edge(self.parameter).node)
+            return accumulates(self.parameter)
         except RuntimeError:  # torch.autograd.grad returns the gradient
             return False
 
