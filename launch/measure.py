@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +39,8 @@ SHAPES = (
     (1, 8192, 16, 128),
 )  # batch, sequence, heads, head_dim
 KERNELS = 200  # of the graph whose gaps are measured
-GEMM, BURST, LOAD = 8192, 8, 3.0  # rows of a square bf16 GEMM, GEMMs after a pause, seconds of GEMMs without a pause
+GEMM, BURST = 8192, 8  # rows of a square bf16 GEMM, GEMMs of a measurement
+PAUSE, LOAD = 1.0, 3.0  # seconds without work before a burst, seconds of GEMMs before the measurement under load
 # Derived from complete runs of llama3_1b on two H200 (bench/results/predict.json); a short program cannot measure
 # these.
 FROM_RUNS = {"replay": 0.8e-3, "host": 6e-5, "host_collective": 1.7e-4, "nccl_slowdown": 0.05}
@@ -110,27 +112,23 @@ def kernel_gap(device: str) -> float:
     return seconds_of(graph.replay, device) / KERNELS
 
 
-def sustained(device: str, size: int, load: float) -> float:
-    """Speed of a bf16 GEMM at the end of `load` seconds of GEMMs, as a share of its speed after a pause; at most 1."""
-    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+def sustained(device: str) -> float:
+    """Speed of a bf16 GEMM after LOAD seconds of GEMMs, as a share of its speed after a pause; at most 1, and 1 on a CPU."""
+    if device != "cuda":
+        return 1.0
+    a, b = (torch.randn(GEMM, GEMM, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
 
-    def rate() -> float:
-        done()
-        began = time.perf_counter()
-        for _ in range(BURST):
-            torch.mm(a, b, out=out)
-        done()
-        return 1 / (time.perf_counter() - began)
+    def run() -> None:
+        torch.mm(a, b, out=out)
 
-    done = torch.cuda.synchronize if device == "cuda" else bool
-    rate()
-    time.sleep(min(load, 1.0))
-    burst, end, under_load = rate(), time.perf_counter() + load, list[float]()
-    while not under_load or time.perf_counter() < end:
-        under_load.append(rate())
-    last = under_load[-max(1, len(under_load) // 4) :]
-    return min(1.0, sum(last) / len(last) / burst)
+    run()
+    torch.cuda.synchronize()
+    time.sleep(PAUSE)
+    burst = timing.device_ms(run, BURST, settling=0.0, rounds=1)
+    loaded = timing.sustained_ms(run, BURST, settling=LOAD)
+    assert loaded is not None, "a GEMM of this size takes longer than its launch"
+    return min(1.0, burst / loaded)
 
 
 def nccl_bandwidth(device: str, nbytes: int) -> float:
@@ -143,19 +141,23 @@ def nccl_bandwidth(device: str, nbytes: int) -> float:
 
 def measure(board: str, overlap_table: str, device: str, nbytes: int = LARGE) -> dict[str, Any]:
     """The entries of a file of `launch/estimate/tables`."""
-    size, load = (GEMM, LOAD) if device == "cuda" else (64, 0.0)
     update, norm = optimizer_bandwidths(device, nbytes)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     shapes = SHAPES if device == "cuda" else [(1, 64, 2, 16)]
     return {
-        "about": {"device": name, "date": str(date.today()), "torch": torch.__version__, "command": " ".join(sys.argv)},
+        "about": {
+            "device": name,
+            "date": str(date.today()),
+            "torch": torch.__version__,
+            "command": shlex.join(["python", "-m", "launch.measure", *sys.argv[1:]]),
+        },
         "overlap_table": overlap_table,
         "memory": memory_bandwidth(device, nbytes),
         "optimizer": update,
         "norm": norm,
         "gap": kernel_gap(device),
         **FROM_RUNS,
-        "sustained": sustained(device, size, load),
+        "sustained": sustained(device),
         "nccl": nccl_bandwidth(device, nbytes) if world_size() > 1 else 0.0,
         "attention": [attention_rate(device, *shape) for shape in shapes],
     }

@@ -45,8 +45,6 @@ class Rates:
     host_collective the same per collective of NCCL between ranks of tp
     nccl            bytes per second that a rank sends by NCCL's ring inside a host, alone
     nccl_slowdown   share of the speed of computation that is lost while NCCL's kernels run
-    sustained       share of the measured speed of GEMMs and attention that remains in a run: tables are measured in short
-                    bursts, and a GPU under a steady load lowers its clocks at the power limit
     link, meeting   bytes per second and seconds per transfer between ranks of tp that map each other's memory
     """
 
@@ -60,7 +58,6 @@ class Rates:
     host_collective: float
     nccl: float
     nccl_slowdown: float
-    sustained: float
     link: float
     meeting: float
     attention: tuple[AttentionRate, ...]
@@ -89,7 +86,7 @@ class Rates:
 
     def gemm(self, recipe: Recipe, gemm: str, sizes: Sizes) -> float:
         """Seconds of a GEMM of (M, N, K)."""
-        return 2.0 * prod(sizes) / (self.gemm_rate(recipe, gemm, sizes) * self.sustained)
+        return 2.0 * prod(sizes) / self.gemm_rate(recipe, gemm, sizes)
 
     def attention_rate(self, sequence: int, head_dim: int) -> AttentionRate:
         """The rates at the nearest measured sequence length and head_dim."""
@@ -106,7 +103,10 @@ def boards() -> list[str]:
 
 @cache
 def rates_of(board: str) -> Rates:
-    """The rates of a board.
+    """The rates of a board in a run.
+
+    Tables hold the speeds of GEMMs and attention in short bursts. `sustained` of a table is the share that remains under a
+    steady load, when a GPU lowers its clocks at the power limit.
 
     Raises:
         ValueError: dlp ships no table of this board.
@@ -119,17 +119,20 @@ def rates_of(board: str) -> Rates:
         )
     found = json.loads(path.read_text())
     times = auto.load(auto.TABLES / found.pop("overlap_table"))
-    attention = tuple(AttentionRate(**row) for row in found.pop("attention"))
-    about = found.pop("about")
+    sustained, about = found.pop("sustained"), found.pop("about")
+    attention = tuple(
+        AttentionRate(row["sequence"], row["head_dim"], row["forward"] * sustained, row["backward"] * sustained)
+        for row in found.pop("attention")
+    )
+    gemms = tuple(_gemms(times.rows, sustained))
     return Rates(
-        board=board, link=times.speed, meeting=times.meeting, attention=attention, gemms=tuple(_gemms(times.rows)),
-        about=about, **found,
-    )  # fmt: skip
+        board=board, link=times.speed, meeting=times.meeting, attention=attention, gemms=gemms, about=about, **found
+    )
 
 
-def _gemms(rows: Sequence[auto.Row]) -> list[tuple[str, str, Sizes, float]]:
+def _gemms(rows: Sequence[auto.Row], sustained: float) -> list[tuple[str, str, Sizes, float]]:
     return [
-        (row.key[-1], gemm, row.sizes, 2.0 * prod(row.sizes) / seconds)
+        (row.key[-1], gemm, row.sizes, 2.0 * prod(row.sizes) / seconds * sustained)
         for row in rows
         for gemm, seconds in row.gemms.items()
         if seconds > 0

@@ -186,7 +186,7 @@ class StepWork:
     def _attention(self, block: str, *, forward: bool) -> None:
         m, sequence = self.model, self.train.sequence
         rate = self.rates.attention_rate(sequence, m.head_dim)
-        work = 2.0 * self.tokens * sequence * m.heads * m.head_dim / self.tp / self.rates.sustained
+        work = 2.0 * self.tokens * sequence * m.heads * m.head_dim / self.tp
         seconds = work / rate.forward if forward else 2.5 * work / rate.backward
         direction = "forward" if forward else "backward"
         self._compute(f"{block} attention {direction}", ATTENTION, seconds, kernels=2 if forward else 4)
