@@ -22,10 +22,8 @@ from __future__ import annotations
 import argparse
 import csv
 import logging
-import os
 import random
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,19 +32,19 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import dlp
+from bench.ranks import start
 from dlp.comm import observer
-from dlp.comm.mesh import BACKENDS
 from dlp.comm.wire_checks import WireChecks
 from launch.config.run_config import load
 from launch.training import sentinel
 from launch.training.build import Built, build
 from launch.training.sentinel import Sentinel, SentinelError
 
+OF_PARAMETERS = ("weight", "optimizer state", "gradient")
 KINDS = ("weight", "optimizer state", "activation", "gradient", "activation gradient", "wire")
 MESHES = {"tp2+sp": (1, 2, "true"), "dp2": (2, 1, "false")}
 COLUMNS = ("flip", "mesh", "kind", "rank", "where", "bit", "found", "names rank", "names layer", "message")
@@ -175,13 +173,11 @@ def injected(subject: Subject, kind: str, number: int) -> dict[str, Any]:
             y.register_hook(lambda grad: _flipped(draw, grad, found))
         return y
 
-    if kind == "weight":
+    if kind in OF_PARAMETERS:
         found["where"] = name
-    elif kind == "optimizer state":
+    if kind == "optimizer state":
         key = draw.choice(("exp_avg", "exp_avg_sq"))
-        found["where"] = name
     elif kind == "gradient":
-        found["where"] = name
         handles.append(named[name].register_post_accumulate_grad_hook(on_gradient))
     elif kind in ("activation", "activation gradient"):
         found["where"] = draw.choice(names)
@@ -217,39 +213,29 @@ def _flipped(draw: random.Random, grad: Tensor, found: dict[str, Any]) -> Tensor
     return changed
 
 
-def _rank(rank: int, folder: str, out: Path, numbers: Sequence[int], clean: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD))
-    torch.set_num_threads(1)
+def flip_all(rank: int, ranks: int, out: Path, numbers: Sequence[int], clean: int) -> None:
+    """On all ranks: the flips, then the clean steps."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    dist.init_process_group(BACKENDS["cpu"], init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     alarms = 0
     with patch.object(sentinel, "WireChecks", Damaging):
         subjects = {name: Subject(name) for name in MESHES}
         for number in numbers:
             kind, mesh = KINDS[number % len(KINDS)], list(MESHES)[number // (2 * len(KINDS)) % len(MESHES)]
             hit, row = number // len(KINDS) % WORLD, injected(subjects[mesh], kind, number)
-            layer = (
-                row["where"].rpartition(".")[0] if kind in ("weight", "optimizer state", "gradient") else row["where"]
-            )
+            layer = row["where"].rpartition(".")[0] if kind in OF_PARAMETERS else row["where"]
             said = row["message"]
             row |= {"flip": number, "mesh": mesh, "kind": kind, "rank": hit, "found": bool(said) and row["bit"] >= 0}
             row |= {"names rank": f"rank {hit} (" in said, "names layer": bool(layer) and layer in said}
             if rank == hit:
                 _append(out, row)
-            if rank == 0:
-                print(
-                    *(f"{number + 1} flips",) * (number % 100 == 99),
-                    sep="\n",
-                    end="\n" * (number % 100 == 99),
-                    flush=True,
-                )
+            if rank == 0 and number % 100 == 99:
+                print(f"{number + 1} flips", flush=True)
     for step in range(clean):
         said = subjects[list(MESHES)[step % len(MESHES)]].step()
         alarms += bool(said)
         if rank == 0 and (said or step % 500 == 499):
             print(f"{step + 1} clean steps: {alarms} alarms {said}", flush=True)
-    dist.destroy_process_group()
 
 
 def _append(out: Path, row: dict[str, Any]) -> None:
@@ -284,8 +270,7 @@ def main(arguments: Sequence[str]) -> int:
             csv.DictWriter(file, COLUMNS).writeheader()
     done = {int(row["flip"]) for row in rows_of(options.out)}
     numbers = [number for number in range(options.first, options.first + options.flips) if number not in done]
-    with tempfile.TemporaryDirectory(prefix="dlp-flips-") as folder:
-        mp.start_processes(_rank, (folder, options.out, numbers, options.clean), WORLD, start_method="fork")
+    start(flip_all, WORLD, options.out, numbers, options.clean)
     print_table(rows_of(options.out))
     return 0
 

@@ -14,7 +14,6 @@ import argparse
 import functools
 import json
 import logging
-import os
 import sys
 import tempfile
 import traceback
@@ -26,13 +25,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench.fuzz_programs import program
-from dlp.comm.mesh import AXES, BACKENDS
+from bench.ranks import start
+from dlp.comm.mesh import AXES
 from dlp.proof import run
 from dlp.proof.cases import MeshCase, in_equal_pieces
 from dlp.proof.report import Report
@@ -93,26 +92,26 @@ def judged(seed: int, ranks: int) -> tuple[str, str]:
         return "defect", traceback.format_exc()
 
 
-def _rank(rank: int, ranks: int, folder: str, out: Path, seeds: Sequence[int], loud: bool) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    torch.set_num_threads(1)
+def add_line(out: Path, seed: int, ranks: int, kind: str, said: str) -> None:
+    line = {"seed": seed, "ranks": ranks, "kind": kind, "program": program(seed, ranks).text, "said": said}
+    with out.open("a") as lines:
+        lines.write(json.dumps(line) + "\n")
+
+
+def judge_all(rank: int, ranks: int, running: Path, out: Path, seeds: Sequence[int], loud: bool) -> None:
+    """On all ranks: judge programs one by one. `running`: a file that names the program."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    store = f"file://{folder}/store"
-    dist.init_process_group(BACKENDS["cpu"], init_method=store, rank=rank, world_size=ranks, timeout=PATIENCE)
     for seed in seeds:
         if rank == 0:
-            (Path(folder) / "seed").write_text(str(seed))
+            running.write_text(str(seed))
         kind, said = judged(seed, ranks)
         told: list[Any] = [None] * ranks
         dist.all_gather_object(told, (kind, said))
         kind, said = next((each for each in told if each[0] == "defect"), told[0])
         if rank == 0:
-            line = {"seed": seed, "ranks": ranks, "kind": kind, "program": program(seed, ranks).text, "said": said}
-            with out.open("a") as lines:
-                lines.write(json.dumps(line) + "\n")
+            add_line(out, seed, ranks, kind, said)
             print(f"{seed}: {kind}: {said if loud else said.splitlines()[-1][:160]}", flush=True)
-    dist.destroy_process_group()
 
 
 def finished(out: Path) -> dict[int, dict[str, Any]]:
@@ -125,19 +124,12 @@ def run_seeds(seeds: Sequence[int], ranks: int, out: Path, loud: bool) -> None:
     """Run programs on one set of processes, and on new ones after a program that ended them."""
     while left := [seed for seed in seeds if seed not in finished(out)]:
         with tempfile.TemporaryDirectory(prefix="dlp-fuzz-") as folder:
+            running = Path(folder) / "seed"
             try:
-                mp.start_processes(_rank, (ranks, folder, out, left, loud), ranks, start_method="fork")
+                start(judge_all, ranks, running, out, left, loud, timeout=PATIENCE)
             except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-                seed = int((Path(folder) / "seed").read_text())
-                line = {
-                    "seed": seed,
-                    "ranks": ranks,
-                    "kind": "defect",
-                    "program": program(seed, ranks).text,
-                    "said": str(error),
-                }
-                with out.open("a") as lines:
-                    lines.write(json.dumps(line) + "\n")
+                seed = int(running.read_text())
+                add_line(out, seed, ranks, "defect", str(error))
                 print(f"{seed}: the processes ended: {str(error).splitlines()[-1]}", flush=True)
 
 

@@ -17,10 +17,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,12 +27,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import dlp
-from dlp.comm.mesh import AXES, BACKENDS
+from bench.ranks import start
+from dlp.comm.mesh import AXES
 from dlp.proof.cases import MeshCase
 from launch.config.run_config import Config, load
 from launch.training.build import build
@@ -146,15 +144,9 @@ def trained(run: Run, device: torch.device) -> Result:
     return Result(run, bits, statistics.median(times[len(times) // 4 :]))
 
 
-def _rank(rank: int, ranks: int, folder: str, out: Path, runs: Sequence[Run]) -> None:
-    """A rank, which makes all runs of meshes with this number of ranks."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    kind, device = runs[0].device, torch.device("cpu")
-    torch.set_num_threads(1)
-    if kind == "cuda":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    dist.init_process_group(BACKENDS[kind], init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+def run_all(rank: int, ranks: int, out: Path, runs: Sequence[Run]) -> None:
+    """On all ranks: the runs of meshes with this number of ranks."""
+    device = torch.device("cuda", rank) if runs[0].device == "cuda" else torch.device("cpu")
     for run in runs:
         began = time.perf_counter()
         result = trained(run, device)
@@ -163,7 +155,6 @@ def _rank(rank: int, ranks: int, folder: str, out: Path, runs: Sequence[Run]) ->
             with out.open("a") as lines:
                 lines.write(json.dumps(asdict(result)) + "\n")
             print(f"{run.shape} {run.recipe} {run.mesh}: {time.perf_counter() - began:.1f} s", flush=True)
-    dist.destroy_process_group()
 
 
 def results(out: Path) -> dict[Run, Result]:
@@ -220,8 +211,7 @@ def main(arguments: Sequence[str]) -> int:
         left = [run for run in runs if run.case.ranks == ranks and run not in found]
         if left and not options.table:
             print(f"{len(left)} runs on {ranks} ranks", flush=True)
-            with tempfile.TemporaryDirectory(prefix="dlp-invariant-") as folder:
-                mp.start_processes(_rank, (ranks, folder, options.out, left), ranks, start_method="fork")
+            start(run_all, ranks, options.out, left, device_type=options.device)
     lines = rows(runs, results(options.out))
     for line in [["shape", "recipe", "mesh", "ranks", "bits", "ms/step", "cost"], *lines]:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, WIDTHS, strict=True)))

@@ -5,7 +5,7 @@ one rank. A segment is summed exactly and rounded once to fp32; the segments are
 
     s0   s1   s2   s3   s4   s5   s6   s7        SEGMENTS, or the largest smaller power of two that divides the dimension
       └┬─┘      └┬─┘      └┬─┘      └┬─┘
-       └────┬────┘         └────┬────┘           a rank that holds an aligned power of two of segments owns a subtree
+       └────┬────┘         └────┬────┘           a rank with an aligned power-of-two number of segments owns a subtree
             └─────────┬─────────┘
 
 Exact: within a chunk of at most CHUNK terms, the values of a row are rounded to integers times one power of two, so that the

@@ -252,6 +252,11 @@ def placed(operand: QuantizedTensor, out: QuantizedTensor) -> QuantizedTensor:
     return out if operand is out else operand.format.fill(out, *operand.parts)
 
 
+def _turned(rowwise: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTensor:
+    columnwise = rowwise.transpose()
+    return columnwise if out is None else placed(columnwise, out)
+
+
 class Operands(NamedTuple):
     """Operands of one tensor, by orientation; None for an orientation that was not requested."""
 
@@ -442,10 +447,7 @@ def cast(
     if len(plan.reads) == 1 and not plan.derived:  # one read of each value produces all operands
         return list(starmap(Operands, results))
     if plan.derived:  # the rowwise operand, and its transpose
-        turned = [q.transpose() if col else None for q, _ in results if q]
-        if into[1] is not None:
-            turned = [q_t if q_t is None else placed(q_t, into[1]) for q_t in turned]
-        return [Operands(q if row else None, q_t) for (q, _), q_t in zip(results, turned, strict=True)]
+        return [Operands(q if row else None, _turned(q, into[1]) if col else None) for q, _ in results if q]
     # two reads for each value: rowwise, columnwise
     return [Operands(q, q_t) for (q, _), (_, q_t) in zip(results[::2], results[1::2], strict=True)]
 

@@ -51,9 +51,7 @@ _NEW = {"aten::empty.memory_format", "aten::empty_strided", "aten::new_empty", "
 # Allocation by (shape, strides, dtype) on the current device, without the dispatcher, as in compiled code of torch.
 _EMPTY = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")}
 DIRECTIONS = FORWARD, BACKWARD = "forward", "backward"
-LIMIT = (
-    64  # largest number of captured kinds of inputs of one autograd function; other inputs are launched step by step
-)
+LIMIT = 64  # captured kinds of inputs of one autograd function; inputs of further kinds are launched step by step
 SEEN = "waits for a second call with inputs of these shapes"
 SHARED = "inputs share memory"
 VARIES = f"more than {LIMIT} combinations of shapes, strides and alignments"

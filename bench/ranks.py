@@ -1,0 +1,45 @@
+"""Processes of this machine that become the ranks of a benchmark.
+
+start(work, ranks, *arguments)      `work(rank, ranks, *arguments)` on each rank, in a process group by a file store
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dlp.comm.mesh import BACKENDS
+
+
+def start(
+    work: Callable[..., None], ranks: int, *arguments: Any, device_type: str = "cpu", timeout: timedelta | None = None
+) -> None:
+    """Run `work(rank, ranks, *arguments)` on forked processes, one rank each; return when all have ended.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank raised, or ended otherwise.
+    """
+    with tempfile.TemporaryDirectory(prefix="dlp-ranks-") as folder:
+        given = ranks, folder, device_type, timeout, work, arguments
+        mp.start_processes(_rank, given, ranks, start_method="fork")
+
+
+def _rank(
+    rank: int, ranks: int, folder: str, device_type: str, timeout: timedelta | None, work: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:  # fmt: skip
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+    store = f"file://{folder}/store"
+    dist.init_process_group(BACKENDS[device_type], init_method=store, rank=rank, world_size=ranks, timeout=timeout)
+    work(rank, ranks, *arguments)
+    dist.destroy_process_group()
