@@ -33,6 +33,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.pool import Pool
 
@@ -198,6 +199,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):  # of pytest-xdist
         long = {item.path for item in items if world_of(item) or item.get_closest_marker("slow")}
         items.sort(key=lambda item: (item.path not in long, item.path))
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """A test that leaves its process group behind fails, in place of a later test that finds one."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left a process group in the process of pytest", pytrace=False)
 
 
 @pytest.fixture(scope="session")
