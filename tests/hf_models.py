@@ -24,7 +24,7 @@ def small(config_class: type, **more: Any) -> Any:
 
 
 def make(architecture: str, **more: Any) -> nn.Module:
-    """A model in fp32 with the same random weights in each call."""
+    """A model in fp32 with the same random weights in each call, on the CPU."""
     import transformers
 
     torch.manual_seed(0)

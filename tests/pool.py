@@ -62,7 +62,7 @@ class Reply:
 class Worker:
     process: multiprocessing.process.BaseProcess
     jobs: connection.Connection
-    stacks: Path  # where the worker writes its Python stacks on SIGUSR1
+    stacks: Path  # where the worker writes its Python stacks on SIGUSR1, and when a signal ends it
 
 
 def device() -> torch.device:
@@ -159,6 +159,7 @@ def _serve(rank: int, world: int, backends: str, directory: Path, jobs: connecti
     torch.set_num_threads(1)
     with open(directory / f"stacks-{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
+        faulthandler.enable(file=stacks)
         if backends == "shared":
             shared_gpu.prepare()
         if backends != "cpu":
@@ -214,7 +215,8 @@ def _receive(worker: Worker) -> Reply:
         return worker.jobs.recv()
     except (EOFError, ConnectionResetError):
         worker.process.join()
-        return Reply("died", time.monotonic(), f"the process ended with exit code {worker.process.exitcode}".encode())
+        said = f"{worker.stacks.read_text()}the process ended with exit code {worker.process.exitcode}"
+        return Reply("died", time.monotonic(), said.encode())
 
 
 def _report(workers: list[Worker], replies: dict[int, Reply], timeout: float) -> str:

@@ -241,8 +241,9 @@ def _of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any
 
 
 def _bytes(part: Tensor) -> Tensor:
-    """Return FP8 codes as bytes, which every backend supports."""
-    return as_bytes(part.contiguous()) if part.dtype.itemsize == 1 else part
+    """Return a part for a transfer: contiguous, and FP8 codes as bytes, which every backend supports."""
+    part = part.contiguous()
+    return as_bytes(part) if part.dtype.itemsize == 1 else part
 
 
 def _spelled(value: Any) -> Any:
@@ -446,7 +447,7 @@ def _gather(func: Any, w: QuantizedParameter, size: int, group: Any) -> Any:
         if along is SHARED:
             parts.append(tensor)
             continue
-        payload = _bytes(tensor).contiguous()
+        payload = _bytes(tensor)
         gathered = c10d.wait_tensor(func(payload, size, group))
         if along:
             gathered = torch.cat(gathered.chunk(size, 0), along)
@@ -476,7 +477,7 @@ def _alike(given: Sequence[Any]) -> bool:
 
 
 def _sent(w: QuantizedParameter, i: int) -> Tensor:
-    return _bytes(w.inside[i]).contiguous()
+    return _bytes(w.inside[i])
 
 
 def _by_part(collective: Callable[[int, Tensor], tuple[Any, Any]], into: list[QuantizedParameter]) -> tuple[Any, Any]:

@@ -140,12 +140,13 @@ def out_of_range(token: int) -> list[str]:
     logits, targets = logits_and_targets(8, torch.float32)
     targets[3] = token
     tp = worker.mesh(tp=dist.get_world_size())["tp"]
-    module = VocabParallelEmbedding(place(torch.zeros(VOCABULARY, HIDDEN), tp, 0), tp, False)
-    return [
-        refused(dlp.cross_entropy, columns_of_rank(logits), targets, tp),
-        refused(dlp.cross_entropy, logits, targets),
-        refused(module, targets.clamp(min=min(token, 0)).view(2, 4)),
-    ]
+    module = VocabParallelEmbedding(place(torch.zeros(VOCABULARY, HIDDEN, device=worker.device()), tp, 0), tp, False)
+    with mock.patch("dlp.parallel.model.embedding._reads_at_once", lambda tokens: True):
+        return [
+            refused(dlp.cross_entropy, columns_of_rank(logits), targets, tp),
+            refused(dlp.cross_entropy, logits, targets),
+            refused(module, targets.clamp(min=min(token, 0)).view(2, 4)),
+        ]
 
 
 @pytest.mark.ranks(2)
@@ -163,7 +164,7 @@ def read_late() -> tuple[list[str], list[bool]]:
     logits, targets = logits_and_targets(8, torch.float32)
     group, mine = dist.group.WORLD, columns_of_rank(logits).requires_grad_()
     tp = worker.mesh(tp=dist.get_world_size())["tp"]
-    module = VocabParallelEmbedding(place(torch.ones(VOCABULARY, HIDDEN), tp, 0), tp, False)
+    module = VocabParallelEmbedding(place(torch.ones(VOCABULARY, HIDDEN, device=worker.device()), tp, 0), tp, False)
     bad = targets.clone()
     bad[3] = VOCABULARY
     with mock.patch("dlp.parallel.model.embedding._reads_at_once", lambda tokens: False):
@@ -216,9 +217,9 @@ def test_logits_of_ignored_rows_may_be_anything(ranks, z_loss):
 def other_rows_are_nan() -> Tensor:
     """A NaN in row 0 of this rank's part, which no token of the text reads."""
     tp = worker.mesh(tp=2)["tp"]
-    weight = torch.ones(VOCABULARY, HIDDEN)
+    weight = torch.ones(VOCABULARY, HIDDEN, device=worker.device())
     weight[:: VOCABULARY // 2] = torch.nan
-    return VocabParallelEmbedding(place(weight, tp, 0), tp, False)(torch.arange(1, 9)[None])
+    return VocabParallelEmbedding(place(weight, tp, 0), tp, False)(torch.arange(1, 9, device=worker.device())[None])
 
 
 @pytest.mark.ranks(2)

@@ -41,12 +41,12 @@ def run(call: Any, parameters: list[Tensor], x: Tensor) -> list[Tensor]:
 
 
 def by_hand(style: str, recipe: str, tp: int) -> list[tuple[Tensor, Tensor]]:
-    """Inside a worker: results of a bank beside results of linears that are called one after the other."""
-    mesh = worker.mesh(tp=tp)["tp"] if tp > 1 else None
+    """Results of a bank beside results of linears that are called one after the other; tp > 1: inside a worker."""
+    mesh, device = (worker.mesh(tp=tp)["tp"], worker.device()) if tp > 1 else (None, torch.device("cpu"))
     torch.manual_seed(0)
-    bank = dlp.GroupedLinear(len(SIZES), K, N, True, style=style, recipe=recipe, tp=mesh)
+    bank = dlp.GroupedLinear(len(SIZES), K, N, True, style=style, recipe=recipe, tp=mesh).to(device)
     linears = [copy.deepcopy(expert) for expert in bank]
-    x = tokens(features=bank[0].weight.shape[1] if tp == 1 or style != "row" else K // tp)
+    x = tokens(features=bank[0].weight.shape[1] if tp == 1 or style != "row" else K // tp).to(device)
     found = run(lambda x: bank(x, ends()), list(bank.parameters()), x)
     expected = run(lambda x: loop(linears, x, SIZES), [p for each in linears for p in each.parameters()], x)
     return list(zip(found, expected, strict=True))
@@ -85,7 +85,7 @@ class Net(nn.Module):
 
 def trained(recipe: str, grouped: bool) -> list[Tensor]:
     """Inside a worker: parameters after three steps under FSDP, with other empty experts on each rank."""
-    mesh, model = worker.mesh(dp_shard=2), Net(grouped)
+    mesh, model = worker.mesh(dp_shard=2), Net(grouped).to(worker.device())
     dlp.convert(
         model,
         [dlp.LayerGroup("experts", "bank.*", recipe=recipe), dlp.LayerGroup("first", "first", recipe="bf16")],
@@ -97,7 +97,7 @@ def trained(recipe: str, grouped: bool) -> list[Tensor]:
     rank = torch.distributed.get_rank()
     for step in range(3):
         sizes = SIZES if (step + rank) % 2 else SIZES[::-1]
-        model(tokens(sizes, seed=step), sizes).float().square().mean().backward()
+        model(tokens(sizes, seed=step).to(worker.device()), sizes).float().square().mean().backward()
         optimizer.step()
         dlp.end_step(model)
         optimizer.zero_grad()
@@ -143,8 +143,8 @@ ARCHITECTURES: dict[str, dict[str, int]] = {
 
 def logits(architecture: str, tp: int, recipe: str) -> list[Tensor]:
     """Inside a worker: of a model of transformers, and with banks, converted."""
-    made = hf_models.make(architecture, num_experts_per_tok=2, **ARCHITECTURES[architecture]).eval()
-    ids = hf_models.tokens(0)
+    made = hf_models.make(architecture, num_experts_per_tok=2, **ARCHITECTURES[architecture]).eval().to(worker.device())
+    ids = hf_models.tokens(0).to(worker.device())
     with torch.no_grad():
         before = made(input_ids=ids).logits
         weights = made.model.layers[0].mlp.experts.gate_up_proj.clone()

@@ -44,9 +44,8 @@ def trained(architecture: str, tp: int, dp_shard: int, recipe: Any = None) -> li
     """Losses of a model as it is, and converted on a mesh."""
     logging.getLogger("dlp").setLevel(logging.ERROR)
     mesh = worker.mesh(dp_shard=dp_shard, tp=tp)
-    model = hf_models.make(architecture)
-    before = hf_models.losses(model)
-    model = hf_models.make(architecture)
+    before = hf_models.losses(hf_models.make(architecture).to(worker.device()))
+    model = hf_models.make(architecture).to(worker.device())
     dlp.convert(model, dlp.groups_for(model, tp=tp, recipe=recipe), mesh)
     if dp_shard > 1:
         for block in block_modules(model):
@@ -92,13 +91,13 @@ def test_a_recipe_reaches_the_linears_of_blocks(ranks):
 def exported(folder: str) -> list[float]:
     """The largest difference of logits between a trained model and what save_pretrained wrote of it, on tp ranks."""
     mesh = worker.mesh(dp_shard=1, tp=2)
-    model = hf_models.make("LlamaForCausalLM")
+    model = hf_models.make("LlamaForCausalLM").to(worker.device())
     dlp.convert(model, dlp.groups_for(model, tp=2), mesh)
     hf_models.losses(model, steps=2)
     model.save_pretrained(folder, is_main_process=torch.distributed.get_rank() == 0)
     torch.distributed.barrier()
-    back = transformers.LlamaForCausalLM.from_pretrained(folder)
-    ids = hf_models.tokens(0)
+    back = transformers.LlamaForCausalLM.from_pretrained(folder).to(worker.device())
+    ids = hf_models.tokens(0).to(worker.device())
     with torch.no_grad():
         return [float((back(ids).logits - model(ids).logits).abs().max()), float(back(ids).logits.abs().max())]
 
@@ -120,9 +119,10 @@ def streamed(folder: str, tp: int, dp_shard: int) -> list[float]:
             dlp.fully_shard(block, mesh=mesh)
         dlp.fully_shard(model, mesh=mesh)
     dlp.load_pretrained(model, folder, mesh.device_type)
-    ids = hf_models.tokens(0)
+    ids = hf_models.tokens(0).to(worker.device())
     with torch.no_grad():
-        expected = transformers.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+        alone = transformers.AutoModelForCausalLM.from_pretrained(folder).to(worker.device())
+        expected = alone(ids).logits
         return [float((model(ids).logits - expected).abs().max()), float(expected.abs().max())]
 
 

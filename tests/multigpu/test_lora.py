@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dlp
 from dlp.flows.lora import adapted
+from tests import pool as worker
 from tests.test_lora import with_adapters
 
 TOKENS = 32
@@ -32,7 +33,7 @@ class Block(nn.Module):
 
 
 def inputs() -> Tensor:
-    return torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(3))
+    return torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(3)).to(worker.device())
 
 
 def trained(model: nn.Module, x: Tensor, steps: int = 3) -> dict[str, Tensor]:
@@ -65,7 +66,7 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def cut(sequence_parallel: bool, recipe: str) -> float:
     """The largest relative difference between tp and one rank."""
     mesh = dlp.build_mesh(tp=dist.get_world_size())
-    expected = trained(with_adapters(Block()), inputs())
+    expected = trained(with_adapters(Block()).to(worker.device()), inputs())
     model = with_adapters(Block(sequence_parallel))
     groups = [
         dlp.LayerGroup("all", "**", recipe=recipe, sequence_parallel=sequence_parallel),
@@ -86,14 +87,14 @@ def test_tensor_parallel_adapters_train_as_on_one_rank(ranks, sequence_parallel,
 
 
 def by_fsdp(base: str | None, folder: str) -> float:
-    model = with_adapters(Block(), base=base)
+    model = with_adapters(Block(), base=base).to(worker.device())
     one = copy.deepcopy(model)
     mesh = dlp.build_mesh(dp_shard=dist.get_world_size())
     fully_shard(model, mesh=mesh["dp_shard"])
     found, expected = trained(model, inputs()), trained(one, inputs())
     dlp.save_lora(model, folder)
     dist.barrier()
-    again = Block()
+    again = Block().to(worker.device())
     dlp.lora(again, rank=8, alpha=16)
     dlp.load_lora(again, folder)
     for name, module in adapted(again):

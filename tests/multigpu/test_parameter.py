@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import dlp
+from dlp.kernels import ops
 from dlp.quant import recipe as recipes
 from dlp.quant.fp8 import CurrentScaling, static
 from dlp.quant.integers import IntScaling
@@ -233,6 +235,24 @@ def test_uneven_shards_are_refused_by_all_ranks(ranks, world, rows):
     ]
     for said in ranks(world).run(cut_unevenly, rows):
         assert [each[: len(start)] for each, start in zip(said, expected, strict=True)] == expected
+
+
+def strided_scales() -> tuple[torch.Tensor, torch.Tensor]:
+    """y of a frozen fp8_block linear over FSDP whose scales lie in columns, as Hopper's GEMMs read them."""
+    torch.manual_seed(0)
+    layer, x = nn.Sequential(nn.Linear(256, 512)).to(worker.device()), torch.randn(4, 256, device=worker.device())
+    dlp.quantize_(layer, "fp8_block", mode="weight_only")
+    expected = layer(x)
+    with mock.patch.object(ops, "empty_block_scales", lambda shape, tile, device: torch.empty(2, 2, device=device).t()):
+        fully_shard(layer, mesh=worker.mesh()["dp_shard"])
+    assert not layer[0].weight.to_local().parts[1].is_contiguous()
+    return layer(x), expected
+
+
+@pytest.mark.ranks(2)
+def test_fsdp_gathers_scales_in_any_layout(ranks):
+    for y, expected in ranks(2).run(strided_scales):
+        assert_bit_equal(y, expected)
 
 
 def cut_blocks() -> None:
