@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from dlp.comm.mesh import shutdown
 from dlp.quant.__main__ import reference
 from tests.restored_tables import restored_fusions, restored_table
 from tools import site
@@ -81,7 +82,10 @@ def test_page(page, world, ranks, tmp_path):
     if world:
         ranks(world).run(run_blocks, str(page), chosen, str(tmp_path))
     else:
-        run_blocks(str(page), chosen, str(tmp_path))
+        try:
+            run_blocks(str(page), chosen, str(tmp_path))
+        finally:
+            shutdown()  # a page may build a mesh of one rank
 
 
 def anchors(page: Path) -> set[str]:
