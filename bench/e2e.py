@@ -125,7 +125,7 @@ def measure(
     generator = torch.Generator().manual_seed(dist.get_rank())
     micro = validate_world(config, mesh.size()).micro
     shape = (micro, config.train.sequence + 1)
-    text = [torch.randint(0, config.model.vocab, shape, generator=generator).to(device) for _ in range(2)]
+    text = [torch.randint(0, config.family.vocab, shape, generator=generator).to(device) for _ in range(2)]
     losses, times = [], []
     for i in range(warmup + steps):
         if i == warmup:

@@ -40,7 +40,7 @@ class Peer:
         self, config: Config, mesh: DeviceMesh, device: torch.device, *, float8: str | None = None, capturable: bool = False
     ) -> None:  # fmt: skip
         with torch.device("meta"):
-            self.model = Llama(replace(config.model, fused=False), DTYPES[config.train.dtype])
+            self.model = Llama(replace(config.family, fused=False), DTYPES[config.train.dtype])
         if float8 is not None:
             convert_to_float8(self.model, float8)
         self.after_step = None

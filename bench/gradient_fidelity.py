@@ -234,7 +234,7 @@ def measure(config: Config, batches: int) -> list[Fidelity]:
     """Compare every row at the end of the run that `config` describes. Rows that exist already are not repeated."""
     if world_size() > 1:
         raise ValueError(f"gradient fidelity is judged on one rank; got {world_size()}: start it without torchrun")
-    if config.model.fused:
+    if config.family.fused:
         raise ValueError("gradient fidelity fakes linears that read x; set --model.fused=false")
     trainer, done = start(config, make_mesh(config), StopFlag())
     if done < config.train.steps:

@@ -34,7 +34,7 @@ WAYS = ["eager", "compiled"]
 def make(config: Config, device: torch.device) -> Llama:
     """The model in bf16, converted on one rank, so that linears with the same x share its cast."""
     model, mesh = meta_model(config), dlp.build_mesh(device_type=device.type)
-    dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="bf16"), *parallel_groups(config.model, False)], mesh)
+    dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="bf16"), *parallel_groups(config.family, False)], mesh)
     model.to_empty(device=device)
     init_weights(model, 0)
     return model.to(torch.bfloat16).eval()
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     config = load(asked.config)
     init_process_group(device.type)
     length = min(asked.sequence or config.train.sequence, asked.tokens)
-    tokens = torch.randint(config.model.vocab, (asked.tokens // length, length), device=device)
+    tokens = torch.randint(config.family.vocab, (asked.tokens // length, length), device=device)
     ways = [way for way in WAYS if way in asked.ways]
     rates = {}
     for mode in ("bf16", "dynamic", "static"):

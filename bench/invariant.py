@@ -112,7 +112,7 @@ def trained(run: Run, device: torch.device) -> Result:
     losses, norms, times = dict[tuple[int, int], float](), list[Tensor](), list[float]()
     for step in range(run.steps):
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, config.model.vocab, (PIECES, config.train.sequence + 1), generator=generator)
+        tokens = torch.randint(0, config.family.vocab, (PIECES, config.train.sequence + 1), generator=generator)
         began, parts = time.perf_counter(), []
         for micro in range(PIECES // case.dp):
             piece = micro * case.dp + built.dims.dp_rank

@@ -143,7 +143,7 @@ def measure(case: str, config: Config, mesh: DeviceMesh, steps: int, device: tor
     shape = (built.batch.micro, config.train.sequence + 1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     text = [
-        torch.randint(0, config.model.vocab, shape, generator=generator).to(device)
+        torch.randint(0, config.family.vocab, shape, generator=generator).to(device)
         for _ in range(built.batch.num_micro)
     ]
     batches, norm = [(each[:, :-1], each[:, 1:]) for each in text], GradientNorm(built.model.parameters())

@@ -73,7 +73,7 @@ def of_block(model: Model, recipe: Any, tokens: int, dtype: torch.dtype) -> dict
 def table(config: Config) -> str:
     """Format as a Markdown table."""
     tokens, dtype = config.train.sequence, DTYPES[config.train.dtype]
-    found = {name: of_block(config.model, name, tokens, dtype) for name in recipes.names()}
+    found = {name: of_block(config.family, name, tokens, dtype) for name in recipes.names()}
     whole = sum(found["bf16"].values())
     lines = [f"| recipe | {' | '.join(LAYERS)} | MiB of a block | of bf16 |", "|---" * (len(LAYERS) + 3) + "|"]
     for name, layers in found.items():

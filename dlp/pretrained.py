@@ -2,7 +2,7 @@
 
     model = dlp.meta_model(folder)                    parameters without memory, buffers as the model makes them
     dlp.convert(model, dlp.groups_for(model, tp=2), mesh); dlp.fully_shard(...)
-    dlp.load_pretrained(model, folder, device)        one tensor at a time; each rank keeps its shard
+    dlp.load_pretrained(model, folder, device)        one parameter at a time; each rank keeps its shard
     model.save_pretrained(folder)                     called on all ranks
 
 Only this file needs transformers and safetensors.
@@ -10,13 +10,17 @@ Only this file needs transformers and safetensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from dlp.parallel.weight.local import fill
 
@@ -69,13 +73,23 @@ def meta_model(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> nn.
 
 
 @torch.no_grad()
+def allocate(model: nn.Module, device: torch.device | str) -> None:
+    """Give memory to the parameters of a model of `meta_model`; buffers, such as rotary frequencies, keep their values."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.device.type != "meta"}
+    model.to_empty(device=torch.device(device))
+    own = dict(model.named_buffers(remove_duplicate=False))
+    for name, values in buffers.items():
+        own[name].copy_(values)
+
+
+@torch.no_grad()
 def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device | str = "cpu") -> None:
-    """Load the weights of a folder into a model, converted and sharded or not, one tensor at a time.
+    """Load the weights of a folder into a model, converted and sharded or not, one parameter at a time.
 
     Args:
         model: model of `dlp.meta_model`, after `dlp.convert` and `dlp.fully_shard` and before `dlp.attach`. Parameters may be
             on the meta device.
-        folder: folder with *.safetensors, whose names are the parameter names of the model.
+        folder: folder with *.safetensors, in the form of save_pretrained of transformers.
         device: device on which parameters of the meta device get memory.
 
     Raises:
@@ -85,17 +99,12 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
         >>> model = dlp.meta_model("my/Qwen3-8B")  # doctest: +SKIP
         >>> dlp.load_pretrained(model, "my/Qwen3-8B", "cuda")  # doctest: +SKIP
     """
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.device.type != "meta"}
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
-        model.to_empty(device=torch.device(device))
+        allocate(model, device)
     own: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
-    for name, values in buffers.items():
-        own[name].copy_(values)
     own |= dict(model.named_parameters(remove_duplicate=False))
     loaded: set[int] = set()
-    for name, values in _tensors(Path(folder)):
-        if name not in own:
-            raise ValueError(f"{folder}: {name} is in the files, and {type(model).__name__} has no such parameter")
+    for name, values in _values(model, Path(folder), own):
         if own[name].shape != values.shape:
             raise ValueError(
                 f"{folder}: {name} is {list(values.shape)} in the files and {list(own[name].shape)} in the model"
@@ -110,14 +119,58 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
         )
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Name and values of each tensor, from memory-mapped files, one at a time."""
+def _values(model: nn.Module, folder: Path, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and values of the tensors of a model, one at a time. Names and layouts of the files are converted as
+    `from_pretrained` converts them: for example, weights of experts are stacked."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    tensors, prefix, conversions = _tensors(folder), getattr(model, "base_model_prefix", None), _conversions(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    found: dict[str, Any] = {}
+    for name, read in tensors.items():
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, own)
+        if renamed not in own and name in own:
+            renamed, pattern = name, None
+        if renamed not in own:
+            if any(re.search(each, renamed) for each in ignored):
+                continue
+            raise ValueError(f"{folder}: {name} is in the files, and {type(model).__name__} has no such parameter")
+        made = WeightRenaming(name, renamed) if pattern is None else copy.deepcopy(by_pattern[pattern])
+        found.setdefault(renamed, made).add_tensor(renamed, name, pattern or name, read)
+    for name, conversion in found.items():
+        for target, values in conversion.convert(name, model=model, config=getattr(model, "config", None)).items():
+            yield target, values[0] if isinstance(values, list) else values
+
+
+def _conversions(model: nn.Module) -> list[Any]:
+    """Conversions between files and parameters of a model of transformers, which are looked up by its class and type."""
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    own = next((each for each in type(model).__mro__ if not issubclass(each, FSDPModule)), nn.Module)
+    if not issubclass(own, PreTrainedModel):
+        return []
+    with torch.device("meta"):
+        return list(get_model_conversion_mapping(own(model.config)))
+
+
+def _tensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
+    """Readers of all tensors by name, from memory-mapped files."""
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder}: no *.safetensors in the folder; name a folder that save_pretrained wrote")
+    found: dict[str, Callable[[], Tensor]] = {}
     for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():
-                yield name, opened.get_tensor(name)
+        opened = safe_open(file, framework="pt")
+        found |= {name: functools.partial(opened.get_tensor, name) for name in opened.keys()}
+    return dict(sorted(found.items(), key=lambda item: _numbered(item[0])))
+
+
+def _numbered(name: str) -> list[tuple[int, str]]:
+    """Sort key in which layers.10 comes after layers.2, as transformers sorts tensors before their conversion."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

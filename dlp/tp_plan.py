@@ -180,12 +180,17 @@ def blocks_of(model: nn.Module) -> tuple[str, ...]:
 
 def block_modules(model: nn.Module) -> list[nn.Module]:
     """The blocks of a model in order; of nested blocks only the outermost."""
+    return list(named_blocks(model).values())
+
+
+def named_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by name, in order; of nested blocks only the outermost."""
     classes, found = set(blocks_of(model)), dict[str, nn.Module]()
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
         if type(module).__name__ in classes and not inside:
             found[name] = module
-    return list(found.values())
+    return found
 
 
 def _linears_of_blocks(model: nn.Module, blocks: Sequence[str]) -> list[str]:

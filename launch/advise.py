@@ -56,7 +56,7 @@ def candidate(extended: Extended, settings: Sequence[str]) -> Candidate:
 
 def meshes(config: Config, world: int) -> Iterator[tuple[str, ...]]:
     """Overrides of [mesh]: tp up to a host that divides heads and features, FSDP over all other ranks or inside hosts."""
-    m = config.model
+    m = config.family
     for tp in (1, 2, 4, 8):
         if world % tp or tp > HOST or any(size % tp for size in (m.heads, m.kv_heads, m.ffn, m.vocab)):
             continue

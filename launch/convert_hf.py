@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -185,6 +185,8 @@ def export(
         What was done, in a sentence.
     """
     reader = weights_only.Reader(checkpoint)
+    if "model_type" in reader.opened.manifest["model"]:
+        return export_pretrained(reader, folder, dtype)
     model, theirs = reader.model(), dict(their_names(reader.model().layers))
     parameters = parameters_of(model)
     if over := sorted(reader.names() - parameters.keys()):
@@ -220,6 +222,26 @@ def export(
         f"{len(coded)} linears as codes of {formats}, {said_bytes(size)} in all, of a {model.family} in {folder}; without "
         f"--codes {said_bytes(plain)} of {dtype}"
     )
+
+
+def export_pretrained(reader: weights_only.Reader, folder: Path, dtype: str | None) -> str:
+    """`export` of a model of transformers, written by its own save_pretrained. The complete model is in host memory."""
+    from dlp.pretrained import allocate, meta_model
+
+    with new_folder(folder) as work:
+        (work / CONFIG).write_text(json.dumps(reader.opened.manifest["model"], indent=2) + "\n")
+        model = meta_model(work)
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        dtype = dtype or _one_dtype(reader.dtypes(parameters))
+        allocate(model, "cpu")
+        weights_only.fill(
+            reader.path, reader.opened, {name: each.detach() for name, each in model.named_parameters()}, no_dist=True
+        )
+        saved: Any = model.to(getattr(torch, NAMES[dtype]))
+        saved.config.dtype = getattr(torch, NAMES[dtype])
+        saved.save_pretrained(work)
+    size = sum(tensor.nbytes for tensor in saved.parameters())
+    return f"{len(parameters)} tensors, {said_bytes(size)} of {dtype}, of a {type(saved).__name__} in {folder}"
 
 
 def _one_dtype(found: set[torch.dtype]) -> str:

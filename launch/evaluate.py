@@ -19,14 +19,12 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-import dlp
 from dlp.comm.mesh import shutdown
 from dlp.parallel.model.embedding import IGNORED
 from launch.config.run_config import count
 from launch.data.sources import Data, described, open_sources
 from launch.data.token_stream import TokenStream
 from launch.inference.trained_model import Trained, command_line, open_trained, quantized
-from launch.models.attention import Documents
 from launch.settings.schema import ConfigError
 from launch.weights import weights_only
 
@@ -45,7 +43,7 @@ class Perplexity:
 def read_data(trained: Trained, path: Path) -> Data:
     """Open the data of the model's config. Raises ValueError for data of another tokenizer."""
     config = trained.config
-    data = open_sources(config.data.path, config.model.vocab, config.data.validation)
+    data = open_sources(config.data.path, config.architecture.vocab, config.data.validation)
     folder = str(data.train[0].path.parent)
     weights_only.check_tokenizer(path, trained.opened.manifest, folder, data.tokenizer)
     return data
@@ -72,10 +70,9 @@ def perplexity(trained: Trained, data: Data, split: str, batches: int | None) ->
         for micro in range(batch.num_micro):
             place = (step, micro, trained.dims.dp_rank, batch.dp_size)
             lying = stream.documents(*place) if trained.config.data.reset_attention else ()
-            tokens, targets, *documents = (each.to(trained.device) for each in (*stream.batch(*place), *lying))
-            logits = trained.model(tokens, Documents(*documents) if documents else None)
-            totals[0] += dlp.cross_entropy(logits, targets, trained.mesh)
-            totals[1] += (targets != IGNORED).sum()
+            microbatch = [each.to(trained.device) for each in (*stream.batch(*place), *lying)]
+            totals[0] += trained.config.architecture.loss(trained.model, microbatch, trained.mesh)
+            totals[1] += (microbatch[1] != IGNORED).sum()
     dist.all_reduce(totals)
     loss, tokens = totals.tolist()
     return Perplexity(loss / tokens, round(tokens) // trained.dims.tp)

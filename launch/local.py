@@ -58,7 +58,7 @@ def check_here(config: Config) -> None:
     missing data, or an invalid checkpoint."""
     check_device(config, "cuda" if torch.cuda.is_available() else "cpu")
     metric_sinks.check(config.run.metrics)
-    open_sources(config.data.path, config.model.vocab, config.data.validation)
+    open_sources(config.data.path, config.architecture.vocab, config.data.validation)
     if (path := resolve(config.checkpoint.resume, Path(config.run.dir, "checkpoints"))) is not None:
         read_manifest(path)
     elif config.train.init_from is not None:

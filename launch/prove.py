@@ -86,11 +86,11 @@ def provable(config: Config, size: Size, exact: bool = False) -> tuple[Config, l
         changes |= {"invariant": True, "reduce_gradients": "auto", "sentinel": 0, "main_grads": "off", "ledger": "off"}
         mesh = replace(mesh, grad_wire="auto")
         remarks.append("[train] invariant = true: only then can meshes have equal bits")
-    model = shrunk(config.model, size)
+    model = shrunk(config.family, size)
     if model.fused:
         model = replace(model, fused=False)
         remarks.append("[model] fused = false: modules inside of a fused sequence call no hooks")
-    if model != config.model:
+    if model != config.family:
         remarks.append(
             f"[model] layers = {model.layers}, hidden = {model.hidden}, ffn = {model.ffn}, heads = {model.heads}, "
             f"kv_heads = {model.kv_heads}, head_dim = {model.head_dim}, vocab = {model.vocab}"
@@ -136,7 +136,7 @@ def tokens_of(config: Config, step: int) -> Tensor:
     """Random tokens [B, S + 1] of a step."""
     generator = torch.Generator().manual_seed(config.train.seed + step)
     shape = (config.train.global_batch, config.train.sequence + 1)
-    return torch.randint(0, config.model.vocab, shape, generator=generator)
+    return torch.randint(0, config.family.vocab, shape, generator=generator)
 
 
 def loss(config: Config, model: Any, batch: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -157,7 +157,7 @@ def bytes_of(config: Config, model: Any, mesh: DeviceMesh, case: MeshCase) -> Tr
 
 def fitting(meshes: Sequence[str], config: Config) -> Iterator[str]:
     """The meshes that fit this model and batch. Raises ValueError for a named mesh that does not fit."""
-    model = config.model
+    model = config.family
     for name in meshes:
         case = MeshCase.parse(name)
         for field in ("kv_heads", "heads", "ffn", "vocab"):

@@ -38,7 +38,6 @@ from launch.config.run_config import Config, command_line, count, make_parser, t
 from launch.estimate.memory_check import check_fits, planned
 from launch.estimate.step_time import forecast_or_reason
 from launch.estimate.timeline_picture import write_timeline
-from launch.models.parallel import describe_fused
 from launch.ranks import rank_objects
 from launch.ranks.hang_watch import HangWatch, Place
 from launch.ranks.links import describe_transports
@@ -80,7 +79,7 @@ def plan_text(config: Config, world: int, device: str, timeline: Path | None = N
     held = [f"memory: {found.memory}"] if isinstance(found.memory, Unpredictable) else found.memory.describe()
     averages = describe_optimizer(config, found.plan, found.dims.dp_shard)
     kind = kind_of(device)
-    layers = [str(found.plan), *describe_fused(config.model), "", attention_of(config, kind).describe()]
+    layers = [str(found.plan), *config.architecture.describe(config.mesh.tp), "", attention_of(config, kind).describe()]
     layers.append(describe_graph(config, kind))
     saves = describe_saves(config.checkpoint)
     time = forecast_or_reason(config, world, device, found)
@@ -143,6 +142,8 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         built = build(config, mesh, device)
         run.say(built.dims.describe(mesh.device_type))
         run.say(str(built.plan).splitlines()[0])
+        for line in config.architecture.describe(config.mesh.tp):
+            run.say(line)
         run.say(attention_of(config, device_kind(mesh.device_type)).describe())
         if mesh.device_type == "cuda" and built.dims.tp > 1:
             run.say(f"transport: {transport.describe(TP, mesh[TP].get_group())}")

@@ -17,7 +17,7 @@ from dlp.optim.encodings import ENCODINGS
 from launch.config import early
 from launch.config import run_config as configuration
 from launch.config.__main__ import docs
-from launch.config.files import CONFIGS
+from launch.config.files import CONFIGS, FOR_FOLDERS
 from launch.config.groups import SCHEMA, Group
 from launch.config.rules import validate_world
 from launch.config.run_config import load, make_parser, to_toml
@@ -29,7 +29,7 @@ from launch.training.cuda_graph import describe_graph, replays_steps
 from tests.command import command
 
 ROOT = Path(__file__).parents[1]
-SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.toml"))
+SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.toml") if path.stem != FOR_FOLDERS)
 TINY = (CONFIGS / "tiny.toml").read_text()
 
 
@@ -260,7 +260,7 @@ def test_a_section_must_be_a_table(tmp_path: Path) -> None:
 def test_unknown_config_lists_the_shipped_ones() -> None:
     assert refused([], "tinny") == (
         "tinny: no such config, expected a path to a TOML file or one of bench_8b, fidelity, llama3_1b, "
-        "llama3_70b, llama3_8b, quality, qwen3_8b, tiny"
+        "llama3_70b, llama3_8b, quality, qwen3_8b, tiny, transformers"
     )
 
 

@@ -145,7 +145,7 @@ def shortened(folder: Path, arguments: Sequence[str]) -> list[str]:
     before = complete(folder / setting(arguments, "run.dir", run_of(arguments)) / "checkpoints")
     done = step_of(before[-1]) if before and setting(arguments, "checkpoint.resume", "auto") == "auto" else 0
     profile = ["--train.profile", "0"] if setting(arguments, "train.profile", "0") != "0" else []
-    model = [] if any(each.endswith(".toml") for each in arguments) else TINY
+    model = [] if any(each.endswith(".toml") or each == "--model" for each in arguments) else TINY
     data = [] if setting(arguments, "data.path", "") else ["--data.path", "data/other"]  # instead of builtin:stdlib
     return [*arguments, *SMALL, *model, *data, *profile, "--train.steps", str(done + 2), "--train.eval_every", "1000"]
 
@@ -166,7 +166,8 @@ def run_module(folder: Path, module: str, arguments: list[str], ranks: int = 0) 
 
 def run_of(arguments: Sequence[str]) -> str:
     """The folder of a run whose command names none."""
-    return f"runs/{next((Path(each).parent.name for each in arguments if each.endswith('.toml')), 'tiny')}"
+    default = "transformers" if "--model" in arguments else "tiny"
+    return f"runs/{next((Path(each).parent.name for each in arguments if each.endswith('.toml')), default)}"
 
 
 def renumber(made: Path, step: int) -> None:

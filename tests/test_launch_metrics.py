@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from launch.config.run_config import load
+from launch.models.decoder import flops_per_token
 from launch.models.settings import Model
 from launch.plot import main
 from launch.report import metrics
@@ -23,7 +24,6 @@ from launch.report.metrics import (
     MetricsError,
     Progress,
     drop_after,
-    flops_per_token,
     peak_flops,
     peak_memory,
     peak_of,

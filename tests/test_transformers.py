@@ -14,6 +14,7 @@ from torch import Tensor
 
 from launch import convert_hf
 from launch.models import families
+from launch.models.decoder import settings_of
 from launch.models.modules import Llama
 from launch.weights import weights_only
 
@@ -74,7 +75,7 @@ def test_logits_are_equal_there_and_back(case: str, tmp_path: Path) -> None:
     convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
     shape = weights_only.Reader(tmp_path / "ours").model()
     ours = Llama(shape, torch.float32)
-    weights_only.load(tmp_path / "ours", ours, weights_only.settings_of(shape))
+    weights_only.load(tmp_path / "ours", ours, settings_of(shape))
     torch.testing.assert_close(ours(tokens).unflatten(0, (2, -1)), expected, atol=2e-5, rtol=2e-5)
 
     convert_hf.export(tmp_path / "ours", tmp_path / "back", "fp32", None, limit=20_000)

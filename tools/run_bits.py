@@ -61,7 +61,7 @@ def train(config: Config, built: Built) -> Iterable[Tensor]:
     tokens = torch.Generator().manual_seed(built.dims.dp_rank)
     losses = []
     for _ in range(STEPS):
-        text = torch.randint(0, config.model.vocab, (built.batch.micro, config.train.sequence + 1), generator=tokens)
+        text = torch.randint(0, config.family.vocab, (built.batch.micro, config.train.sequence + 1), generator=tokens)
         targets = text[:, 1:].contiguous()
         loss = dlp.cross_entropy(built.model(text[:, :-1]), targets, built.mesh) / targets.numel()
         loss.backward()

@@ -20,7 +20,8 @@ A run is described by one TOML file. `CONFIG` on a command line is the name of a
 `.toml`) or a path, and `tiny` if it is left out. Keys without a default must be in the file.
 
 Settings are changed from the command line by `--section.key value`, in a group of layers by `--groups.NAME.key value`;
-`--recipe X` is short for `--groups.default.recipe X`. A value is written as in TOML, and a string needs no quotes:
+`--recipe X` is short for `--groups.default.recipe X`, and `--model FOLDER` for `--model.folder FOLDER`. A value is written as
+in TOML, and a string needs no quotes:
 
 ```bash
 python -m launch.config tiny --train.lr 1e-3 --mesh.sequence_parallel false --recipe bf16
@@ -39,7 +40,8 @@ def docs() -> str:
     page = [DOCS]
     for name, cls in SCHEMA.items():
         title = f"[[{name}]]" if name == "groups" else f"[{name}]"
-        page.append(f"## `{title}`\n\n{cls.__doc__}\n\n{markdown_table(cls)}\n")
+        page.append(f"## `{title}`\n")
+        page += [f"{form.__doc__}\n\n{markdown_table(form)}\n" for form in (cls, *cls.other_forms)]
     return "\n".join(page)
 
 

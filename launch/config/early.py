@@ -55,7 +55,7 @@ def check(arguments: Sequence[str]) -> tuple[argparse.Namespace, rules.Settings]
     for option in OPTIONS:
         parser.add_argument(option)
     options, changes = overrides.parse(parser, arguments, SCHEMA)
-    path = files.find(options.config)
+    path = files.find(files.chosen(options.config, arguments, changes))
     tables = files.parse(files.read_text(path), path.name)
     rules.check_shape(tables, path.name)
     overrides.apply(tables, changes, SCHEMA)

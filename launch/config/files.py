@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from launch.settings.schema import ConfigError, brief
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 DEFAULT = "tiny"
+FOR_FOLDERS = "transformers"  # default with --model FOLDER
 
 
 def find(name_or_path: str | Path) -> Path:
@@ -22,6 +24,13 @@ def find(name_or_path: str | Path) -> Path:
                 return candidate
     names = ", ".join(sorted(each.stem for each in CONFIGS.glob("*.toml")))
     raise ConfigError(f"{brief(str(name_or_path))}: no such config, expected a path to a TOML file or one of {names}")
+
+
+def chosen(config: str, arguments: Sequence[str], changes: Sequence[tuple[str, str]]) -> str:
+    """Return the name or path of the config of a command line: without a config, --model has a default of its own."""
+    if config == DEFAULT and DEFAULT not in arguments and "model.folder" in dict(changes):
+        return FOR_FOLDERS
+    return config
 
 
 def read_text(path: Path) -> str:

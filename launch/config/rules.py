@@ -12,7 +12,8 @@ from math import prod
 from typing import Any, TypeVar
 
 from launch.config.sections import AXES, SECTIONS, Checkpoint, Data, Mesh, Run, Train
-from launch.models.settings import Model
+from launch.models.folder import check_folder
+from launch.models.settings import Model, PretrainedModel
 from launch.settings.schema import ConfigError, Section, brief, read
 
 NAMES = (*SECTIONS, "groups")
@@ -25,7 +26,7 @@ class Settings:
     """All sections of a configuration. `source`: name of the file in messages; not compared."""
 
     mesh: Mesh
-    model: Model
+    model: Model | PretrainedModel
     data: Data
     train: Train
     checkpoint: Checkpoint
@@ -52,31 +53,31 @@ def build(kind: type[S], group: type[Section], tables: Mapping[str, Any], name: 
         ConfigError: A setting, or several settings together, cannot be used.
     """
     try:
-        sections: dict[str, Any] = {key: read(cls, tables.get(key, {}), f"[{key}]") for key, cls in SECTIONS.items()}
+        forms = {**SECTIONS, "model": _form_of_model(tables.get("model", {}))}
+        sections: dict[str, Any] = {key: read(cls, tables.get(key, {}), f"[{key}]") for key, cls in forms.items()}
         groups = [read(group, table, f"[[groups]] {place}") for place, table in enumerate(tables["groups"], start=1)]
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
     return kind(source=name, groups=tuple(groups), **sections)
 
 
+def _form_of_model(table: Mapping[str, Any]) -> type[Section]:
+    """Return the section class of `[model]`: sizes of a family, or a folder of transformers. Raises ConfigError for both."""
+    if "folder" not in table:
+        return Model
+    if others := [key for key in table if key != "folder"]:
+        raise ConfigError(
+            f"[model] {', '.join(map(brief, others))}: given together with --model {table['folder']}, whose config.json has "
+            f"all settings of the model: leave these out, or leave --model out"
+        )
+    return PretrainedModel
+
+
 def _agreements(config: Settings) -> Iterator[tuple[bool, str]]:
     """Yield (whether the rule holds, message) for each rule across settings that does not depend on the number of ranks."""
     mesh, model, train = config.mesh, config.model, config.train
     yield (mesh.dp_replicate, mesh.dp_shard) != (-1, -1), "[mesh] dp_replicate, dp_shard: expected one -1, got two"
-    yield (
-        model.heads % model.kv_heads == 0,
-        f"[model] kv_heads: expected a divisor of heads = {model.heads}, got {model.kv_heads}",
-    )
-    yield model.head_dim % 2 == 0, f"[model] head_dim: expected an even number, got {model.head_dim}"
-    window = model.sliding_window or train.sequence
-    yield (
-        train.sequence <= window,
-        f"[train] sequence: expected at most [model] sliding_window = {window}, got {train.sequence}: attention here sees "
-        f"all tokens of a sequence",
-    )
-    for name in ("heads", "kv_heads", "ffn", "vocab"):
-        size = getattr(model, name)
-        yield size % mesh.tp == 0, f"[mesh] tp: expected a divisor of [model] {name} = {size}, got {mesh.tp}"
+    yield from _of_family(config, model) if isinstance(model, Model) else _of_folder(config, model)
     tokens = abs(train.micro_batch) * train.sequence
     yield (
         not mesh.sequence_parallel or tokens % mesh.tp == 0,
@@ -96,11 +97,6 @@ def _agreements(config: Settings) -> Iterator[tuple[bool, str]]:
         train.profile <= train.steps,
         f"[train] profile: expected one of the {train.steps} steps, or 0, got {train.profile}",
     )
-    yield (
-        not (model.fused and train.compile),
-        "[model] fused: expected false with [train] compile = true, which fuses norms and gates by itself and keeps less "
-        "memory, got true; set one of them to false",
-    )
     why_not = cannot_capture(config)
     yield train.cuda_graph is not True or not why_not, f"[train] cuda_graph = true: {why_not}"
     for sentence in _against_invariant(config) if train.invariant else ():
@@ -113,12 +109,59 @@ def _agreements(config: Settings) -> Iterator[tuple[bool, str]]:
     yield len(set(names)) == len(names), f"[[groups]] name: expected different names, got {', '.join(names)}"
 
 
+def _of_family(config: Settings, model: Model) -> Iterator[tuple[bool, str]]:
+    """Yield (whether the rule holds, message) for each rule that involves the sizes of a family."""
+    mesh, train = config.mesh, config.train
+    yield (
+        model.heads % model.kv_heads == 0,
+        f"[model] kv_heads: expected a divisor of heads = {model.heads}, got {model.kv_heads}",
+    )
+    yield model.head_dim % 2 == 0, f"[model] head_dim: expected an even number, got {model.head_dim}"
+    window = model.sliding_window or train.sequence
+    yield (
+        train.sequence <= window,
+        f"[train] sequence: expected at most [model] sliding_window = {window}, got {train.sequence}: attention here sees "
+        f"all tokens of a sequence",
+    )
+    for name in ("heads", "kv_heads", "ffn", "vocab"):
+        size = getattr(model, name)
+        yield size % mesh.tp == 0, f"[mesh] tp: expected a divisor of [model] {name} = {size}, got {mesh.tp}"
+    yield (
+        not (model.fused and train.compile),
+        "[model] fused: expected false with [train] compile = true, which fuses norms and gates by itself and keeps less "
+        "memory, got true; set one of them to false",
+    )
+
+
+def _of_folder(config: Settings, model: PretrainedModel) -> Iterator[tuple[bool, str]]:
+    """Yield (whether the rule holds, message) for each rule of a folder of transformers that config.json need not be read
+    for. Raises ConfigError if the folder is incomplete; `Config` checks the architecture, for which transformers is needed."""
+    check_folder(model.folder)
+    folder, mesh, train = f"--model {model.folder}", config.mesh, config.train
+    yield (
+        mesh.tp == 1 or not mesh.sequence_parallel,
+        f"[mesh] sequence_parallel: expected false with {folder} and tp = {mesh.tp}, got true: modules of transformers "
+        f"compute all tokens",
+    )
+    yield (
+        not config.data.reset_attention,
+        f"[data] reset_attention: expected false with {folder}, got true: modules of transformers make their own masks",
+    )
+    yield train.attention == "auto", f"[train] attention: expected auto with {folder}, got {train.attention}"
+    yield (
+        train.init_from is None,
+        f"[train] init_from: expected none with {folder}, whose files are the initial weights, got {train.init_from}",
+    )
+
+
 def _against_invariant(config: Settings) -> Iterator[str]:
     """Yield a sentence for each setting with which bits depend on the mesh; `dlp.convert` refuses recipes and layers."""
     mesh, model, train = config.mesh, config.model, config.train
     if train.compile:
         yield "compiled code adds in an order that depends on shapes; set [train] compile = false"
-    if model.fused:
+    if isinstance(model, PretrainedModel):
+        yield f"norms and attention of --model {model.folder} add in an order of their own; train a family of [model]"
+    elif model.fused:
         yield "fused sequences add in an order of their own; set [model] fused = false"
     if train.optimizer != "adamw":
         yield f'{train.optimizer} computes on parts of matrices that depend on the mesh; set [train] optimizer = "adamw"'
@@ -145,6 +188,8 @@ def cannot_capture(config: Settings) -> str:
         return f"statistics are read in each step of group {', '.join(measured)}; leave stats out of the group"
     if config.data.reset_attention:
         return "the number of documents changes with each step; set [data] reset_attention = false"
+    if isinstance(config.model, PretrainedModel):
+        return "modules of transformers may read device memory on the host; set [train] cuda_graph = false or auto"
     if config.train.invariant:
         return "the sums of invariant = true read checksums of gradients on the host; set [train] invariant = false"
     if config.train.sentinel:

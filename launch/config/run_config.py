@@ -8,6 +8,7 @@ the number of ranks, are in rules.py. `to_toml` writes a file that loads as an e
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import dlp
@@ -17,6 +18,10 @@ from launch.config import files
 from launch.config.files import DEFAULT
 from launch.config.groups import SCHEMA, Group
 from launch.config.rules import Settings, build, check_shape, mesh_sizes
+from launch.models.architecture import Architecture
+from launch.models.decoder import Decoder
+from launch.models.pretrained import Pretrained
+from launch.models.settings import Model, PretrainedModel
 from launch.settings import overrides
 from launch.settings.schema import ConfigError, toml_lines
 
@@ -29,8 +34,27 @@ class Config(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for holds, sentence in self.architecture.rules(self):
+            if not holds:
+                raise ConfigError(f"{self.source}: {sentence}")
         for group in self.groups:
             _check_group(group, self.source)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """Interface of the launcher to the model of this configuration."""
+        return Pretrained(self.model) if isinstance(self.model, PretrainedModel) else Decoder(self.model)
+
+    @property
+    def family(self) -> Model:
+        """Sizes of `[model]`. Raises ConfigError for a model of transformers, which programs other than training and
+        evaluation do not run."""
+        if isinstance(self.model, PretrainedModel):
+            raise ConfigError(
+                f"{self.source}: --model {self.model.folder} is a model of transformers, and this program expects the sizes of "
+                f"a family in [model]; train and evaluate it, or export a checkpoint by launch.convert_hf and use transformers"
+            )
+        return self.model
 
 
 def _check_group(group: Group, source: str) -> None:
@@ -57,6 +81,11 @@ def parallel_dims(config: Config, world_size: int) -> ParallelDims:
     return ParallelDims(sizes[DP_REPLICATE], sizes[DP_SHARD], sizes[TP])
 
 
+def shards(config: Config, dp_size: int) -> bool:
+    """Return whether FSDP manages the parameters: on several data-parallel ranks, or to cast to the dtype of activations."""
+    return dp_size > 1 or (config.architecture.fsdp_casts and config.train.dtype != "fp32")
+
+
 def load(name_or_path: str | Path = DEFAULT, arguments: Sequence[str] = ()) -> Config:
     """Return the checked config of a name under launch/configs or of a TOML file.
 
@@ -71,6 +100,7 @@ def load(name_or_path: str | Path = DEFAULT, arguments: Sequence[str] = ()) -> C
 def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """Return a program's own arguments and its config, for a parser made by `make_parser`. Raises ConfigError."""
     options, changes = overrides.parse(parser, arguments, SCHEMA)
+    options.config = files.chosen(options.config, arguments, changes)
     return options, _load(options.config, changes)
 
 

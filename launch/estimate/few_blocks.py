@@ -16,7 +16,7 @@ FEW = 3  # number of blocks: a first, a middle and a last block, which layer gro
 
 def with_blocks(config: Config, layers: int) -> Config:
     """The config with another number of blocks."""
-    return replace(config, model=replace(config.model, layers=layers))
+    return replace(config, model=replace(config.family, layers=layers))
 
 
 class Extended:
@@ -24,10 +24,10 @@ class Extended:
 
     def __init__(self, config: Config, world: int, board: str) -> None:
         self.config, self.world, self.board = config, world, board
-        few = min(FEW, config.model.layers)
-        sizes = [few] if config.model.layers == few else [few, few + 1]
+        few = min(FEW, config.family.layers)
+        sizes = [few] if config.family.layers == few else [few, few + 1]
         self.configs = [with_blocks(config, layers) for layers in sizes]
-        self.more = config.model.layers - few
+        self.more = config.family.layers - few
         self.found: list[Planned] = [planned(each, world, board) for each in self.configs]
 
     def _all_blocks(self, values: Sequence[float]) -> float:

@@ -34,8 +34,8 @@ from dlp.quant.recipe import Recipe
 from launch.common.units import said_bytes
 from launch.config.run_config import Config
 from launch.estimate.saved_activations import REST, Saved, saved_by
+from launch.models.architecture import block_of
 from launch.ranks.links import transport_name
-from launch.training.build import meta_model
 from launch.training.cuda_graph import replays_steps
 from launch.training.gradient_accumulation import Accumulation
 from launch.training.optimizer import state_bytes
@@ -80,22 +80,12 @@ def memory(config: Config, plan: Plan, load: Workload, waits: Accumulation) -> M
         return _Estimate(config, plan, load, waits).memory()
 
 
-def cut_model(config: Config, tp: int, layers: int) -> torch.nn.Module:
-    """The model on the meta device, with the heads, features and vocabulary rows of one tp rank, and this number of
-    blocks."""
-    m = config.model
-    own = replace(
-        m, layers=layers, heads=m.heads // tp, kv_heads=m.kv_heads // tp, ffn=m.ffn // tp, vocab=m.vocab // tp
-    )
-    return meta_model(replace(config, model=own, mesh=replace(config.mesh, tp=1)))
-
-
 def kinds_of_blocks(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
     """For each block, the first block with equal rows."""
     said: dict[str, list[Any]] = {block: [] for block in blocks}
     for row in plan.layers:
-        block = block_of(row.name)
-        if block in said:
+        block = block_of(row.name, said)
+        if block:
             kind = (
                 row.name.removeprefix(block),
                 row.shape,
@@ -107,12 +97,6 @@ def kinds_of_blocks(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
             said[block].append(kind)
     first: dict[Any, str] = {}
     return {block: first.setdefault(tuple(rows), block) for block, rows in said.items()}
-
-
-def block_of(name: str) -> str:
-    """ "model.layers.3" for "model.layers.3.mlp.up_proj.weight"; "" for a name outside of blocks."""
-    head, found, rest = name.partition("layers.")
-    return f"{head}{found}{rest.partition('.')[0]}" if found else ""
 
 
 def _renamed(row: LayerPlan, block: str, to: str) -> LayerPlan:
@@ -129,11 +113,11 @@ class _Estimate:
         self.ranks = load.ranks(DP_SHARD)
         self.fsdp = bool(load.units)
         self.linears = linear_weights(plan)
-        self.blocks = [f"model.layers.{i}" for i in range(config.model.layers)]
+        self.blocks = list(config.architecture.blocks)
         self.wide = load.dtype.itemsize
         self.units: dict[str, list[ParameterPlan]] = {block: [] for block in ("", *self.blocks)}
         for parameter in plan.weights:
-            self.units[block_of(parameter.name)].append(parameter)
+            self.units[block_of(parameter.name, self.units)].append(parameter)
 
     def memory(self) -> Memory:
         saved = self._activations()
@@ -239,16 +223,19 @@ class _Estimate:
     def _activations(self) -> dict[str, float]:
         """Bytes of saved activations by block, and outside of blocks. Of blocks with equal rows only one is run."""
         train, dtype = self.config.train, self.load.weight_dtype if self.fsdp else torch.float32
-        kind = kinds_of_blocks(self.plan, self.blocks)
-        run = {first: self.blocks[i] for i, first in enumerate(dict.fromkeys(kind.values()))}
-        rows: list[Any] = [other for other in self.plan.others if not block_of(other.name)]
+        architecture = self.config.architecture
+        kind = kinds_of_blocks(self.plan, self.blocks) if architecture.equal_blocks else {b: b for b in self.blocks}
+        firsts = list(dict.fromkeys(kind.values()))
+        model, names = architecture.estimated(self.plan.tp, len(firsts), self.load.dtype)
+        run = dict(zip(firsts, names, strict=False))
+        rows: list[Any] = [other for other in self.plan.others if not block_of(other.name, kind)]
         for row in self.plan.layers:
-            block = block_of(row.name)
+            block = block_of(row.name, kind)
             if not block or block in run:
                 rows.append(_renamed(row, block, run[block]) if block else row)
         found = saved_by(
-            cut_model(self.config, self.plan.tp, len(run)), list(run.values()), rows, self.plan.tp,
-            (self._sequences(), train.sequence), dtype,
+            model, list(run.values()), rows, self.plan.tp, (self._sequences(), train.sequence), dtype,
+            architecture.logits,
         )  # fmt: skip
         self.found: Saved = found
         whole = found.compiled if train.compile else found.eager
@@ -321,7 +308,7 @@ class _Estimate:
 
     def _block_work(self) -> float:
         """Gradients of activations inside of an MLP's backward."""
-        widest = max(max(p.shape[0], 1) for row, p in self.linears.values() if block_of(p.name))
+        widest = max(max(p.shape[0], 1) for row, p in self.linears.values() if block_of(p.name, self.units))
         return 4.0 * self.load.tokens * widest * self.wide
 
 

@@ -157,7 +157,7 @@ def _normed(x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
 
 def saved_by(
     model: nn.Module, blocks: Sequence[str], rows: Sequence[LayerPlan | OtherPlan], tp: int, batch: tuple[int, int],
-    weight_dtype: torch.dtype,
+    weight_dtype: torch.dtype, forward: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__,
 ) -> Saved:  # fmt: skip
     """Saved bytes of one microbatch of `batch` = (B, S) tokens.
 
@@ -165,7 +165,8 @@ def saved_by(
                    modified
     blocks         names of modules
     rows           rows of a plan, by the model's names
-    weight_dtype   dtype of the embedding"""
+    weight_dtype   dtype of the embedding
+    forward        function of model and tokens that returns logits"""
     count, shared = _Count(), dict[tuple[str, ...], dict[str, Any]]()
     for row in rows:
         module = model.get_submodule(row.name)
@@ -178,7 +179,7 @@ def saved_by(
         _follow(model.get_submodule(name), name, count)
     tokens = torch.zeros(batch, dtype=torch.int64, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(count.pack, lambda tensor: tensor), _Kernels(count):
-        logits = model(tokens)
+        logits = forward(model, tokens)
     count.saved.logits = logits.untyped_storage().nbytes()
     return count.saved
 

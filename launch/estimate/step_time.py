@@ -14,7 +14,7 @@ from launch.estimate.memory_check import Planned
 from launch.estimate.rates import boards, rates_of
 from launch.estimate.step_work import ATTENTION, BOUNDARY, CAST, COPIES, LOSS, OPTIMIZER, POINTWISE, SUMS, StepWork
 from launch.estimate.timeline import EXPOSED, Timeline, schedule
-from launch.report.metrics import flops_per_token, peak_of
+from launch.report.metrics import peak_of
 from launch.training.cuda_graph import replays_steps
 
 LARGEST = 3  # number of costs that are listed with a remedy
@@ -138,7 +138,7 @@ def forecast(config: Config, world: int, board: str, found: Planned) -> Forecast
         shares[HOST] = host - device
     seconds = sum(shares.values())
     tokens = config.train.global_batch * config.train.sequence
-    flops = flops_per_token(config.model, config.train.sequence) * tokens / world
+    flops = config.architecture.flops_per_token(config.train.sequence) * tokens / world
     about = rates.about
     peak = peak_of(about["device"]) or float("nan")
     return Forecast(

@@ -34,10 +34,10 @@ from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Operand
 from launch.common.devices import kind_of
 from launch.config.run_config import Config
-from launch.estimate.memory import block_of
 from launch.estimate.memory_check import Planned
 from launch.estimate.rates import Rates
 from launch.estimate.timeline import COMPUTE, DP_LINK, TP_LINK, Program
+from launch.models.architecture import block_of
 from launch.ranks.links import NETWORK, leaves_host, transport_name
 from launch.training.optimizer import state_bytes
 
@@ -53,14 +53,14 @@ class StepWork:
 
     def __init__(self, config: Config, found: Planned, rates: Rates, device: str) -> None:
         self.config, self.plan, self.load, self.rates = config, found.plan, found.load, rates
-        self.model, self.train = config.model, config.train
+        self.model, self.train, blocks = config.family, config.train, frozenset(config.architecture.blocks)
         self.tp, self.shards = self.load.ranks(TP), self.load.ranks(DP_SHARD)
         self.tokens = self.load.tokens
         self.own_tokens = self.tokens // (self.tp if config.mesh.sequence_parallel else 1)
         self.program, self.kernels, self.collectives = Program(), 0, 0
         self.linears: dict[str, list[LinearTraffic]] = {}
         for linear in linears_of(self.plan, self.load):
-            self.linears.setdefault(block_of(linear.name), []).append(linear)
+            self.linears.setdefault(block_of(linear.name, blocks), []).append(linear)
         self.weights = linear_weights(self.plan)
         self.blocks = [block for block in self.linears if block]
         self.fsdp = bool(self.load.units) and self.shards > 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dlp
@@ -17,7 +18,6 @@ from launch.checkpoint import save_load
 from launch.checkpoint.manifest import CheckpointError, other_weights, read_manifest
 from launch.config.rules import Batch
 from launch.config.run_config import Config, count, from_text, recipe_files
-from launch.models.modules import Llama
 from launch.settings import overrides
 from launch.settings.schema import ConfigError
 from launch.training.build import parallel_model
@@ -35,7 +35,7 @@ class Trained:
     print."""
 
     config: Config
-    model: Llama
+    model: nn.Module
     mesh: DeviceMesh
     device: torch.device
     dims: ParallelDims
@@ -87,8 +87,8 @@ def fill(path: Path, config: Config, mesh: DeviceMesh) -> Trained:
     Raises CheckpointError if the checkpoint lacks delayed scales."""
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     model, _, batch = parallel_model(config, mesh)
-    model.to_empty(device=device)
-    opened, remarks = weights.load(path, model, weights.settings_of(config.model))
+    config.architecture.allocate(model, device)
+    opened, remarks = weights.load(path, model, config.architecture.settings)
     remarks += weights.load_recipes(path, model, opened, recipe_files(config))
     if new := sorted(without_amax(model)):
         raise CheckpointError(
@@ -123,6 +123,6 @@ def quantized(trained: Trained, recipe: str | None, mode: str, calibrate: Callab
 
 def check_length(config: Config, tokens: int) -> None:
     """Raise ConfigError for more tokens than the sliding window of the model."""
-    window = config.model.sliding_window or tokens
+    window = config.family.sliding_window or tokens
     if tokens > window:
         raise ConfigError(f"{tokens} tokens are more than [model] sliding_window = {window}: ask for fewer")

@@ -1,11 +1,11 @@
 """Settings of a model: the section `[model]` of a configuration."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from launch.models.families import FAMILIES
 from launch.models.rope_scaling import SCALINGS, is_scaling
-from launch.settings.schema import Rule, Section, choice, flag, integer, number, setting
+from launch.settings.schema import Rule, Section, choice, flag, integer, number, setting, text
 
 SCALING = Rule(
     "a table { rope_type = " + " or ".join(f'"{kind}"' for kind in SCALINGS) + ", and its numbers }",
@@ -15,8 +15,23 @@ SCALING = Rule(
 
 
 @dataclass(frozen=True, kw_only=True)
+class PretrainedModel(Section):
+    """Model of transformers in place of the sizes of a family: `folder` excludes all other keys of `[model]`."""
+
+    folder: str = setting(
+        text("a folder"),
+        "folder with config.json and *.safetensors of a causal language model of transformers; `--model FOLDER` for short",
+    )
+
+    def title(self) -> str:
+        return "[model]"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Model(Section):
     """Decoder with RMSNorm, RoPE, grouped-query attention and SwiGLU. Sizes have no defaults."""
+
+    other_forms: ClassVar[tuple[type[Section], ...]] = (PretrainedModel,)
 
     family: str = setting(
         choice(*FAMILIES),

@@ -18,21 +18,6 @@ from tqdm import tqdm
 
 from launch.common.atomic_io import rewrite
 from launch.common.devices import BOARDS, board_of
-from launch.models.settings import Model
-
-
-def flops_per_token(model: Model, sequence: int) -> float:
-    """Model FLOPs of one token, forward and backward, without recomputation: 6 x matmul parameters + attention.
-
-    A matmul parameter takes a multiplication and an addition once in forward and twice in backward, 6 operations. The embedding
-    is a lookup and does not count; the head counts, tied or not. Attention scores and their product with v take 2 x 2 x
-    sequence x heads x head_dim in forward and twice as much in backward, 12 in total. As in PaLM (arXiv 2204.02311, appendix
-    B), positions hidden by the causal mask are not subtracted, so that MFU is comparable with published numbers.
-    """
-    q_size, kv_size = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    block = model.hidden * (2 * q_size + 2 * kv_size + 3 * model.ffn)
-    matmul = model.layers * block + model.vocab * model.hidden
-    return 6.0 * matmul + 12.0 * model.layers * q_size * sequence
 
 
 def peak_of(device_name: str) -> float | None:

@@ -16,7 +16,7 @@ from launch.config.run_config import Config
 from launch.data.counting_baseline import Baseline
 from launch.report import metric_sinks
 from launch.report.exposed_communication import Exposure
-from launch.report.metrics import Progress, append, drop_after, flops_per_token, peak_flops, peak_memory, read_metrics
+from launch.report.metrics import Progress, append, drop_after, peak_flops, peak_memory, read_metrics
 from launch.report.run_dir import RunDir
 
 LINE = "\n"
@@ -57,7 +57,7 @@ class Recorder:
         self._config, self._run, self._device = config, run, device
         self._path = run.path / "metrics.jsonl"
         self._tokens = config.train.global_batch * config.train.sequence
-        self._flops = flops_per_token(config.model, config.train.sequence)
+        self._flops = config.architecture.flops_per_token(config.train.sequence)
         peak = peak_flops(device)
         self._peak = None if peak is None else peak * world_size
         self._progress: Progress | None = None

@@ -1,4 +1,4 @@
-"""Settings from the command line: `--section.key value`, `--groups.NAME.key value` and `--recipe X`.
+"""Settings from the command line: `--section.key value`, `--groups.NAME.key value`, `--recipe X` and `--model FOLDER`.
 
 An override edits the TOML tables before the sections are built, so all later checks see one configuration. A value is
 read as TOML (`0.1`, `true`, `["layers.**"]`); if the setting does not accept the TOML value, the text itself is used, so that
@@ -15,7 +15,7 @@ from typing import Any
 from launch.settings.schema import ConfigError, Section, brief, check, help_lines, nearest, rule_of
 
 Schema = Mapping[str, type[Section]]  # section name -> dataclass; "groups" is a list of sections
-ALIASES = {"recipe": "groups.default.recipe"}
+ALIASES = {"recipe": "groups.default.recipe", "model": "model.folder"}
 ANY_GROUP = {"groups": [{"name": "NAME"}]}
 
 
@@ -41,7 +41,7 @@ def _places(schema: Schema, tables: dict[str, Any]) -> Iterator[tuple[str, dict[
         if section == "groups":
             yield from ((f"groups.{group.get('name')}", group, cls) for group in tables["groups"])
         else:
-            yield section, tables.setdefault(section, {}), cls
+            yield from ((section, tables.setdefault(section, {}), form) for form in (cls, *cls.other_forms))
 
 
 def apply(tables: dict[str, Any], overrides: Sequence[tuple[str, str]], schema: Schema) -> None:

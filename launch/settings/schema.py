@@ -8,6 +8,8 @@ and every error is one sentence that starts with the section and key.
 No settings library is used: the common libraries are large or compiled, and only a few rules are needed.
 """
 
+from __future__ import annotations
+
 import difflib
 import json
 import math
@@ -15,7 +17,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 S = TypeVar("S", bound="Section")
 COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
@@ -125,7 +127,12 @@ def check(setting: Field, value: object, where: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Base of every section: fields are checked and normalized at construction."""
+    """Base of every section: fields are checked and normalized at construction.
+
+    other_forms  sections with other keys that may stand under the same title
+    """
+
+    other_forms: ClassVar[tuple[type[Section], ...]] = ()
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -24,12 +24,10 @@ from dlp.parallel.model.invariant import check_mesh
 from dlp.parallel.model.invariant import check_plan as check_invariant
 from dlp.parallel.weight.fsdp2 import set_grad_wire
 from launch.config.rules import Batch, validate_world
-from launch.config.run_config import Config, parallel_dims
+from launch.config.run_config import Config, parallel_dims, shards
 from launch.config.sections import Mesh
 from launch.models.attention import Choice
-from launch.models.initial_weights import init_weights
-from launch.models.modules import DTYPES, Llama
-from launch.models.parallel import check_plan, fuse, parallel_groups, set_attention
+from launch.models.modules import DTYPES
 from launch.ranks.links import transport_name
 from launch.settings.schema import ConfigError
 from launch.training import deterministic, recipe_schedule
@@ -48,7 +46,7 @@ GRAPHS = 64
 class Built:
     """Model that is ready for training. `dims.dp_rank` of `batch.dp_size`: part of the global batch that this rank reads."""
 
-    model: Llama
+    model: nn.Module
     plan: Plan
     mesh: DeviceMesh
     device: torch.device
@@ -67,18 +65,20 @@ def layer_groups(config: Config) -> list[LayerGroup]:
         for group in config.groups
         if (layer_fields := group.layer_fields())
     ]
-    return parallel_groups(config.model, config.mesh.sequence_parallel) + own
+    return config.architecture.groups(config.mesh.tp, config.mesh.sequence_parallel) + own
 
 
-def meta_model(config: Config) -> Llama:
-    with torch.device("meta"):
-        return Llama(config.model, DTYPES[config.train.dtype])
+def meta_model(config: Config) -> nn.Module:
+    return config.architecture.meta(DTYPES[config.train.dtype])
 
 
 def attention_of(config: Config, kind: str) -> Choice:
     """Backend of attention on a kind of device. Raises ConfigError for a named backend that cannot run there."""
+    head_dim = config.architecture.head_dim
+    if head_dim is None:
+        return Choice(None, "auto: scaled_dot_product_attention of torch, as the model of transformers calls it")
     try:
-        return choose(config.train, config.model.head_dim, config.data.reset_attention, kind)
+        return choose(config.train, head_dim, config.data.reset_attention, kind)
     except ValueError as error:
         raise ConfigError(f"{config.source}: {error}") from None
 
@@ -93,14 +93,14 @@ def plan_for(config: Config, world_size: int, device_type: str, board: str = "")
         overlap_table=config.mesh.overlap_table,
         transport=transport_name(config.mesh.transport, parallel_dims(config, world_size), device_type), board=board,
     )  # fmt: skip
-    check_plan(plan, config.model)
+    config.architecture.check(plan)
     if config.train.invariant:
         check_mesh(parallel_dims(config, world_size), "cpu" if device_type == "cpu" else "cuda", config.mesh.amax_group)
         plan = check_invariant(plan, meta_model(config), batch)
     return plan
 
 
-def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[Llama, Plan, Batch]:
+def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[nn.Module, Plan, Batch]:
     """Return model, plan and batch on these ranks, without memory. Raises ValueError if configuration, model and mesh do
     not fit."""
     model = meta_model(config)
@@ -111,14 +111,14 @@ def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[Llama, Plan, Batch
         model, groups, mesh, batch=tokens, amax_group=shared, seed=config.train.seed,
         overlap_table=config.mesh.overlap_table, invariant=config.train.invariant,
     )  # fmt: skip
-    check_plan(plan, config.model)
-    set_attention(model, attention_of(config, device_kind(mesh.device_type)))
-    fuse(model)
-    recompute(list(model.model.layers), config.train)
+    config.architecture.check(plan)
+    config.architecture.prepare(model, attention_of(config, device_kind(mesh.device_type)))
+    blocks = config.architecture.block_modules(model)
+    recompute(blocks, config.train)
     if config.train.compile:
-        compile_blocks(model.model.layers)
-    if batch.dp_size > 1:
-        shard(model, mesh, None if config.train.invariant else DTYPES[config.train.dtype], config.mesh)
+        compile_blocks(blocks)
+    if shards(config, batch.dp_size):
+        shard(model, blocks, mesh, None if config.train.invariant else DTYPES[config.train.dtype], config.mesh)
     return model, plan, batch
 
 
@@ -160,9 +160,9 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     if config.train.invariant:
         deterministic.fix_sums(device)
     model, plan, batch = parallel_model(config, mesh)
-    model.to_empty(device=device)
+    config.architecture.allocate(model, device)
     if config.train.init_from is None:  # else they are loaded
-        init_weights(model, config.train.seed)
+        config.architecture.initialize(model, config.train.seed)
     optimizer = make_optimizer(model, config, device, capturable=graph)
     cache = config.train.weight_cache
     main_grads = config.train.main_grads
@@ -176,7 +176,7 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     return Built(model, plan, mesh, device, optimizer, dims, batch, waits, swaps, graph)
 
 
-def carry_gradients(model: Llama, config: Config, wire: str) -> None:
+def carry_gradients(model: nn.Module, config: Config, wire: str) -> None:
     """Set the dtype in which FSDP sends gradients. With "auto", bf16 gradients are sent as bf16."""
     if wire == "fp32":
         return
@@ -186,13 +186,15 @@ def carry_gradients(model: Llama, config: Config, wire: str) -> None:
         set_grad_wire(model, wire)
 
 
-def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype | None, asked: Mesh) -> None:
+def shard(
+    model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None, asked: Mesh
+) -> None:
     """Apply FSDP to each block and to the rest: weights gathered quantized, or in `dtype`, None: as they are stored, in fp32;
     gradients reduced in fp32.
     Blocks free gathered weights after forward if `asked`; the rest keeps them for backward."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     gather = asked.quantized_gather
-    for block in model.model.layers:
+    for block in blocks:
         frees = asked.reshard_after_forward
         dlp.fully_shard(block, mesh=mesh, mp_policy=policy, quantized_gather=gather, reshard_after_forward=frees)
     dlp.fully_shard(model, mesh=mesh, mp_policy=policy, quantized_gather=gather)

@@ -38,7 +38,6 @@ from launch.data.counting_baseline import baseline
 from launch.data.shard_check import check_data
 from launch.data.sources import open_sources
 from launch.data.token_stream import TokenStream
-from launch.models.attention import Documents
 from launch.ranks import rank_objects
 from launch.ranks.hang_watch import Place
 from launch.ranks.links import OWN
@@ -89,7 +88,7 @@ class Trainer:
     def __init__(self, config: Config, built: Built, run: RunDir, stop: StopFlag) -> None:
         self.config, self.built, self.run, self.stop = config, built, run, stop
         train = config.train
-        self.shards = open_sources(config.data.path, config.model.vocab, config.data.validation)
+        self.shards = open_sources(config.data.path, config.architecture.vocab, config.data.validation)
         settings: dict[str, Any] = {
             "sequence": train.sequence, "global_batch": train.global_batch, "micro_batch": built.batch.micro,
             "weights": self.shards.weights,
@@ -101,7 +100,7 @@ class Trainer:
             run.say(line)
         self.update = Update(built.model, built.optimizer, train, built.device)
         self.state = save_load.Training(
-            built.model, built.optimizer, self.train_data, built.device, weights_only.settings_of(config.model),
+            built.model, built.optimizer, self.train_data, built.device, config.architecture.settings,
             to_toml(config), recipe_files(config), self.shards.tokenizer, self.update.spikes.state(),
         )  # fmt: skip
         self.recorder = Recorder(config, run, built.device, dist.get_world_size())
@@ -183,11 +182,9 @@ class Trainer:
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss summed over a microbatch, fp32 [], with z_loss during training."""
-        tokens, targets, *documents = batch
-        logits = self.built.model(tokens, Documents(*documents) if documents else None)
         z_loss = self.config.train.z_loss if torch.is_grad_enabled() else 0.0
         invariant = self.config.train.invariant
-        return dlp.cross_entropy(logits, targets, self.built.mesh, z_loss=z_loss, invariant=invariant)
+        return self.config.architecture.loss(self.built.model, batch, self.built.mesh, z_loss, invariant)
 
     def valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
         """Return the number of targets of the global batch that count, fp32 []."""

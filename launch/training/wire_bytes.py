@@ -34,7 +34,7 @@ from dlp.parallel.traffic.predict import (
 )
 from launch.common.units import said_bytes, said_seconds
 from launch.config.rules import validate_world
-from launch.config.run_config import Config, parallel_dims
+from launch.config.run_config import Config, parallel_dims, shards
 from launch.models.modules import DTYPES
 from launch.ranks.links import OWN, link_of, slow_tp
 from launch.training.build import Built
@@ -49,8 +49,8 @@ SHARED_NUMBERS = (1, 1, 3)
 def workload(config: Config, world: int, reductions: int) -> Workload:
     """Return the sizes of a step on `world` ranks. Raises ConfigError if the configuration does not fit."""
     batch, mesh = validate_world(config, world), config.mesh
-    blocks = tuple(f"model.layers.{i}" for i in range(config.model.layers))
-    dtype, sharded = DTYPES[config.train.dtype], batch.dp_size > 1
+    blocks = tuple(config.architecture.blocks)
+    dtype, sharded = DTYPES[config.train.dtype], shards(config, batch.dp_size)
     again = tuple(blocks[i] for i in recomputed(config.train, len(blocks)))
     wire = gradient_wire(config, batch.num_micro, reductions)
     return Workload(
@@ -69,7 +69,8 @@ def planned(
     """All bytes that a rank sends in a step, that of `[train] optimizer` among them. shared_numbers: the sizes of the
     reductions over all ranks that the loop itself makes. Raises Unpredictable."""
     total = Counter(step_traffic(plan, load))
-    total.update(cross_entropy(load))
+    if any(row.name.rpartition(".")[2] == "lm_head" and row.style == "column" for row in plan.layers):
+        total.update(cross_entropy(load))
     shared = sum(observer.reduced(numel, 4, load.ranks(WORLD)) for numel in shared_numbers)
     total[Sent(load.named(WORLD), OWN["layer"], OWN["direction"], "float32")] += shared
     if optimizer == MUON:

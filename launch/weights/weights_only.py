@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,10 @@ import dlp
 from launch.checkpoint import dcp_files, save_load
 from launch.checkpoint.manifest import CheckpointError, hashed, other_weights, write_manifest
 from launch.common.atomic_io import new_folder, rewrite
+from launch.models.decoder import settings_of
 from launch.models.settings import Model
 
 PREFIX = "model."
-
-
-def settings_of(model: Model) -> dict[str, Any]:
-    """Return the settings of `[model]` that must be equal in checkpoint and run: all that define parameters."""
-    return {key: value for key, value in asdict(model).items() if key != "fused"}
 
 
 class _OneByOne(DefaultSavePlanner):

@@ -1,0 +1,125 @@
+"""Interface between the launcher and models.
+
+`Decoder` implements the families of `[model]`, and `Pretrained` models of transformers; `Config.architecture` chooses.
+
+    settings       vocab, head_dim, blocks, settings, rules, flops_per_token
+    meta device    meta, groups, check, describe, estimated
+    on ranks       prepare, allocate, initialize, loss
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import dlp
+from dlp import LayerGroup, Plan
+from launch.models.attention import Choice, Documents
+
+
+class Architecture(ABC):
+    """Model of a `[model]` section.
+
+    fsdp_casts    FSDP casts parameters to the dtype of activations, on one data-parallel rank as well
+    cuts_logits   tp shards the vocabulary of the logits
+    equal_blocks  blocks with equal rows in the plan save equal activations
+    """
+
+    fsdp_casts = False
+    cuts_logits = True
+    equal_blocks = True
+
+    @property
+    @abstractmethod
+    def vocab(self) -> int:
+        """Number of rows of the embedding."""
+
+    @property
+    @abstractmethod
+    def head_dim(self) -> int | None:
+        """Size of an attention head; None if the model chooses the attention backend."""
+
+    @property
+    @abstractmethod
+    def blocks(self) -> Sequence[str]:
+        """Names of the modules that are FSDP units, are compiled and are recomputed, in order."""
+
+    @property
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Settings that define parameters, by name; a checkpoint with other settings is refused."""
+
+    def rules(self, config: Any) -> Iterator[tuple[bool, str]]:
+        """Yield (whether the rule holds, message) for each rule across settings that rules.py, which does not import torch,
+        cannot check."""
+        yield from ()
+
+    @abstractmethod
+    def flops_per_token(self, sequence: int) -> float:
+        """Return the model FLOPs of one token, forward and backward, without recomputation."""
+
+    @abstractmethod
+    def meta(self, dtype: torch.dtype) -> nn.Module:
+        """Return the model on the meta device, with fp32 parameters. `dtype`: dtype of activations."""
+
+    @abstractmethod
+    def groups(self, tp: int, sequence_parallel: bool) -> list[LayerGroup]:
+        """Return the layer groups of the model's parallel styles; groups of the configuration may override them."""
+
+    @abstractmethod
+    def check(self, plan: Plan) -> None:
+        """Raise ValueError for a plan under which the model cannot run."""
+
+    @abstractmethod
+    def describe(self, tp: int) -> list[str]:
+        """Return lines of the printed plan."""
+
+    @abstractmethod
+    def prepare(self, model: nn.Module, attention: Choice) -> None:
+        """Set up a converted model: attention backend, fused blocks."""
+
+    @abstractmethod
+    def allocate(self, model: nn.Module, device: torch.device) -> None:
+        """Give memory to the parameters of a converted and sharded model. Values are undefined, except those of buffers."""
+
+    @abstractmethod
+    def initialize(self, model: nn.Module, seed: int) -> None:
+        """Set the initial weights of an allocated model."""
+
+    @abstractmethod
+    def logits(self, model: nn.Module, tokens: Tensor, documents: Documents | None = None) -> Tensor:
+        """Return the logits [B*S, V] of tokens [B, S]; [B*S, V/tp] if `cuts_logits`."""
+
+    @abstractmethod
+    def estimated(self, tp: int, layers: int, dtype: torch.dtype) -> tuple[nn.Module, Sequence[str]]:
+        """Return a model on the meta device with the heads, features and vocabulary of one tp rank, and the names of its
+        blocks, for the estimate of saved activations.
+
+        layers  number of blocks with different rows in the plan
+        dtype   dtype of activations
+        """
+
+    def loss(
+        self, model: nn.Module, batch: Sequence[Tensor], mesh: DeviceMesh, z_loss: float = 0.0, invariant: bool = False
+    ) -> Tensor:
+        """Return the summed loss of a microbatch: tokens, targets, and documents if attention needs them."""
+        tokens, targets, *documents = batch
+        logits = self.logits(model, tokens, Documents(*documents) if documents else None)
+        return dlp.cross_entropy(
+            logits, targets, mesh if self.cuts_logits else None, z_loss=z_loss, invariant=invariant
+        )
+
+    def block_modules(self, model: nn.Module) -> list[nn.Module]:
+        """Return the blocks of a model in order."""
+        return [model.get_submodule(name) for name in self.blocks]
+
+
+def block_of(name: str, blocks: Collection[str]) -> str:
+    """Return the element of `blocks` that contains a module or parameter; "" outside of blocks."""
+    parts = name.split(".")
+    return next((found for i in range(1, len(parts) + 1) if (found := ".".join(parts[:i])) in blocks), "")

@@ -1,0 +1,36 @@
+"""Folder of transformers with config.json and *.safetensors: checks that need neither torch nor transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from launch.settings.schema import ConfigError
+
+INSTALL = "pip install 'dlp[hf]' transformers"
+
+
+def check_folder(folder: str) -> dict[str, Any]:
+    """Return config.json of a folder. Raises ConfigError if a package, config.json or *.safetensors is missing."""
+    path = Path(folder) / "config.json"
+    missing = [name for name in ("transformers", "safetensors") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"--model {folder}: needs {' and '.join(missing)}, not installed: {INSTALL}")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"--model {folder}: {path}: {error.strerror}; name a folder of transformers with config.json and *.safetensors"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"--model {folder}: {path} is not JSON ({error}); fetch the file again") from None
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        raise ConfigError(f"--model {folder}: {path} has no model_type; name a folder that save_pretrained wrote")
+    if not next(Path(folder).glob("*.safetensors"), None):
+        raise ConfigError(
+            f"--model {folder}: no *.safetensors in the folder; weights are read from safetensors alone: save them with "
+            f"transformers"
+        )
+    return found

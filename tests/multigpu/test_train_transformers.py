@@ -1,0 +1,275 @@
+"""launch.train --model FOLDER: tiny random models of transformers train as the unconverted modules do.
+
+The default run has a few architectures; `--all-cases` runs all of ARCHITECTURES.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from launch import convert_hf
+from launch.checkpoint.manifest import complete
+from launch.config.run_config import Config, command_line, load, make_parser
+from launch.data.sources import open_sources
+from launch.data.token_stream import TokenStream
+from launch.settings.schema import ConfigError
+from launch.train import plan_text
+from launch.training.build import plan_for
+from launch.training.learning_rate import learning_rate
+from tests import hf_models, training
+from tests.multigpu.test_groups_for import ARCHITECTURES, ON_TP
+
+transformers = pytest.importorskip("transformers")
+
+FEW = ("LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM")
+WITHOUT_LINEARS = ("gpt2",)  # Conv1D
+STEPS = 5
+NEAR = 1e-6  # of a loss in fp32
+NEAR_BF16 = 3e-4  # a converted linear rounds wgrad once less
+TOML = """
+[mesh]
+tp = 1
+sequence_parallel = false
+[data]
+path = "{data}"
+[train]
+steps = 5
+global_batch = 4
+sequence = 16
+lr = 1e-3
+eval_every = 5
+eval_batches = 1
+log_every = 1
+dtype = "fp32"
+[checkpoint]
+every = 3
+keep = 10
+asynchronous = false
+[run]
+dir = "{run}"
+[[groups]]
+name = "default"
+match = ["**.[0-9]*.**"]
+recipe = "bf16"
+"""
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.shards(tmp_path_factory.mktemp("data"))
+
+
+def saved(architecture: str, folder: Path, **more: Any) -> Path:
+    """A folder that save_pretrained wrote, with the vocabulary of the data."""
+    model = hf_models.make(architecture, vocab_size=384, **more)
+    model.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def config(folder: Path, data: Path, *overrides: str) -> Config:
+    own = groups_of(folder)
+    path = folder / "mine.toml"
+    path.write_text(TOML.format(data=data, run=folder / "run"))
+    return load(path, ["--model", str(folder / "model"), *own, *overrides])
+
+
+def groups_of(folder: Path) -> list[str]:
+    """The layer group of the test matches linears; some architectures have none in blocks."""
+    kind = json.loads((folder / "model" / "config.json").read_text())["model_type"]
+    return ["--groups.default.match", '["lm_head"]'] if kind in WITHOUT_LINEARS else []
+
+
+def expected(config: Config) -> list[float]:
+    """Losses of the unconverted module, on the batches of the run: fp32 parameters, computed in [train] dtype."""
+    folder, train = config.model.folder, config.train
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    wide = train.dtype == "bf16"
+    narrow = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval() if wide else model
+    named = list(model.named_parameters())
+    optimizer = torch.optim.AdamW([
+        {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+    ], betas=train.betas, eps=train.eps)  # fmt: skip
+    data = open_sources(config.data.path, config.architecture.vocab, config.data.validation)
+    stream = TokenStream(
+        data.train, split="train", seed=train.seed, sequence=train.sequence, global_batch=train.global_batch,
+        micro_batch=train.global_batch, weights=data.weights,
+    )  # fmt: skip
+    found = []
+    for step in range(train.steps):
+        tokens, targets = stream.batch(step, 0, 0, 1)
+        if wide:
+            with torch.no_grad():
+                for ours, theirs in zip(narrow.parameters(), model.parameters(), strict=True):
+                    ours.copy_(theirs)
+            narrow.zero_grad()
+        logits = narrow(tokens, use_cache=False).logits.flatten(0, 1).float()
+        loss = nn.functional.cross_entropy(logits, targets.flatten())
+        loss.backward()
+        for ours, theirs in zip(narrow.parameters(), model.parameters(), strict=True):
+            theirs.grad = ours.grad if ours.grad is None else ours.grad.float()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, train)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def run(config: Config) -> None:
+    logging.getLogger("dlp").setLevel(logging.ERROR)
+    training.run(config)
+
+
+def some(names: tuple[str, ...], few: tuple[str, ...]) -> list[Any]:
+    return [name if name in few else pytest.param(name, marks=pytest.mark.full) for name in names]
+
+
+def trains(ranks: Any, count: int, folder: Path, data: Path, *overrides: str, near: float = NEAR) -> Config:
+    """Run on so many ranks; losses are those of the unconverted module."""
+    asked = config(folder, data, *overrides)
+    ranks(count).run(run, asked)
+    losses = list(training.metrics(asked).values())
+    before = expected(asked)
+    assert len(losses) == STEPS and before[0] != before[-1]
+    assert max(abs(a - b) / a for a, b in zip(before, losses, strict=True)) <= near, (before, losses)
+    return asked
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("architecture", some(ARCHITECTURES, FEW))
+def test_on_one_rank(ranks, architecture: str, tmp_path: Path, shards: Path):
+    saved(architecture, tmp_path)
+    trains(ranks, 1, tmp_path, shards)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("architecture", some(ARCHITECTURES, FEW[:1]))
+def test_on_two_fsdp_ranks(ranks, architecture: str, tmp_path: Path, shards: Path):
+    saved(architecture, tmp_path)
+    trains(ranks, 2, tmp_path, shards)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("architecture", some(ON_TP, FEW[:1]))
+def test_on_two_tp_ranks(ranks, architecture: str, tmp_path: Path, shards: Path):
+    saved(architecture, tmp_path)
+    trains(ranks, 2, tmp_path, shards, "--mesh.tp", "2")
+
+
+@pytest.mark.ranks(1)
+def test_in_bf16_with_recomputed_blocks(ranks, tmp_path: Path, shards: Path):
+    """Weights of a folder in bf16 are fp32 in the run; modules compute in bf16 on one rank, too."""
+    saved("Qwen3ForCausalLM", tmp_path)
+    bf16 = ["--train.dtype", "bf16", "--train.checkpointing", "full"]
+    asked = trains(ranks, 1, tmp_path, shards, *bf16, near=NEAR_BF16)
+    weights = ranks(1).run(dtypes, asked)[0]
+    assert weights == {"torch.float32"}
+
+
+def dtypes(config: Config) -> set[str]:
+    made, _ = training.trainer(config)
+    return {str(parameter.dtype) for parameter in made.built.model.parameters()}
+
+
+@pytest.mark.ranks(2)
+def test_a_resumed_run_goes_on_bit_for_bit_and_its_export_has_equal_logits(ranks, tmp_path: Path, shards: Path):
+    """On two FSDP ranks in a quantized recipe, with experts, whose weights files hold one by one."""
+    saved("MixtralForCausalLM", tmp_path)
+    asked = config(tmp_path, shards, "--recipe", "fp8_current", "--train.dtype", "bf16")
+    ranks(2).run(run, asked)
+    whole = training.metrics(asked)
+    assert any("the wire carried what the plan says" in line for line in training.said(asked)), training.said(asked)
+    again = config(
+        tmp_path, shards, "--recipe", "fp8_current", "--train.dtype", "bf16", "--run.dir", str(tmp_path / "again"),
+        "--checkpoint.resume", str(tmp_path / "run" / "checkpoints" / "step-3"),
+    )  # fmt: skip
+    ranks(2).run(run, again)
+    assert training.metrics(again) == {step: loss for step, loss in whole.items() if step > 3}
+    convert_hf.export(complete(tmp_path / "run" / "checkpoints")[-1], tmp_path / "out", None, None)
+    for difference, largest in ranks(2).run(exported, asked, str(tmp_path / "out")):
+        assert difference <= 1e-6 * largest
+
+
+def exported(config: Config, folder: str) -> list[float]:
+    """The largest difference of logits between parameters of a run and the exported folder, in fp32, without recipes."""
+    made, _ = training.trainer(config)
+    trained = {name: parameter.full_tensor() for name, parameter in made.built.model.named_parameters()}
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.model.folder).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(trained[name])
+        back = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert back.dtype == torch.float32
+        ids = hf_models.tokens(0)
+        ours, theirs = model(ids).logits, back.eval()(ids).logits
+    return [float((ours - theirs).abs().max()), float(theirs.abs().max())]
+
+
+def test_the_plan_of_a_folder(tmp_path: Path, shards: Path):
+    saved("MixtralForCausalLM", tmp_path, attention_dropout=0.1)
+    said = plan_text(config(tmp_path, shards, "--mesh.tp", "2"), 4, "sm_90")
+    assert "model: MixtralForCausalLM" in said and "FSDP units: 2 MixtralDecoderLayer" in said
+    assert "model.layers.*.mlp.experts" in said and "has no counterpart" in said
+    assert "dropout is not applied (attention_dropout = 0.1 in config.json)" in said
+    assert "\nmemory: " in said and "cuda graph: steps are launched one by one" in said
+    saved("LlamaForCausalLM", tmp_path)
+    said = plan_text(config(tmp_path, shards, "--mesh.tp", "2"), 4, "h200")
+    assert "memory: each rank needs" in said and "time: not predicted: mine.toml: --model" in said, said
+
+
+def asked_for(folder: Path, *arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        command_line(make_parser("launch.train", ""), [*arguments])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"model_type": "llamma"}, "model_type 'llamma' is unknown to the installed transformers"),
+    ({"model_type": "vit"}, "model_type 'vit' is not a causal language model"),
+    ({"model_type": None}, "config.json has no model_type"),
+])  # fmt: skip
+def test_a_folder_of_another_kind_is_refused(change: dict[str, Any], says: str, tmp_path: Path):
+    saved("LlamaForCausalLM", tmp_path)
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert says in asked_for(tmp_path, "--model", str(tmp_path / "model"))
+
+
+def test_what_does_not_fit_a_folder_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = str(saved("LlamaForCausalLM", tmp_path))
+    given = ["--model", folder, "--train.sequence", "16"]
+    for arguments, says in (
+        (["--model", str(tmp_path)], "No such file or directory; name a folder of transformers with config.json"),
+        (["tiny", *given], "layers, hidden, ffn, heads, kv_heads, head_dim, vocab: given together with --model"),
+        ([*given, "--model.layers", "3"], "[model] layers: given together with --model"),
+        (["--model", folder], "[train] sequence: expected at most max_position_embeddings = 64"),
+        ([*given, "--mesh.tp", "2", "--mesh.sequence_parallel", "true"], "[mesh] sequence_parallel: expected false"),
+        ([*given, "--data.reset_attention", "true"], "[data] reset_attention: expected false"),
+        ([*given, "--train.attention", "flash"], "[train] attention: expected auto"),
+        ([*given, "--train.init_from", "x"], "[train] init_from: expected none"),
+        ([*given, "--train.cuda_graph", "true"], "[train] cuda_graph = true: modules of transformers may read"),
+    ):
+        assert says in asked_for(tmp_path, *arguments), arguments
+    cut = command_line(make_parser("launch.train", ""), [*given, "--mesh.tp", "4"])[1]
+    with pytest.raises(ValueError, match="tp 4 does not divide num_key_value_heads 2"):
+        plan_for(cut, 4, "cpu")
+    head = [*given, "--mesh.tp", "2", "--groups.default.match", '["lm_head"]', "--groups.default.style", "column"]
+    with pytest.raises(ValueError, match="lm_head: style = 'column', but a module of transformers outside of blocks"):
+        plan_for(command_line(make_parser("launch.train", ""), head)[1], 2, "cpu")
+    with pytest.raises(ConfigError, match="is a model of transformers, and this program expects the sizes of a family"):
+        _ = command_line(make_parser("launch.prove", ""), given)[1].family
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert "no *.safetensors in the folder" in asked_for(tmp_path, *given)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "needs transformers and safetensors, not installed: pip install 'dlp[hf]' transformers" in asked_for(
+        tmp_path, *given
+    )
