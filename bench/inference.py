@@ -34,10 +34,12 @@ WAYS = ["eager", "compiled"]
 def make(config: Config, device: torch.device) -> Llama:
     """The model in bf16, converted on one rank, so that linears with the same x share its cast."""
     model, mesh = meta_model(config), dlp.build_mesh(device_type=device.type)
+    assert isinstance(model, Llama)
     dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="bf16"), *parallel_groups(config.family, False)], mesh)
     model.to_empty(device=device)
     init_weights(model, 0)
-    return model.to(torch.bfloat16).eval()
+    model.to(torch.bfloat16).eval()
+    return model
 
 
 def tokens_per_second(model: Llama, tokens: Tensor, repeats: int) -> float:

@@ -150,7 +150,7 @@ def _conversions(model: nn.Module) -> list[Any]:
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    own = next((each for each in type(model).__mro__ if not issubclass(each, FSDPModule)), nn.Module)
+    own: Any = next((each for each in type(model).__mro__ if not issubclass(each, FSDPModule)), nn.Module)
     if not issubclass(own, PreTrainedModel):
         return []
     with torch.device("meta"):

@@ -30,6 +30,7 @@ from launch.data.tokenizer import Text, Tokenizer, add_options, open_tokenizer
 from launch.evaluate import as_asked
 from launch.inference.trained_model import Changes, Trained, check_length, command_line, open_trained
 from launch.models.kv_cache import KeyValues
+from launch.models.modules import Llama
 from launch.report.exposed_communication import profiled
 from launch.settings.schema import ConfigError
 from launch.weights import weights_only
@@ -106,15 +107,16 @@ class Writer:
 
     def __init__(self, trained: Trained, room: int, sampling: Sampling = GREEDY) -> None:
         check_length(trained.config, room)
-        self.trained, self.sampling = trained, sampling
-        self.past = [KeyValues(room) for _ in trained.model.model.layers]
+        assert isinstance(trained.model, Llama), "check_length refuses models of transformers"
+        self.trained, self.model, self.sampling = trained, trained.model, sampling
+        self.past = [KeyValues(room) for _ in self.model.model.layers]
         self.generator = torch.Generator().manual_seed(sampling.seed)
 
     @torch.no_grad()
     def next(self, tokens: Tensor) -> Tensor:
         """Read tokens [B, S], and return the next tokens, int64 [B, 1]."""
-        hidden = self.trained.model.model(tokens, None, self.past)
-        logits = whole(self.trained, self.trained.model.lm_head(hidden[:, -1])).float()
+        hidden = self.model.model(tokens, None, self.past)
+        logits = whole(self.trained, self.model.lm_head(hidden[:, -1])).float()
         if self.sampling.temperature == 0:
             return logits.argmax(-1, keepdim=True)
         chances = self.sampling.chances(logits.cpu())

@@ -62,6 +62,8 @@ MAY_IMPORT = {
     "launch": {
         "dlp",
         "dlp.optim",
+        "dlp.pretrained",
+        "dlp.tp_plan",
         "dlp.ops",
         "dlp.flows",
         "dlp.proof",

@@ -52,7 +52,7 @@ class Config(Settings):
         if isinstance(self.model, PretrainedModel):
             raise ConfigError(
                 f"{self.source}: --model {self.model.folder} is a model of transformers, and this program expects the sizes of "
-                f"a family in [model]; train and evaluate it, or export a checkpoint by launch.convert_hf and use transformers"
+                f"a family in [model]; export a checkpoint by launch.convert_hf and use transformers"
             )
         return self.model
 

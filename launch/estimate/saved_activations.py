@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from dlp.parallel.linear.plan import LinearPlan, Result, linear_plan
@@ -177,9 +178,11 @@ def saved_by(
             model.set_submodule(row.name, _Embedding(row, module.embedding_dim, weight_dtype, tp, count))
     for name in blocks:
         _follow(model.get_submodule(name), name, count)
-    tokens = torch.zeros(batch, dtype=torch.int64, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(count.pack, lambda tensor: tensor), _Kernels(count):
-        logits = forward(model, tokens)
+    fake = FakeTensorMode(
+        allow_non_fake_inputs=True
+    )  # models of transformers ask meta tensors for values, and no fake ones
+    with torch.autograd.graph.saved_tensors_hooks(count.pack, lambda tensor: tensor), _Kernels(count), fake:
+        logits = forward(model, torch.zeros(batch, dtype=torch.int64, device="meta"))
     count.saved.logits = logits.untyped_storage().nbytes()
     return count.saved
 

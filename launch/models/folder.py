@@ -9,15 +9,15 @@ from typing import Any
 
 from launch.settings.schema import ConfigError
 
-INSTALL = "pip install 'dlp[hf]' transformers"
-
 
 def check_folder(folder: str) -> dict[str, Any]:
     """Return config.json of a folder. Raises ConfigError if a package, config.json or *.safetensors is missing."""
     path = Path(folder) / "config.json"
     missing = [name for name in ("transformers", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"--model {folder}: needs {' and '.join(missing)}, not installed: {INSTALL}")
+        raise ConfigError(
+            f"--model {folder}: needs {' and '.join(missing)}, not installed: pip install 'dlp[hf]' transformers"
+        )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -41,8 +41,8 @@ def _opened(folder: str) -> Any:
 
     if kind not in CONFIG_MAPPING:
         raise ConfigError(
-            f"--model {folder}: model_type {kind!r} is unknown to the installed transformers; update transformers, or choose "
-            f"another model"
+            f"--model {folder}: model_type {kind!r} is unknown to the installed transformers; choose another model, or a newer "
+            f"transformers"
         )
     if kind not in CAUSAL:
         raise ConfigError(
@@ -51,7 +51,9 @@ def _opened(folder: str) -> Any:
     try:
         return AutoConfig.from_pretrained(folder)
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"--model {folder}: config.json cannot be read by transformers: {error}") from None
+        raise ConfigError(
+            f"--model {folder}: config.json cannot be read by transformers: {error}; correct config.json"
+        ) from None
 
 
 @functools.cache
@@ -66,12 +68,13 @@ def _sizes_of(folder: str, content: str) -> tuple[tuple[str, ...], int, int]:
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     chosen = getattr(config, "num_experts_per_tok", 1)
+    read = chosen / experts if experts else 1  # share of the experts' weights that a token is multiplied with
     matmul = 0.0
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or id(parameter) in embeddings:
             continue
-        routed = experts and ".experts." in name and "shared" not in name
-        matmul += parameter.numel() * (chosen / experts if routed else 1)
+        routed = ".experts." in name and "shared" not in name
+        matmul += parameter.numel() * (read if routed else 1)
     head = model.get_output_embeddings()
     if head is not None and id(head.weight) in embeddings:
         matmul += head.weight.numel()  # tied: multiplied once as the head
@@ -134,7 +137,7 @@ class Pretrained(Architecture):
         """`dtype` is not used: FSDP casts fp32 parameters."""
         model: Any = meta_model(self.folder)
         model.config.use_cache = False
-        return model.eval()  # type: ignore[no-any-return]
+        return model.eval()
 
     def groups(self, tp: int, sequence_parallel: bool) -> list[LayerGroup]:
         return list(tp_plan(self.meta(torch.float32), tp=tp).groups)

@@ -187,7 +187,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_its_export_has_equal_logits(ranks
     asked = config(tmp_path, shards, "--recipe", "fp8_current", "--train.dtype", "bf16")
     ranks(2).run(run, asked)
     whole = training.metrics(asked)
-    assert any("the wire carried what the plan says" in line for line in training.said(asked)), training.said(asked)
+    assert any("the bytes sent match the plan" in line for line in training.said(asked)), training.said(asked)
     again = config(
         tmp_path, shards, "--recipe", "fp8_current", "--train.dtype", "bf16", "--run.dir", str(tmp_path / "again"),
         "--checkpoint.resume", str(tmp_path / "run" / "checkpoints" / "step-3"),
