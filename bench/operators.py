@@ -151,32 +151,28 @@ class Operators:
             inputs.append([each.at(columnwise=False) for each in made])
         (self.up, self.down), (shards, wholes) = weights, inputs
         self.shards, self.wholes = cycle(shards), cycle(wholes)
-        self.gathered = self._gather(SERIAL).whole()
-        self.gathered = self.gathered.format.wrap([part.clone() for part in self.gathered.parts])
-        self._finish()
+        with transport.in_direction(self.group, SERIAL):
+            gathered = self._gather(SERIAL).whole()
+            self.gathered = gathered.format.wrap([part.clone() for part in gathered.parts])
         self.partial = self.down(wholes[0]).to(dtype)
         self.mine = torch.empty((self.rows, features), dtype=dtype, device=bench.device)
 
     def _gather(self, strategy: str) -> overlaps.Gather:
-        transport.start(self.group, strategy)
         return overlaps.load(strategy).gather(next(self.shards), 0, self.group)
 
-    def _finish(self) -> None:
-        transport.finish(self.group)
-
     def gather(self, strategy: str) -> None:
-        self._gather(strategy).gemm(self.up)
-        self._finish()
+        with transport.in_direction(self.group, strategy):
+            self._gather(strategy).gemm(self.up)
 
     def gather_alone(self) -> None:
-        self._gather(SERIAL).whole()
-        self._finish()
+        with transport.in_direction(self.group, SERIAL):
+            self._gather(SERIAL).whole()
 
     def plain_gather(self) -> QuantizedTensor:
         """Gather by NCCL the parts that are sharded by rows."""
         shard = next(self.shards)
         parts = []
-        for part, dim in zip(shard.parts, shard.format.moves_along(0), strict=True):
+        for part, dim in zip(shard.parts, shard.format.moves[0], strict=True):
             if dim is None:
                 parts.append(part)
                 continue
@@ -186,11 +182,10 @@ class Operators:
         return shard.format.wrap(parts)
 
     def sum(self, strategy: str) -> None:
-        transport.start(self.group, strategy)
-        overlaps.load(strategy).gemm_reduce(
-            next(self.wholes), self.down, self.group, reduce="scatter", dtype=torch.bfloat16, codec=WIRES["hp"]
-        ).wait()
-        self._finish()
+        with transport.in_direction(self.group, strategy):
+            overlaps.load(strategy).gemm_reduce(
+                next(self.wholes), self.down, self.group, reduce="scatter", dtype=torch.bfloat16, codec=WIRES["hp"]
+            ).wait()
 
     def plain_sum(self, y: Tensor) -> None:
         plain_reduce(self.mine, y, group=self.group)

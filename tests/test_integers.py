@@ -88,7 +88,7 @@ def test_what_pieces_of_a_contraction_observe_is_agreed_by_maximum(quantizer: In
     made = [quantizer.cast(half, agreed) for half in halves]
     assert torch.equal(torch.cat([each.payload for each in made], 1), whole.payload)
     assert all(torch.equal(each.parts[-1], whole.parts[-1]) for each in made)
-    assert quantizer.format.moves_along(1)[1:] == [SHARED] * (len(whole.parts) - 1)
+    assert quantizer.format.moves[1][1:] == [SHARED] * (len(whole.parts) - 1)
 
 
 @every_kind

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, _coalescing_manager
 
-from dlp.comm import observer
+from dlp.comm.observer import UNCOUNTED, counting, default_precision
 from dlp.kernels.cuda_codes import place_rows, side_by_side
 from dlp.kernels.launches import call, is_recording
 from dlp.kernels.ops import sum_in_order
@@ -144,8 +144,8 @@ def all_gather(
             whole = None if dim is None else part.new_empty((group.size(), *part.shape))
         storage.append(whole)
         if whole is not None:
-            tensors += [as_bytes(whole), as_bytes(part.contiguous())]
-    with observer.default_precision(parts[0].dtype):
+            tensors += [whole.view(-1).view(torch.uint8), part.contiguous().view(-1).view(torch.uint8)]
+    with default_precision(parts[0].dtype) if counting() else UNCOUNTED:
         works = call(partial(_start_gathers, group), *tensors)
     return Pending(works, partial(join, storage, parts, dims))
 
@@ -261,7 +261,7 @@ def _exchange(chunks: Tensor, group: ProcessGroup, dtype: torch.dtype) -> tuple[
     """All-to-all of chunks [R, bytes]: chunk j goes to rank j; arrived[j] came from rank j. `dtype`: dtype of the
     values."""
     arrived = torch.empty_like(chunks)
-    with observer.default_precision(dtype):
+    with default_precision(dtype) if counting() else UNCOUNTED:
         return call(partial(_start_exchange, group), arrived, chunks), arrived
 
 

@@ -68,16 +68,17 @@ _NOBODY = Label()
 _LABEL: ContextVar[Label] = ContextVar("dlp_observer_label", default=_NOBODY)
 
 
-class _Unwatched:
+class _Uncounted:
     """A `nullcontext` whose two methods are C functions: every transfer enters this context when no observer counts."""
 
     __enter__ = __exit__ = "".format  # returns a false value for any arguments
 
 
-_UNWATCHED: Any = _Unwatched()
+UNCOUNTED: Any = _Uncounted()
 
 
-# number of active dispatch modes, among which an observer may be
+# Number of active dispatch modes, among which an observer may be. Transfers of layers enter
+# `label(...) if counting() else UNCOUNTED`, which calls no Python function when no observer counts.
 counting = torch._C._len_torch_dispatch_stack
 
 
@@ -85,7 +86,7 @@ def label(**fields: str) -> AbstractContextManager[None]:
     """Label the transfers of a context with layer, direction or precision. Fields that are not passed keep their value.
 
     The label costs almost nothing when no observer counts."""
-    return _labelled(fields) if counting() else _UNWATCHED
+    return _labelled(fields) if counting() else UNCOUNTED
 
 
 @contextmanager
@@ -99,7 +100,7 @@ def _labelled(fields: dict[str, str]) -> Iterator[None]:
 
 def default_precision(dtype: torch.dtype) -> AbstractContextManager[None]:
     """Count transfers of bytes in a context as this dtype, unless their label has a precision."""
-    return label(precision=_LABEL.get().precision or dtype_name(dtype)) if counting() else _UNWATCHED
+    return label(precision=_LABEL.get().precision or dtype_name(dtype))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,15 +1,18 @@
 """Choice of the process groups that send through mapped memory (`dlp.comm.mapped`), the reasons of the other groups, and the
 agreement on amaxes.
 
-`ask_for` decides once for each group. `start` and `finish` of a layer's direction reach the transport of its group, if it
-has one. `agree` computes the maxima over ranks of observed amaxes in one transfer, by the transport or by an all-reduce,
+`ask_for` decides once for each group. `in_direction` tells the transport of a group, if the group has one, where the direction
+of a layer begins and ends.
+
+`agree` computes the maxima over ranks of observed amaxes in one transfer, by the transport or by an all-reduce,
 between the `observe` and the `cast` of a quantizer, so that every rank of the group derives the same scale.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -32,6 +35,8 @@ from dlp.kernels.launches import Lane, call, is_recording
 _MAX = AllreduceOptions()
 _MAX.reduceOp, _MAX.asyncOp = dist.ReduceOp.MAX, False  # type: ignore[assignment]
 
+NO_TRANSPORT = nullcontext()  # the direction of a group without a transport
+
 # For the name of each group that `ask_for` was called with: the transport, and the reason if there is none (else "").
 _OF_GROUP: dict[str, Transport | None] = {}
 _WHY_NOT: dict[str, str] = {}
@@ -50,8 +55,8 @@ def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """
     if group.size() == 1 or not observed:
         return list(observed)
-    transport = transport_of(group)
-    with observer.label(direction="amax", precision=""):
+    transport = _OF_GROUP.get(group.group_name)
+    with observer.label(direction="amax", precision="") if observer.counting() else observer.UNCOUNTED:
         if transport is not None and all(value.numel() <= MAXIMA for value in observed):
             return transport.agree(observed)
         if is_recording():
@@ -165,18 +170,20 @@ def mapped_memory() -> list[Tensor]:
     return [memory for transport in _OF_GROUP.values() if transport is not None for memory in transport.memory]
 
 
-def start(group: ProcessGroup | None, style: str = "", direction: LayerDirection = NO_LAYER) -> None:
-    """Begin a direction of a layer whose transfers use this group (`Transport.start`)."""
+def in_direction(
+    group: ProcessGroup | None, style: str = "", direction: LayerDirection = NO_LAYER
+) -> AbstractContextManager[None]:
+    """Context of a direction of a layer whose transfers use this group (`Transport.start`, `Transport.finish`). After an error
+    the direction stays open."""
     transport = None if group is None else _OF_GROUP.get(group.group_name)
-    if transport is not None:
-        transport.start(style, direction)
+    return NO_TRANSPORT if transport is None else _started(transport, style, direction)
 
 
-def finish(group: ProcessGroup | None) -> None:
-    """End a direction of a layer whose transfers use this group (`Transport.finish`)."""
-    transport = None if group is None else _OF_GROUP.get(group.group_name)
-    if transport is not None:
-        transport.finish()
+@contextmanager
+def _started(transport: Transport, style: str, direction: LayerDirection) -> Iterator[None]:
+    transport.start(style, direction)
+    yield
+    transport.finish()
 
 
 def complaint() -> str | None:

@@ -31,7 +31,7 @@ from dlp.ops.op import BasicOperation
 from dlp.ops.te_names import TeNames, names_of
 from dlp.ops.values import HANDED, LAZY, MANY, Tensors, Value, each, is_handed, one_tensor, rows_of
 from dlp.parallel.linear import modules
-from dlp.parallel.linear.autograd import check_features, check_given, leave_wgrads, num_left
+from dlp.parallel.linear.autograd import check_features, check_given, leave_wgrads, num_left, parts_of
 from dlp.parallel.linear.capture import obstacle
 from dlp.parallel.linear.functional import NO_FINISH, Finish, linear_backward, linear_forward
 from dlp.parallel.linear.plan import GradsWanted, keeps_x, to_save
@@ -146,7 +146,8 @@ class BasicLinear(BasicOperation, modules.Linear):
         if weight_parts is not None:
             return weight_parts, weight_parts.rowwise
         weights = self.local_weights(bound)
-        return None, bound.weights.read(bound, range(len(weights)), weights, dtype, columnwise=False, record=record)
+        ws = bound.weights.read(bound, range(len(weights)), weights, dtype, columnwise=False, record=record)
+        return None, parts_of(ws)
 
     def planned(self, ctx: OperationContext) -> None:
         vars(self)["_planned"] = ctx.bound.spec
@@ -211,9 +212,8 @@ class BasicLinear(BasicOperation, modules.Linear):
             if bias is not None:
                 check_bias(bias, (*x.shape[:-1], weight.shape[0]))
         save = ctx.requires_grad and keeps_x(bound.spec.recipe, ctx.needs_dx, any(ctx.needs_dw))
-        ys, saved_x = linear_forward(
-            bound, x, weights, biases or [None] * len(weights), parts, save, ctx.record, finish
-        )
+        ws = bound.spec.weight_operands(parts, columnwise=False)
+        ys, saved_x = linear_forward(bound, x, weights, biases or [None] * len(weights), ws, save, ctx.record, finish)
         ctx.save_for_backward(*weights, *to_save(x, saved_x, save))
         ctx.x_shape, ctx.x_dtype = tuple(x.shape), x.dtype
         return tuple(ys)
@@ -226,10 +226,8 @@ class BasicLinear(BasicOperation, modules.Linear):
     def operands_back(self, ctx: OperationContext) -> Sequence[Tensor]:
         """The tensors that dgrad reads for weights that were not cast before the pass."""
         weights = ctx.saved_tensors[: len(ctx.needs_dw)]
-        read: Sequence[Tensor] = ctx.bound.weights.read(
-            ctx.bound, range(len(weights)), weights, ctx.x_dtype, columnwise=True, record=True
-        )
-        return read
+        everyone, read = range(len(weights)), ctx.bound.weights.read
+        return parts_of(read(ctx.bound, everyone, weights, ctx.x_dtype, columnwise=True, record=True))
 
     def targets(self, ctx: OperationContext) -> tuple[Any, ...]:
         """For each weight the main gradient to which wgrad is written or added, or None; empty: autograd gets all wgrads."""
@@ -282,7 +280,8 @@ class BasicLinear(BasicOperation, modules.Linear):
         size = len(ctx.pass_tensors) // count
         parts = [part for i in used for part in ctx.pass_tensors[i * size : (i + 1) * size]]
         into = [ctx.into[i] for i in used] if ctx.into else []
-        results = linear_backward(bound, dys, saved, ws, parts, wanted, finish, into)
+        operands = bound.spec.weight_operands(parts, columnwise=True)
+        results = linear_backward(bound, dys, saved, ws, operands, wanted, finish, into)
         bound.session.end_layer_backward()
         ctx.written = tuple([i for i, to in zip(used, into, strict=False) if to is not None])
         if self._waits(ctx):

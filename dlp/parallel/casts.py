@@ -25,7 +25,7 @@ This file knows no layers. A layer passes delayed scales, random-number origins 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -272,14 +272,16 @@ class Operands(NamedTuple):
 class CastContext(NamedTuple):
     """Inputs of the casts of one matrix from the model.
 
-    flag       fp32 [], which becomes NaN if a value is not finite; None: not recorded
-    slots      delayed scale for each read; None for a recipe without delayed scales
-    origins    origins of the operands of each read, for stochastic rounding
+    flag         fp32 [], which becomes NaN if a value is not finite; None: not recorded
+    slots        delayed scale for each read; None for a recipe without delayed scales
+    origins      origins of the operands of each read, for stochastic rounding
+    slot_names   names of the delayed scales, by read
     """
 
     flag: Tensor | None
     slots: Sequence[ScaleSlot | None]
     origins: Sequence[tuple[Origin, ...]]
+    slot_names: Sequence[str | None] = ()
 
 
 # (plan, member, shape of the values, their device, whether amaxes count) -> the context of the casts of one matrix
@@ -299,6 +301,8 @@ class CastPlan:
     contracted  multiple to which rows are padded for the columnwise operand, whose contraction dimension they are
     lazy        there is one read, and it takes a `LazyMatrix`
     quantizes   False if both orientations keep the source's values
+    contexts    the contexts of values that were cast before, by member, shape and device; without slots, since an autocast
+                region may have separate scales
     """
 
     tensor: str
@@ -310,6 +314,9 @@ class CastPlan:
     contracted: int
     lazy: bool
     quantizes: bool
+    contexts: dict[tuple[str, torch.Size, torch.device], CastContext] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @cached_property
     def pads(self) -> bool:
@@ -318,8 +325,8 @@ class CastPlan:
 
     def matrices(self, value: Values) -> list[Any]:
         """The matrix for each read: the value, stored and padded as the read requires."""
-        if not self.lazy:
-            value = stored(value)
+        if not (self.lazy or isinstance(value, Tensor)):
+            value = value.value
         if not self.pads:
             return [value] * len(self.reads)
         rows, columns = value.shape
@@ -345,8 +352,9 @@ class CastPlan:
         """Whether a cast reads a delayed scale."""
         return any(read.has_slot for read in self.reads)
 
-    def casts(self, matrices: Sequence[Any], context: CastContext, into: Wanted = NOWHERE) -> list[Cast]:
-        """Casts of one tensor; `matrices`: one for each read."""
+    def casts(self, value: Values, context: CastContext, into: Wanted = NOWHERE) -> list[Cast]:
+        """Casts of one value."""
+        matrices = self.matrices(value) if self.pads or not self.lazy else [value]  # a lazy plan has one read
         casts = []
         for read, matrix, slot, at in zip(self.reads, matrices, context.slots, context.origins, strict=True):
             casts.append(Cast(read, matrix, slot, at, into if into is NOWHERE else read.into(into), context.flag))
@@ -441,8 +449,10 @@ def cast(
         return kept
     casts: list[Cast] = []
     for value, member in zip(values, members, strict=True):
-        matrices = plan.matrices(value)
-        casts += plan.casts(matrices, get_context(plan, member, value.shape, value.device, record), into)
+        context = None if plan.scaled_by_slots else plan.contexts.get((member, value.shape, value.device))
+        if context is None:
+            context = get_context(plan, member, value.shape, value.device, record)
+        casts += plan.casts(value, context, into)
     results = make_casts(casts)
     if len(plan.reads) == 1 and not plan.derived:  # one read of each value produces all operands
         return list(starmap(Operands, results))
@@ -456,12 +466,11 @@ def _kept(matrix: Tensor) -> QuantizedTensor:
     return QuantizedTensor(HP, (matrix,))
 
 
-def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[Wanted]:
+def make_casts(casts: Sequence[Cast]) -> list[Wanted]:
     """Observe, agree and cast, and return the operands of each cast.
 
-    Ranks that agree must call this with the same casts in the same order. `prepared`: existing launches for some of the
-    casts."""
-    grads = _gate_grads(casts) if prepared is None and len(casts) == 2 else None
+    Ranks that agree must call this with the same casts in the same order."""
+    grads = _gate_grads(casts) if len(casts) == 2 else None
     if grads is not None:
         quantizer: Any = casts[0].read.quantizer
         agreed = _agreed(casts, list(quantizer.observe_grads(grads)))
@@ -469,20 +478,10 @@ def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[
             grads, agreed, [cast.slot for cast in casts], [cast.flag for cast in casts]
         )
         return both
-    for cast in casts:
-        if prepared is not None or cast.read.agreed:
-            break
-    else:  # no agreement, and no batch
-        results = []
-        for cast in casts:
-            results.append(cast.make(cast.read.observe(cast.matrix)))
-        return results
-    amaxes = {} if prepared is None else prepared.observe()
-    observed = [amaxes[i] if i in amaxes else cast.read.observe(cast.matrix) for i, cast in enumerate(casts)]
-    agreed = _agreed(casts, observed)
-    if prepared is not None:
-        prepared.cast([pair for i in amaxes for pair in zip(observed[i], agreed[i], strict=True)])
-    return [cast.into if i in amaxes else cast.make(agreed[i]) for i, cast in enumerate(casts)]
+    observed = [cast.read.observe(cast.matrix) for cast in casts]
+    if any([cast.read.agreed for cast in casts]):
+        observed = _agreed(casts, observed)
+    return [cast.make(amaxes) for cast, amaxes in zip(casts, observed, strict=True)]
 
 
 def _gate_grads(casts: Sequence[Cast]) -> ops.GatedGrads | None:
@@ -550,8 +549,8 @@ class CastBatch:
 
     @torch.no_grad()
     def make(self, casts: Sequence[Cast]) -> list[Wanted]:
-        """Apply `make_casts` with one launch for all casts that share a quantizer and a dtype, if the quantizer
-        supports batches."""
+        """Observe, agree and cast as `make_casts` does, with one launch for all casts that share a quantizer and a dtype, if
+        the quantizer supports batches."""
         batched: dict[tuple[Quantizer, torch.dtype], list[int]] = {}
         for i, cast in enumerate(casts):
             quantizer = cast.batch()
@@ -561,7 +560,11 @@ class CastBatch:
         if made_for != self._made_for:
             launches = [_launches(q, [casts[i] for i in places]) for (q, _), places in batched.items()]
             self._prepared, self._made_for = Prepared(list(batched.values()), launches), made_for
-        return make_casts(casts, self._prepared)
+        amaxes = self._prepared.observe()
+        observed = [amaxes[i] if i in amaxes else cast.read.observe(cast.matrix) for i, cast in enumerate(casts)]
+        agreed = _agreed(casts, observed)
+        self._prepared.cast([pair for i in amaxes for pair in zip(observed[i], agreed[i], strict=True)])
+        return [cast.into if i in amaxes else cast.make(agreed[i]) for i, cast in enumerate(casts)]
 
 
 def _launches(quantizer: Any, casts: Sequence[Cast]) -> ops.Launches:

@@ -232,9 +232,8 @@ def links(group: ProcessGroup, device: torch.device, rounds: int) -> tuple[float
         shard = QuantizedTensor(HP, (torch.zeros(nbytes // 512, 256, dtype=torch.bfloat16, device=device),))
 
         def run() -> None:
-            transport.start(group)
-            overlaps.load(SERIAL).gather(shard, 0, group).whole()
-            transport.finish(group)
+            with transport.in_direction(group):
+                overlaps.load(SERIAL).gather(shard, 0, group).whole()
 
         return run
 

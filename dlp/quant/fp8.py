@@ -66,9 +66,11 @@ FORMATS = {element: Fp8Tensor(element) for element in ELEMENTS}
 
 
 class _TensorScaling:
-    """Casts with one scale per tensor; a subclass defines the source of the scale, and whether casts need an amax."""
+    """Casts with one scale per tensor: from the amax of the tensor if `needs_amax`, else the delayed scale of a slot."""
 
     element: str
+    power_of_two: bool = False
+    epsilon: float = 0.0
     needs_amax: ClassVar[bool]
     reduces: ClassVar[tuple[int, ...]] = (0, 1)
 
@@ -77,7 +79,12 @@ class _TensorScaling:
         return FORMATS[self.element]
 
     def _source(self, amax: Tensor | None, slot: ScaleSlot | None) -> ops.Fp8Scale:
-        raise NotImplementedError
+        """Return the source of the scale. With a slot, the cast raises the staging of the slot to max |x|."""
+        if self.needs_amax:
+            assert amax is not None, "current scaling casts with an observed amax"
+            return ops.Fp8Scale(amax, None, None, self.power_of_two, self.epsilon)
+        assert slot is not None, "delayed scaling casts with the scale of a slot"
+        return ops.Fp8Scale(None, slot.scale, slot.staging)
 
     def observe(self, x: Tensor) -> Tensor | None:
         return ops.amax(x) if self.needs_amax else None
@@ -91,7 +98,8 @@ class _TensorScaling:
         at: Origin | None = None, flag: Tensor | None = None,
     ) -> QuantizedTensor:  # fmt: skip
         source, given = self._source(amax, slot), None if out is None else out.parts
-        return self.format.fill(out, *ops.cast_fp8_tensor(x, ELEMENTS[self.element], source, out=given, flag=flag))
+        parts = ops.cast_fp8_tensor(x, ELEMENTS[self.element], source, out=given, flag=flag)
+        return QuantizedTensor(self.format, parts) if out is None else self.format.fill(out, *parts)
 
     def both(
         self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
@@ -129,10 +137,6 @@ class CurrentScaling(_TensorScaling):
         source = ops.Fp8Scale(power_of_two=self.power_of_two, epsilon=self.epsilon)
         return ops.cast_fp8_tensor_batch(xs, wanted_parts(outs), [source] * len(xs), flags)
 
-    def _source(self, amax: Tensor | None, slot: ScaleSlot | None) -> ops.Fp8Scale:
-        assert amax is not None, "current scaling casts with an observed amax"
-        return ops.Fp8Scale(amax=amax, power_of_two=self.power_of_two, epsilon=self.epsilon)
-
 
 @dataclass(frozen=True)
 class DelayedScaling(_TensorScaling):
@@ -164,11 +168,6 @@ class DelayedScaling(_TensorScaling):
         self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None], flags: ops.Flags
     ) -> ops.Launches:
         return ops.cast_fp8_tensor_batch(xs, wanted_parts(outs), [self._source(None, slot) for slot in slots], flags)
-
-    def _source(self, amax: Tensor | None, slot: ScaleSlot | None) -> ops.Fp8Scale:
-        """Return the scale of a slot; the cast raises the staging of the slot to max |x|."""
-        assert slot is not None, "delayed scaling casts with the scale of a slot"
-        return ops.Fp8Scale(scale=slot.scale, staging=slot.staging)
 
 
 def unchanged(window: Tensor) -> Tensor:

@@ -205,12 +205,9 @@ class Format:
         """Return the dtypes of the parts, for a source of `dtype`."""
         return tuple([part.dtype or dtype for part in self.parts])
 
-    def moves_along(self, dim: int) -> list[int | None]:
-        """Return `Part.moves_along` of every part."""
-        return self._moves[dim]
-
     @cached_property
-    def _moves(self) -> list[list[int | None]]:
+    def moves(self) -> list[list[int | None]]:
+        """`Part.moves_along` of every part, by dimension (0 or 1) of the operand."""
         return [[part.moves_along(dim) for part in self.parts] for dim in (0, 1)]
 
     def check(self, shape: tuple[int, int]) -> None:

@@ -44,7 +44,7 @@ def large(device: str) -> Iterator[Tensor]:
 def last(q: Any, columnwise: bool) -> list[Tensor]:
     """The parts of an operand that belong to the last rows of its matrix, or to the last columns of a columnwise one."""
     parts = []
-    for part, dim in zip(q.parts, q.format.moves_along(int(columnwise)), strict=True):
+    for part, dim in zip(q.parts, q.format.moves[int(columnwise)], strict=True):
         size = 0 if dim is None else LAST * part.shape[dim] // ROWS
         parts.append(part if dim is None else part.narrow(dim, part.shape[dim] - size, size))
     return parts

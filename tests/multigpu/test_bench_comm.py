@@ -64,7 +64,7 @@ def moved() -> list[tuple[float, int]]:
         spec = column(here, recipe, 256)
         spec.session.begin_forward(spec, True)
         operand = gathered(spec, here.inputs(64, 256)())
-        gathers = [dim is not None for dim in operand.format.moves_along(0)]
+        gathers = [dim is not None for dim in operand.format.moves[0]]
         nbytes = sum(part.nbytes for part, moves in zip(operand.parts, gathers, strict=True) if moves)
         found.append((received(here, spec, (64, 256)), nbytes - nbytes // here.world))
     return found

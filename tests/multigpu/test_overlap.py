@@ -272,11 +272,9 @@ def said_and_sent() -> dict[tuple[str, str, str, int], tuple[int, int]]:
                 how: dict[str, Any] = {"reduce": reduce, "codec": WIRES[carried]}
 
                 def total(chosen: Any = chosen, a: Any = a, how: dict[str, Any] = how) -> Tensor:
-                    transport.start(group)
-                    reduced = chosen.gemm_reduce(a, Gemm("fprop", w, torch.float32), group, dtype=torch.bfloat16, **how)
-                    y = reduced.wait()
-                    transport.finish(group)
-                    return y
+                    with transport.in_direction(group):
+                        gemm = Gemm("fprop", w, torch.float32)
+                        return chosen.gemm_reduce(a, gemm, group, dtype=torch.bfloat16, **how).wait()
 
                 with memory(group, name):
                     total()  # the first use of memory that ranks map allocates it

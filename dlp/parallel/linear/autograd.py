@@ -31,6 +31,7 @@ from dlp.parallel.linear.state import BoundSpec, waits
 from dlp.parallel.weight.base import Target, WeightParts
 from dlp.parallel.weight.local import check_whole, held, num_axes
 from dlp.quant.quantizer import caps_of
+from dlp.quant.tensor import QuantizedTensor
 from dlp.runtime.capture import BACKWARD, FORWARD, LIMIT
 from dlp.runtime.function import (
     ACTIVATIONS,
@@ -168,17 +169,18 @@ def forward(ctx: Any, run: Run, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
     if call.distributed:
         parameters = [p if spec is None else p._local_tensor for p, spec in zip(parameters, call.layouts, strict=True)]
     weights, biases = parameters[:count], parameters[count:]
-    parts: Sequence[Tensor]
+    ws: Sequence[QuantizedTensor]
     if cast_weights is not None:
-        parts = cast_weights.rowwise
+        ws = cast_weights.operands[0]
     else:
-        parts = bound.weights.read(bound, call.everyone, weights, call.x_dtype, columnwise=False, record=record)
+        ws = bound.weights.read(bound, call.everyone, weights, call.x_dtype, columnwise=False, record=record)
     if call.captured.possible[FORWARD]:
+        parts = cast_weights.rowwise if cast_weights is not None else parts_of(ws)
         key: Key = () if cast_weights is not None else tuple(map(shape_key, parts))
-        compute = partial(linear_forward, bound, x, weights, biases, parts, call.save, record)
+        compute = partial(linear_forward, bound, x, weights, biases, ws, call.save, record)
         ys, kept = call.captured.forward(key, compute, forward_reads(x, weights, biases, parts), count)
     else:
-        ys, kept = linear_forward(bound, x, weights, biases, parts, call.save, record)
+        ys, kept = linear_forward(bound, x, weights, biases, ws, call.save, record)
     if ctx is None:
         return tuple(ys)
     session = bound.session
@@ -191,6 +193,11 @@ def forward(ctx: Any, run: Run, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
 def forward_reads(x: Tensor, weights: Any, biases: Any, parts: Any) -> list[Tensor]:
     """The tensors that a forward reads."""
     return [x, *(parts or weights), *[bias for bias in biases if bias is not None]]
+
+
+def parts_of(operands: Sequence[QuantizedTensor]) -> list[Tensor]:
+    """The parts of all operands."""
+    return [part for operand in operands for part in operand.parts]
 
 
 def backward(ctx: Any, run: Run, dys: Sequence[Tensor | None]) -> Sequence[Any]:
@@ -255,23 +262,24 @@ def _gradients(
             grads[0] = grads[0].view(wanted.shape)
     else:
         bound.session.in_layer_backward(bound)
-        parts: Sequence[Tensor] = ()
+        ws: Sequence[QuantizedTensor] = ()
         reads_weights = reads_w(bound.spec.recipe, wanted.dx, any(wanted.dw))
         if reads_weights and cast_weights is not None:
-            parts = cast_weights.columnwise_of(used)
+            ws = cast_weights.columnwise_operands(used)
         elif reads_weights:
-            parts = bound.weights.read(bound, used, weights, call.x_dtype, columnwise=True, record=True)
+            ws = bound.weights.read(bound, used, weights, call.x_dtype, columnwise=True, record=True)
         if call.captured.possible[BACKWARD]:
             key: Key = (*wanted, *[layout_key(tensor) for tensor in (*dys, *saved)])
+            parts = parts_of(ws)
             key += tuple(map(shape_key, parts)) if cast_weights is None else ()
             reads = [*dys, *saved, *((parts or weights) if reads_weights else ())]
             if into:
                 key += tuple([None if t is None else (*shape_key(t.tensor), t.overwrite) for t in into])
                 reads += [t.tensor for t in into if t is not None]
-            compute = partial(linear_backward, bound, dys, saved, weights, parts, wanted, into=into)
+            compute = partial(linear_backward, bound, dys, saved, weights, ws, wanted, into=into)
             grads = call.captured.backward(key, compute, reads)
         else:
-            grads = linear_backward(bound, dys, saved, weights, parts, wanted, into=into)
+            grads = linear_backward(bound, dys, saved, weights, ws, wanted, into=into)
         session.scales = None
         if session.drawn_again is not None:
             session.end_layer_backward()

@@ -45,12 +45,12 @@ from dlp.parallel.linear.quantize import (
     LayerInput,
     Rowwise,
     as_matrix,
+    cast_weights,
     plan_of,
     quantize_route,
     saved_x,
     through_format,
     trimmed,
-    weight_operands,
     whole,
 )
 from dlp.parallel.linear.spec import LinearSpec
@@ -74,13 +74,13 @@ NO_FINISH = Finish()
 
 def linear_forward(
     bound: BoundSpec, x: LayerInput, weights: Sequence[Tensor], biases: Sequence[Tensor | None],
-    parts: Sequence[Tensor], save: bool, record: bool, finish: Finish = NO_FINISH,
+    ws: Sequence[QuantizedTensor], save: bool, record: bool, finish: Finish = NO_FINISH,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """y_i = x @ w_i.T + b_i, for every member i.
 
     x         [..., K]: stored, lazy, or quantized already
     weights   w_i [N_i, K] of this rank; biases: b_i [N_i], or None
-    parts     the parts of the rowwise operands of all w_i; empty: the weights are cast here
+    ws        the rowwise operands of all w_i; empty: the weights are cast here
     save      backward will read x (`keeps_x`)
     record    gradients are enabled, so amaxes count for delayed scales
     finish    the epilogue, of a layer with one member whose y is not reduced
@@ -89,17 +89,19 @@ def linear_forward(
     """
     spec, values = bound.spec, as_matrix(x)
     plan = bound.plans.get(x.shape) or plan_of(bound, x.shape)
-    with plan.scope("forward"):
+    with plan.scope["forward"]():
         # x: observe, agree, cast, start the gather
-        with plan.scope("cast_x"):
+        with plan.scope["cast_x"]():
             (quantized,) = quantize_route(bound, plan, plan.x[save], [values], spec.members[:1], record)
         kept: list[Tensor] = []
         if save and plan.kept == "values":  # a stored x is saved by the caller (`to_save`)
             kept = [values.value] if isinstance(values, LazyMatrix) else []
         elif save:
-            kept = list(quantized.own.at(columnwise=plan.kept == "columnwise").parts)
+            own = quantized.own[plan.kept == "columnwise"]
+            assert own is not None, "x is saved in an orientation that was cast"
+            kept = list(own.parts)
 
-        ws = weight_operands(bound, spec.members, weights, parts, x.dtype, ROWWISE, record)
+        ws = ws or cast_weights(bound, spec.members, weights, x.dtype, ROWWISE, record)
 
         # y: fprop, the reduction, then the bias, once
         options, dtype, ys = spec.recipe.fprop, spec.recipe.fprop.out_dtype or x.dtype, []
@@ -109,7 +111,7 @@ def linear_forward(
                 appended = w.shape[0] - features  # zero rows of a padded operand
                 gemm_bias = F.pad(bias, (0, appended)) if appended else bias
             gemm = Gemm("fprop", w, dtype, gemm_bias, finish.into, options, alpha=finish.alpha, rounds=True)
-            with plan.scope("fprop"):
+            with plan.scope["fprop"]():
                 result = token_gemm(spec, plan.fprop, [quantized.rowwise], [gemm], dtype)
                 y = trimmed(result if isinstance(result, Tensor) else result.wait(), features)
             if bias is not None and not plan.bias_in_gemm:
@@ -121,15 +123,15 @@ def linear_forward(
 
 
 def linear_backward(
-    bound: BoundSpec, dys: Sequence[LayerInput], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
-    wanted: GradsWanted, finish: Finish = NO_FINISH, into: Sequence[Target | None] = (),
+    bound: BoundSpec, dys: Sequence[LayerInput], saved: Sequence[Tensor], weights: Sequence[Tensor],
+    ws: Sequence[QuantizedTensor], wanted: GradsWanted, finish: Finish = NO_FINISH, into: Sequence[Target | None] = (),
 ) -> list[Tensor]:  # fmt: skip
     """dx = sum over i of dy_i @ w_i,   dw_i = dy_i.T @ x,   db_i = dy_i.sum(0),   for the used members i.
 
     dys       dy_i [..., N_i], shaped as y_i was, or lazy [M, N_i]
     saved     the tensors that forward saved (`to_save`)
     weights   w_i [N_i, K] of the used members
-    parts     the parts of the columnwise operands of w_i; empty: the weights are cast here
+    ws        the columnwise operands of w_i; empty: the weights are cast here if a gradient reads them
     finish    the epilogue of dgrad, where dx is not reduced; `alpha` scales wgrad as well
     into      the tensor that each dw_i is written to; empty, or None: dw_i is returned
     returns   the wanted gradients among dx [M, K], dw_i [N_i, K], db_i [N_i], in this order, without each dw_i that was
@@ -143,17 +145,16 @@ def linear_backward(
         rows = [Summed(dy) if needed else dy for dy, needed in zip(rows, wanted.db, strict=True)]
     tokens = rows[0].shape[0]
     plan = bound.plans_back.get(tokens) or bound.plan_back(tokens)
-    with plan.scope("backward"):
+    with plan.scope["backward"]():
         # x: a second gather starts first and runs under the cast of dy
         x_col = saved_x(bound, plan, saved) if any_dw else None
 
         # dy: observe, agree, cast, start the gathers
-        with plan.scope("cast_dy"):
+        with plan.scope["cast_dy"]():
             quantized = quantize_route(bound, plan, plan.dy(wanted.dx, any_dw), rows, members)
         dy_rows, dy_cols, _ = zip(*quantized, strict=True)
-        ws: list[QuantizedTensor] = []
-        if reads_w(spec.recipe, wanted.dx, any_dw):
-            ws = weight_operands(bound, members, weights, parts, wanted.dtype, COLUMNWISE, True)
+        if not ws and reads_w(spec.recipe, wanted.dx, any_dw):
+            ws = cast_weights(bound, members, weights, wanted.dtype, COLUMNWISE, True)
 
         # dgrad first: the reduction of dx runs under wgrad
         dx = _dgrad(bound, plan, dy_rows, ws, wanted, finish) if wanted.dx else None
@@ -163,7 +164,7 @@ def linear_backward(
             if spec.options.delay_wgrad and wanted.dx:  # `waits`
                 operands = _operands_of_wgrads(bound, dy_cols, x_col, wanted)
             else:
-                with plan.scope("wgrad"):
+                with plan.scope["wgrad"]():
                     grads = _wgrads(bound, dy_cols, x_col, weights, ws, wanted, finish.alpha, into)
         sums = partial(canonical.token_sums, spec) if spec.invariant else Summed.sums
         grads += [rounded(sums(dy), w.dtype) for dy, w, db in zip(rows, weights, wanted.db, strict=True) if db]
@@ -188,7 +189,7 @@ def _dgrad(
     gemms = [Gemm("dgrad", w, dtype if len(ws) == 1 else torch.float32, options=options) for w in ws]
     if finish is not NO_FINISH:
         gemms[0] = replace(gemms[0], alpha=finish.alpha, accumulate=finish.into, rounds=True)
-    with plan.scope("dgrad"):
+    with plan.scope["dgrad"]():
         return token_gemm(bound.spec, plan.dgrad, dy_rows, gemms, dtype)
 
 

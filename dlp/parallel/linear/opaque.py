@@ -20,13 +20,14 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dlp.comm import observer
 from dlp.parallel.linear.active import check_compiled
-from dlp.parallel.linear.autograd import check_features, forward_reads, leave_wgrads
+from dlp.parallel.linear.autograd import check_features, forward_reads, leave_wgrads, parts_of
 from dlp.parallel.linear.capture import of_layer
 from dlp.parallel.linear.functional import linear_backward, linear_forward
 from dlp.parallel.linear.plan import GradsWanted, Result, reads_w, to_save, x_tokens_of
 from dlp.parallel.linear.spec import spec_of
 from dlp.parallel.linear.state import BoundSpec, bound_of, plan_for, waits
 from dlp.parallel.weight.base import WeightParts
+from dlp.quant.tensor import QuantizedTensor
 from dlp.runtime.capture import CapturedDirections
 from dlp.runtime.function import (
     multiplies_tf32,
@@ -35,19 +36,18 @@ from dlp.runtime.function import (
 )
 
 
-def _parts(
+def _weight_operands(
     bound: BoundSpec, used: Sequence[int], weights: Sequence[Tensor], cached: Sequence[Tensor], dtype: torch.dtype,
     *, columnwise: bool, record: bool,
-) -> Sequence[Tensor]:  # fmt: skip
-    """The parts of one orientation of the `used` weights: `cached` at the step boundary, or gathered by FSDP; empty if the
+) -> list[QuantizedTensor]:  # fmt: skip
+    """The operands of the `used` weights in one orientation: `cached` at the step boundary, or gathered by FSDP; empty if the
     pass casts the weights."""
-    if not cached:
-        gathered: Sequence[Tensor] = bound.weights.read(
-            bound, used, weights, dtype, columnwise=columnwise, record=record
-        )
-        return gathered
-    parts = WeightParts(cached, bound.spec.weight_formats[1])
-    return parts.columnwise if columnwise else parts.rowwise
+    if cached:
+        return WeightParts(bound.spec, cached, bound.spec.weight_formats[1]).operands[columnwise]
+    gathered: list[QuantizedTensor] = bound.weights.read(
+        bound, used, weights, dtype, columnwise=columnwise, record=record
+    )
+    return gathered
 
 
 def linear_fwd(
@@ -59,10 +59,11 @@ def linear_fwd(
     check_compiled(bound)
     check_features(bound.spec, x, weights[0])
     bound.session.begin_forward(bound, record)
-    parts = _parts(bound, range(len(weights)), weights, cached, x.dtype, columnwise=False, record=record)
+    ws = _weight_operands(bound, range(len(weights)), weights, cached, x.dtype, columnwise=False, record=record)
+    parts = parts_of(ws)
     keys = [None if bias is None else shape_key(bias) for bias in biases]
     key = (save, record, *keys, *map(shape_key, (x, *weights, *parts)))
-    run = partial(linear_forward, bound, x, weights, biases, parts, save, record)
+    run = partial(linear_forward, bound, x, weights, biases, ws, save, record)
     reads = forward_reads(x, weights, biases, parts)
     return _captured_of(bound, x).forward(key, run, reads, len(weights))
 
@@ -76,9 +77,12 @@ def linear_bwd(
     bound.session.in_layer_backward(bound)
     used = wanted.used
     reads_weights = reads_w(bound.spec.recipe, wanted.dx, any(wanted.dw))
-    parts = _parts(bound, used, weights, cached, dtype, columnwise=True, record=True) if reads_weights else ()
+    ws: Sequence[QuantizedTensor] = ()
+    if reads_weights:
+        ws = _weight_operands(bound, used, weights, cached, dtype, columnwise=True, record=True)
+    parts = parts_of(ws)
     key = (*wanted, *map(shape_key, (*dys, *saved, *weights, *parts)))
-    run = partial(linear_backward, bound, dys, saved, weights, parts, wanted)
+    run = partial(linear_backward, bound, dys, saved, weights, ws, wanted)
     reads = [*dys, *saved, *((parts or weights) if reads_weights else ())]
     grads = _captured_of(bound, dys[0]).backward(key, run, reads)
     bound.session.end_layer_backward()

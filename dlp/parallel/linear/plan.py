@@ -32,7 +32,7 @@ contribution of this rank is packed as all others are, so a sum does not depend 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import lcm
@@ -44,8 +44,7 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm import observer
 from dlp.comm.collectives import AS_IT_IS, Kinds, Own, Parts, ReduceCodec
-from dlp.comm.mapped import Transport
-from dlp.comm.transport import transport_of
+from dlp.comm.transport import in_direction
 from dlp.kernels.ranges import named_range
 from dlp.kernels.wire import BLOCK, E4M3, pack_fp8, sum_fp8
 from dlp.parallel.casts import (
@@ -179,7 +178,6 @@ class Reduction(NamedTuple):
 
 DIRECTIONS = "forward", "backward"
 STEPS = "cast_x", "cast_dy", "gather_x", "gather_dy", "fprop", "dgrad", "wgrad"
-NO_SCOPE = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -214,41 +212,29 @@ class LinearPlan:
     spec: LinearSpec | None = None
     shapes: dict[Any, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
 
-    def scope(self, step: str, gathered: Gathered | None = None) -> AbstractContextManager[Any]:
-        """Context of one step of a pass: a named range of profilers, the observer's label of the transfers of `gathered`, and,
-        for "forward" and "backward", a direction of the transport."""
-        assert self.spec is not None
-        if gathered is not None and observer.counting():
-            return self._observed(step, gathered)
-        if step not in DIRECTIONS:
-            return named_range(self.ranges[step])
-        mapped = None if self.spec.group is None else transport_of(self.spec.group)
-        return NO_SCOPE if mapped is None else self._direction(mapped, step)
+    @cached_property
+    def scope(self) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
+        """By step of a pass, a function that returns the context of the step: a named range of profilers, and for "forward" and
+        "backward" a direction of the transport."""
+        spec = self.spec
+        assert spec is not None
+        ranges = {step: partial(named_range, f"{spec.name}.{step}") for step in STEPS}
+        return ranges | {
+            way: partial(in_direction, spec.group, self.style.name, (spec.name, way)) for way in DIRECTIONS
+        }
 
     @contextmanager
-    def _direction(self, mapped: Transport, direction: str) -> Iterator[None]:
-        assert self.spec is not None
-        mapped.start(self.style.name, (self.spec.name, direction))
-        yield
-        mapped.finish()  # after an error the direction stays open
-
-    @contextmanager
-    def _observed(self, step: str, gathered: Gathered) -> Iterator[None]:
+    def observed(self, tensor: str, gathered: Gathered) -> Iterator[None]:
+        """`scope` of a gather of x or dy whose bytes an observer counts, with the observer's label."""
         fmt = gathered.format
         precision = "" if fmt is None or fmt.keeps_source else fmt.name  # "": the dtype that is sent
-        with observer.label(direction=gathered.gemm, precision=precision), named_range(self.ranges[step]):
+        with observer.label(direction=gathered.gemm, precision=precision), self.scope[f"gather_{tensor}"]():
             yield
 
     @cached_property
     def bias_in_gemm(self) -> bool:
         """Whether the GEMM adds the bias. After a reduction, and in invariant layers, y is rounded first."""
         return self.fprop is None and not (self.spec is not None and self.spec.invariant)
-
-    @cached_property
-    def ranges(self) -> dict[str, str]:
-        """The names of profilers' ranges, by step."""
-        assert self.spec is not None
-        return {step: f"{self.spec.name}.{step}" for step in STEPS}
 
     def sends_codes(self, tensor: str, agreed: ProcessGroup | None, group: ProcessGroup) -> bool:
         """Whether operands of x or dy that were cast outside of the layer, with scales that the ranks of `agreed` share, can

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm import transport
+from dlp.comm import observer, transport
 from dlp.comm.collectives import Pending
 from dlp.kernels.ops import LazyMatrix, Produced, rounded, stored
 from dlp.parallel.casts import (
@@ -111,10 +111,7 @@ def quantize_route(
             context = partial(cast_context, bound)
             own = cast(route.before, route.cast_before, values, members, context, record=record, into=into)
     if not route.gathers:
-        results = []
-        for mine in own:
-            results.append(Quantized(mine.rowwise, mine.columnwise, mine))
-        return results
+        return [Quantized(each.rowwise, each.columnwise, each) for each in own]
     rowwise: Rowwise | None = own[0].rowwise
     columnwise: Columnwise | None = own[0].columnwise
     for gathered, lease in zip(route.gathers, leases, strict=True):
@@ -123,7 +120,9 @@ def quantize_route(
             rowwise = arrived().rowwise if route.cast_after[0] else rowwise
             columnwise = partial(_columnwise_of, arrived) if route.cast_after[1] else columnwise
             continue
-        started = start_gather(bound, plan, route.tensor, gathered, own[0].at(bool(gathered.columnwise)), lease)
+        mine = own[0][bool(gathered.columnwise)]
+        assert mine is not None, "a gather sends an operand that was cast before"
+        started = start_gather(bound, plan, route.tensor, gathered, mine, lease)
         rowwise = rowwise if gathered.columnwise else started
         columnwise = started.whole if gathered.columnwise else partial(_transposed, started)
     return [Quantized(rowwise, columnwise, own[0])]
@@ -155,7 +154,7 @@ def start_gather(
     assert overlap is not None and group is not None
     if bound.session.before_gather is not None:
         bound.session.before_gather(bound.spec.name, gathered.gemm, own, gathered.dim, group)
-    with plan.scope(f"gather_{tensor}", gathered):
+    with plan.observed(tensor, gathered) if observer.counting() else plan.scope[f"gather_{tensor}"]():
         return lease.gather() if lease else overlap.gather(own, gathered.dim, group)
 
 
@@ -254,22 +253,13 @@ def plan_of(bound: BoundSpec, shape: torch.Size) -> LinearPlan:
 # Weights and results
 
 
-def weight_operands(
-    bound: BoundSpec, members: Sequence[str], weights: Sequence[Tensor], parts: Sequence[Tensor], dtype: torch.dtype,
-    wanted: Orientations, record: bool,
+def cast_weights(
+    bound: BoundSpec, members: Sequence[str], weights: Sequence[Tensor], dtype: torch.dtype, wanted: Orientations,
+    record: bool,
 ) -> list[QuantizedTensor]:  # fmt: skip
-    """The operands of the weights in one orientation: wrapped from flat `parts`, or, without parts, cast here from `dtype`,
-    with one amax agreement for all weights."""
-    columnwise = wanted == COLUMNWISE
-    if not parts:
-        cast_here = quantize(bound, "w", [rounded(w, dtype) for w in weights], wanted, members=members, record=record)
-        return [operands.at(columnwise=columnwise) for operands in cast_here]
-    formats, sizes = bound.spec.weight_formats
-    fmt, size = formats[columnwise], sizes[columnwise]
-    wrapped = []
-    for i in range(0, len(parts), size):
-        wrapped.append(QuantizedTensor(fmt, tuple(parts[i : i + size])))
-    return wrapped
+    """The operands of the weights in one orientation, cast from `dtype` with one amax agreement for all weights."""
+    operands = quantize(bound, "w", [rounded(w, dtype) for w in weights], wanted, members=members, record=record)
+    return [each.at(columnwise=wanted == COLUMNWISE) for each in operands]
 
 
 def through_format(bound: BoundSpec, tensor: str, member: str, values: Tensor, record: bool = True) -> Tensor:
@@ -329,11 +319,9 @@ def _plan(bound: BoundSpec, tensor: str, orientations: Orientations, whole: bool
 def cast_context(
     bound: BoundSpec, plan: CastPlan, member: str, shape: torch.Size, device: torch.device, record: bool
 ) -> CastContext:
-    """Flag, slots and origins for the casts of one matrix of this shape. Flag and origins are cached; slots are looked up at
-    each call, since an autocast region may have separate scales."""
-    key = id(plan), member, shape, device  # the entry holds the plan, so that no other plan gets the same id
-    found = bound.cache.get(key)
-    if found is None:
+    """Flag, slots and origins for the casts of one matrix of this shape; `plan.contexts` keeps the context without slots."""
+    context = plan.contexts.get((member, shape, device))
+    if context is None:
         flag = bound.session.flag(bound.spec.members, plan.tensor, member, device) if plan.quantizes else None
         origins = [
             tuple([_origin(bound, plan, member, shape, given, each) for each in read.origins])
@@ -343,20 +331,18 @@ def cast_context(
             bound.spec.slot_name(plan.tensor, member, read.rowwise is None) if read.has_slot else None
             for read in plan.reads
         ]
-        found = bound.cache[key] = plan, CastContext(flag, (None,) * len(names), origins), names
-    _, context, names = found
+        context = plan.contexts[member, shape, device] = CastContext(flag, (None,) * len(names), origins, names)
     if not plan.scaled_by_slots:
         return context
-    slots = [None if name is None else bound.session.slot(name, bound.spec, record) for name in names]
-    return CastContext(context.flag, slots, context.origins)
+    slots = [None if name is None else bound.session.slot(name, bound.spec, record) for name in context.slot_names]
+    return context._replace(slots=slots)
 
 
 def weight_casts(bound: BoundSpec, member: str, weight: Tensor, value: Tensor, into: Wanted = NOWHERE) -> list[Cast]:
     """The casts of `quantize(bound, "w", [weight], BOTH)`, to be run together with the casts of other layers. `value`: the
     weight, padded to `operand_shape`."""
     plan = _plan(bound, "w", BOTH, False, value.shape[0])
-    matrices = [value] * len(plan.reads)
-    return plan.casts(matrices, cast_context(bound, plan, member, weight.shape, value.device, True), into)
+    return plan.casts(value, cast_context(bound, plan, member, weight.shape, value.device, True), into)
 
 
 @cache

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.parallel import overlap as overlaps
@@ -22,7 +23,7 @@ from dlp.parallel.style import ParallelStyle
 from dlp.quant.fake import is_fake
 from dlp.quant.quantizer import SlotOptions, caps_of
 from dlp.quant.recipe import GEMMS, OPERANDS, RESULTS, Recipe
-from dlp.quant.tensor import Format
+from dlp.quant.tensor import Format, QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,12 @@ class LinearSpec:
         """The formats of w, rowwise and columnwise, and how many parts they have."""
         formats = self.recipe.w.rowwise.format, self.recipe.w.columnwise.format
         return formats, (len(formats[0].parts), len(formats[1].parts))
+
+    def weight_operands(self, parts: Sequence[Tensor], *, columnwise: bool) -> list[QuantizedTensor]:
+        """The operands of the weights in one orientation, from flat parts."""
+        formats, sizes = self.weight_formats
+        fmt, size = formats[columnwise], sizes[columnwise]
+        return [QuantizedTensor(fmt, tuple(parts[i : i + size])) for i in range(0, len(parts), size)]
 
     @cached_property
     def draws(self) -> bool:

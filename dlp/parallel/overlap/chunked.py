@@ -209,7 +209,7 @@ class Chunked:
         self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,
         device: torch.device,
     ) -> SentLease | MappedLease:  # fmt: skip
-        dims, shapes, dtypes = fmt.moves_along(dim), fmt.part_shapes(shape), fmt.part_dtypes(dtype)
+        dims, shapes, dtypes = fmt.moves[dim], fmt.part_shapes(shape), fmt.part_dtypes(dtype)
         transport = transport_of(group)
         if transport is not None:
             gathering = transport.lease(shapes, dtypes, dims)
@@ -226,7 +226,7 @@ class Chunked:
         """Gather an operand that exists already: with a transport, it is first copied into its segment."""
         transport = transport_of(group)
         if transport is not None:
-            return _arriving(a, group, transport.gathering(a.parts, a.format.moves_along(dim)), self.chunks)
+            return _arriving(a, group, transport.gathering(a.parts, a.format.moves[dim]), self.chunks)
         payload = a.payload
         lease = self.lease(a.format, a.shape, dim, group, dtype=payload.dtype, device=payload.device)
         assert isinstance(lease, SentLease)
@@ -364,7 +364,7 @@ def _cut(a: QuantizedTensor, start: int, stop: int, which: str) -> QuantizedTens
             f"{which}: chunked cuts {total} rows at {start} and {stop}, inside a block of {a.format.name}; "
             f"set overlap = 'serial' for this GEMM"
         )
-    dims = a.format.moves_along(0)
+    dims = a.format.moves[0]
     scaled = ((part, dim, part.shape[dim] if dim is not None else 0) for part, dim in zip(a.parts, dims, strict=True))
     return a.format.wrap([
         part if dim is None else part.narrow(dim, start * size // total, (stop - start) * size // total)

@@ -36,10 +36,10 @@ class SerialGather:
     pending: Pending[Parts]
 
     def whole(self) -> QuantizedTensor:
-        return self.format.wrap(self.pending.wait())
+        return QuantizedTensor(self.format, self.pending.wait())
 
     def gemm(self, gemm: Gemm) -> Tensor:
-        return gemm(self.whole())
+        return gemm(QuantizedTensor(self.format, self.pending.wait()))
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Serial:
         self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,
         device: torch.device,
     ) -> SerialLease:  # fmt: skip
-        dims, shapes, dtypes = fmt.moves_along(dim), fmt.part_shapes(shape), fmt.part_dtypes(dtype)
+        dims, shapes, dtypes = fmt.moves[dim], fmt.part_shapes(shape), fmt.part_dtypes(dtype)
         transport = transport_of(group)
         if transport is not None:
             leased = transport.lease(shapes, dtypes, dims)
@@ -75,7 +75,7 @@ class Serial:
         return SerialLease(fmt.wrap(mine), lambda: collectives.all_gather(mine, dims, group, storage))
 
     def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> SerialGather:
-        dims, transport = a.format.moves_along(dim), transport_of(group)
+        dims, transport = a.format.moves[dim], transport_of(group)
         if transport is not None:
             return SerialGather(a.format, transport.gathering(a.parts, dims).gather())
         return SerialGather(a.format, collectives.all_gather(a.parts, dims, group))

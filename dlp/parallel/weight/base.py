@@ -261,37 +261,47 @@ class WeightParts:
     number               unique among all WeightParts
     parts                for each weight, parts of the rowwise operand, then parts of the columnwise operand
     rowwise, columnwise  parts of one orientation
+    operands             rowwise operands of all weights, then columnwise operands
     calls                `BoundCall`s whose captured launches hold the addresses of these parts
     """
 
-    def __init__(self, parts: Sequence[Tensor], sizes: tuple[int, int]) -> None:
+    def __init__(self, spec: LinearSpec, parts: Sequence[Tensor], sizes: tuple[int, int]) -> None:
         self.number = next(_NUMBERS)
         self.parts, self._sizes, both = parts, sizes, sum(sizes)
         self.rowwise = [part for i, part in enumerate(parts) if i % both < sizes[0]]
         self._columnwise = [part for i, part in enumerate(parts) if i % both >= sizes[0]]
+        self.operands = (
+            spec.weight_operands(self.rowwise, columnwise=False),
+            spec.weight_operands(self._columnwise, columnwise=True),
+        )
         self.calls: dict[Any, Any] = {}
 
     @property
     def columnwise(self) -> list[Tensor]:
-        """Columnwise parts. Raises RuntimeError for a frozen layer, which has only rowwise operands."""
+        """Columnwise parts. Raises RuntimeError for a frozen layer."""
+        self._check_not_frozen()
+        return self._columnwise
+
+    def _check_not_frozen(self) -> None:
+        """Raise RuntimeError for a frozen layer, which has only rowwise operands."""
         if not self._sizes[1]:
             raise RuntimeError(
                 "backward reached a frozen layer, which has no columnwise codes for dgrad: call the forward under "
                 "torch.no_grad(), or leave the layer out of dlp.freeze"
             )
-        return self._columnwise
 
     def both_of(self, used: Sequence[int]) -> list[Tensor]:
         """Parts of some of the weights, in both orientations."""
         size = sum(self._sizes)
         return [part for i in used for part in self.parts[i * size : (i + 1) * size]]
 
-    def columnwise_of(self, used: Sequence[int]) -> list[Tensor]:
-        """Columnwise parts of some of the weights."""
-        size, columnwise = self._sizes[1], self.columnwise
-        if len(used) * size == len(columnwise):
-            return columnwise
-        return [part for i in used for part in columnwise[i * size : (i + 1) * size]]
+    def columnwise_operands(self, used: Sequence[int]) -> list[QuantizedTensor]:
+        """Columnwise operands of some of the weights. Raises RuntimeError for a frozen layer."""
+        operands = self.operands[1]
+        if len(used) == len(operands):
+            return operands
+        self._check_not_frozen()
+        return [operands[i] for i in used]
 
 
 class LayerWeights:
@@ -336,7 +346,7 @@ class LayerWeights:
         if self.parts is None or list(map(id, parts)) != list(map(id, self.parts.parts)):
             complete, rowwise = all(weight.parts for weight in self.members), self.members[0].num_rowwise
             sizes = rowwise, len(parts) // len(self.members) - rowwise
-            self.parts = WeightParts(parts, sizes) if complete else None
+            self.parts = WeightParts(self.layer.spec, parts, sizes) if complete else None
 
     def operands_for(self, bound: BoundSpec, dtype: torch.dtype) -> WeightParts | None:
         """Operands from the step boundary, if they fit a pass under this spec with x of `dtype`; None: use `read`."""
@@ -354,16 +364,13 @@ class LayerWeights:
     def read(
         self, bound: BoundSpec, used: Sequence[int], values: Sequence[Tensor], dtype: torch.dtype, *, columnwise: bool,
         record: bool,
-    ) -> Sequence[Tensor]:  # fmt: skip
-        """Flat parts of one orientation of the `used` weights, if FSDP gathers operands for the pass; empty if the pass casts
+    ) -> list[QuantizedTensor]:  # fmt: skip
+        """Operands of the `used` weights in one orientation, if FSDP gathers operands for the pass; empty if the pass casts
         the weights, with one agreement for all."""
         if not self._gathered:
-            return ()
-        parts: list[Tensor] = []
-        for i, value in zip(used, values, strict=True):
-            weight, use = self.members[i], Use(bound, value, dtype, record)
-            parts += (weight.columnwise(use) if columnwise else weight.rowwise(use)).parts
-        return parts
+            return []
+        uses = [(self.members[i], Use(bound, value, dtype, record)) for i, value in zip(used, values, strict=True)]
+        return [weight.columnwise(use) if columnwise else weight.rowwise(use) for weight, use in uses]
 
     def targets(self, used: Sequence[int], values: Sequence[Tensor]) -> list[Target | None]:
         """Destinations of the wgrads of the `used` members in the running backward, None for autograd; empty if all go

@@ -61,7 +61,7 @@ class ShardLayout:
     @property
     def dims(self) -> list[int | None]:
         """For each part the dimension along which shards concatenate; SHARED: the part is equal on all ranks."""
-        return self.format.moves_along(int(self.transposed))
+        return self.format.moves[int(self.transposed)]
 
     @property
     def spans_rows(self) -> bool:
