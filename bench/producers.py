@@ -21,7 +21,7 @@ from torch import Tensor
 from bench.quantize import Launch, Make
 from bench.quantize import main as bench
 from dlp.kernels import ops
-from dlp.quant.quantizer import OneRead, Origin, ScaleSlot, offers, one_read
+from dlp.quant.quantizer import Origin, ScaleSlot, offers, one_read
 from dlp.quant.recipe import Operand, load
 
 RECIPES = ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
@@ -122,7 +122,8 @@ def _gate_grads(quantizer: Any, fused: bool, x: Tensor) -> Launch:
             grads = ops.GatedGrads(dh, gate, up, "silu")
             made = quantizer.both_grads(grads, quantizer.observe_grads(grads), slots, [None, None])
         else:
-            read, given = OneRead(quantizer, quantizer), ops.swiglu_backward(dh, gate, up)
+            read, given = one_read(quantizer, quantizer), ops.swiglu_backward(dh, gate, up)
+            assert read is not None
             made = [read.cast(each, read.observe(each), slot=slot) for each, slot in zip(given, slots, strict=True)]
         return [part for both in made for operand in both for part in operand.parts]
 

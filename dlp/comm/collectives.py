@@ -244,25 +244,24 @@ def all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> Pending[Parts]:
 def _exchanged(parts: Sequence[Tensor], group: ProcessGroup) -> tuple[list[Any], Callable[[], Parts]]:
     """Start an `all_to_all` over several ranks. Returns the works, and a function that returns the result when they are
     done."""
-    world, first = group.size(), parts[0]
+    first = parts[0]
+    chunks = first.contiguous().view(-1).view(torch.uint8) if len(parts) == 1 else _records(parts)
+    arrived = torch.empty_like(chunks)  # equal pieces, one for each rank
+    with default_precision(first.dtype) if counting() else UNCOUNTED:
+        works = call(partial(_start_exchange, group), arrived, chunks)
     if len(parts) == 1:
-        chunks = as_bytes(first.contiguous()).view(world, first.nbytes // world)
-        works, arrived = _exchange(chunks, group, first.dtype)
-        return works, lambda: (arrived.view(-1).view(first.dtype).view(first.shape),)
+        return works, lambda: (arrived.view(first.dtype).view(first.shape),)
     shapes, dtypes = [part.shape[1:] for part in parts], [part.dtype for part in parts]
-    records = torch.empty((world, record(parts)), dtype=torch.uint8, device=first.device)
-    for field, part in zip(parts_of(records, shapes, dtypes), parts, strict=True):
-        put(part, field)
-    works, arrived = _exchange(records, group, dtypes[0])
     return works, lambda: parts_of(arrived, shapes, dtypes)
 
 
-def _exchange(chunks: Tensor, group: ProcessGroup, dtype: torch.dtype) -> tuple[list[Any], Tensor]:
-    """All-to-all of chunks [R, bytes]: chunk j goes to rank j; arrived[j] came from rank j. `dtype`: dtype of the
-    values."""
-    arrived = torch.empty_like(chunks)
-    with default_precision(dtype) if counting() else UNCOUNTED:
-        return call(partial(_start_exchange, group), arrived, chunks), arrived
+def _records(parts: Sequence[Tensor]) -> Tensor:
+    """Copy parts [R, ...] into one record per rank, bytes [R, record]."""
+    records = torch.empty((parts[0].shape[0], record(parts)), dtype=torch.uint8, device=parts[0].device)
+    fields_of = parts_of(records, [part.shape[1:] for part in parts], [part.dtype for part in parts])
+    for field, part in zip(fields_of, parts, strict=True):
+        put(part, field)
+    return records
 
 
 def _start_exchange(group: ProcessGroup, arrived: Tensor, chunks: Tensor) -> list[Any]:

@@ -195,21 +195,13 @@ class Cast(NamedTuple):
             more = {"flag": flag} if read.takes_flag else flagged(read.quantizer, matrix, flag)
         if slot is not None:
             more["slot"] = slot
-        both = read.both
-        if both is not None:
-            if at:
-                more["at"] = at
-            # `both` takes storage for both operands or for none; the other storage is contiguous as well
-            if out is not None or out_t is not None:
-                rowwise, columnwise = both.rowwise.format, both.columnwise.format
-                more["outs"] = (
-                    out or compact(rowwise, matrix.shape, matrix.dtype, matrix.device),
-                    out_t or compact(columnwise, matrix.shape[::-1], matrix.dtype, matrix.device),
-                )
-            row, col = both.cast(matrix, amaxes, **more)
-            return row if out is None else placed(row, out), col if out_t is None else placed(col, out_t)
         if at:
-            more["at"] = at[0]
+            more["at"] = at if read.both is not None else at[0]
+        if read.both is not None:
+            if out is not None or out_t is not None:
+                more["outs"] = self._both_storages()
+            row, col = read.both.cast(matrix, amaxes, **more)
+            return row if out is None else placed(row, out), col if out_t is None else placed(col, out_t)
         if read.rowwise is not None:
             if out is not None:
                 more["out"] = out
@@ -219,6 +211,16 @@ class Cast(NamedTuple):
             more["out"] = out_t
         operand = read.quantizer.cast(matrix.t(), amaxes[1], **more)
         return None, operand if out_t is None else placed(operand, out_t)
+
+    def _both_storages(self) -> tuple[QuantizedTensor, QuantizedTensor]:
+        """`into`, with contiguous storage for the operand that has none: a read of both operands takes storage for both or for
+        none."""
+        read, matrix, (out, out_t) = self.read, self.matrix, self.into
+        assert read.rowwise is not None and read.columnwise is not None
+        return (
+            out or compact(read.rowwise.format, matrix.shape, matrix.dtype, matrix.device),
+            out_t or compact(read.columnwise.format, matrix.shape[::-1], matrix.dtype, matrix.device),
+        )
 
     def batch(self) -> Quantizer | None:
         """Quantizer whose batch this cast can join; None: the cast runs separately."""

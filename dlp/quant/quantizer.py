@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -337,32 +337,16 @@ def quantized_values(quantizer: Quantizer, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class OneRead:
-    """Pair of quantizers that cast x and x.t() in one read, bitwise equal to `rowwise.cast(x)` and `columnwise.cast(x.t())`."""
+    """The casts of x and x.t() in one read, bitwise equal to `rowwise.cast(x)` and `columnwise.cast(x.t())` of two quantizers.
 
-    rowwise: Any
-    columnwise: Quantizer
+    observe   `observe_both` of the rowwise quantizer: x [rows, contraction] -> amaxes of both operands, twice the same tensor
+              if both share one amax
+    cast      `both` of the rowwise quantizer: (x, agreed amaxes) -> both operands. Keywords: outs (storage of both
+              operands), slot (delayed scale), at (origins of x and of x.t()), and the keywords of `flagged`
+    """
 
-    def observe(self, x: Tensor) -> Amaxes:
-        """Return the amaxes of both operands; twice the same tensor if both share one amax."""
-        row, col = self.rowwise.observe_both(x, self.columnwise)
-        return row, col
-
-    def cast(
-        self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, slot: ScaleSlot | None = None,
-        at: Origins | None = None, **flag: Any,
-    ) -> Operands:  # fmt: skip
-        """Quantize x by the agreed amaxes -> both operands, into `outs` if given.
-
-        Args:
-            x: matrix [rows, contraction].
-            amaxes: agreed amaxes of `observe`.
-            outs: storage of both operands.
-            slot: delayed scale.
-            at: origins of x and of x.t().
-            flag: keywords of `flagged`.
-        """
-        row, col = self.rowwise.both(x, amaxes, columnwise=self.columnwise, outs=outs, slot=slot, at=at, **flag)
-        return row, col
+    observe: Callable[[Any], Amaxes]
+    cast: Callable[..., Operands]
 
 
 def one_read(rowwise: Quantizer, columnwise: Quantizer) -> OneRead | None:
@@ -371,7 +355,10 @@ def one_read(rowwise: Quantizer, columnwise: Quantizer) -> OneRead | None:
         return None
     pairs_with: Callable[[Quantizer], bool] | None = getattr(rowwise, "pairs_with", None)
     accepted = columnwise == rowwise if pairs_with is None else pairs_with(columnwise)
-    return OneRead(rowwise, columnwise) if accepted else None
+    if not accepted:
+        return None
+    chosen: Any = rowwise
+    return OneRead(partial(chosen.observe_both, columnwise=columnwise), partial(chosen.both, columnwise=columnwise))
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,14 @@ from dlp.kernels.table import runs_kernels
 from dlp.parallel.linear import functional
 from dlp.parallel.linear.capture import of_layer
 from dlp.parallel.linear.functional import linear_backward, linear_forward
-from dlp.parallel.linear.plan import GradsWanted, keeps_x, reads_w, to_save
+from dlp.parallel.linear.plan import GradsWanted, keeps_x, reads_w
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, waits
 from dlp.parallel.weight.base import Target, WeightParts
 from dlp.parallel.weight.local import check_whole, held, num_axes
 from dlp.quant.quantizer import caps_of
 from dlp.quant.tensor import QuantizedTensor
-from dlp.runtime.capture import BACKWARD, FORWARD, LIMIT
+from dlp.runtime.capture import ALIGNMENT, BACKWARD, FORWARD, LIMIT
 from dlp.runtime.function import (
     ACTIVATIONS,
     Directions,
@@ -64,7 +64,7 @@ class BoundCall:
     save             there will be a backward that reads x
     layouts          the DTensorSpec of each parameter that is a DTensor, else None
     captured         captured launches of the two directions (`dlp.runtime.capture`)
-    wanted           results of `wants`
+    wanted           results of `wants`, by arguments
     """
 
     def __init__(self, bound: BoundSpec, record: bool, x: Tensor, parameters: Sequence[Any]) -> None:
@@ -79,21 +79,18 @@ class BoundCall:
         self.captured = of_layer(bound, x)
         self.wanted: dict[Key, tuple[GradsWanted, list[int]]] = {}
 
-    def wants(self, needs_dx: bool, needs: tuple[bool, ...], has_dy: tuple[bool, ...]) -> tuple[GradsWanted, list[int]]:
+    def wants(self, needs: tuple[bool, ...], has_dy: tuple[bool, ...]) -> tuple[GradsWanted, list[int]]:
         """Gradients that a backward computes, and the index of each among the gradients of [x, *weights, *biases], in the
-        order dx, dw_i, db_i. needs: whether each weight and each bias needs one; has_dy: which y_i have a gradient."""
-        key = needs_dx, needs, has_dy
-        found = self.wanted.get(key)
-        if found is None:
-            count = self.count
-            used = tuple([i for i, dy in enumerate(has_dy) if dy])
-            dw, db = tuple([needs[i] for i in used]), tuple([needs[count + i] for i in used])
-            now = () if waits(self.bound.spec.options.delay_wgrad, needs_dx) else dw
-            places = [0] * needs_dx
-            places += [1 + i for i, need in zip(used, now, strict=False) if need]
-            places += [1 + count + i for i, need in zip(used, db, strict=True) if need]
-            shape = self.x_shape if len(self.x_shape) != 2 else None
-            found = self.wanted[key] = GradsWanted(used, needs_dx, dw, db, self.x_dtype, shape), places
+        order dx, dw_i, db_i. needs: which of [x, *weights, *biases] need a gradient; has_dy: which y_i have a gradient."""
+        needs_dx, count = needs[0], self.count
+        used = tuple([i for i, dy in enumerate(has_dy) if dy])
+        dw, db = tuple([needs[1 + i] for i in used]), tuple([needs[1 + count + i] for i in used])
+        now = () if waits(self.bound.spec.options.delay_wgrad, needs_dx) else dw
+        places = [0] * needs_dx
+        places += [1 + i for i, need in zip(used, now, strict=False) if need]
+        places += [1 + count + i for i, need in zip(used, db, strict=True) if need]
+        shape = self.x_shape if len(self.x_shape) != 2 else None
+        found = self.wanted[needs, has_dy] = GradsWanted(used, needs_dx, dw, db, self.x_dtype, shape), places
         return found
 
 
@@ -135,19 +132,27 @@ def call_of(
             None if p is None else (len(p._spec.placements) if isinstance(p, DTensor) else 0, p.dtype, p.requires_grad)
             for p in parameters
         ]
-    key = (bound, record, x.requires_grad, *shape_key(x), *parameter_keys, x.dtype is torch.float32 and gemms.tf32())
+    key = (
+        bound, record, x.requires_grad, x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT, x.get_device(),
+        x.dtype is torch.float32 and gemms.tf32(), *parameter_keys,
+    )  # fmt: skip
     found: BoundCall | None = calls.get(key)
     if found is None:
-        spec = bound.spec
         check_given(bound, (x, *(parameters if cast_weights is None else ())))
-        for parameter in parameters:
-            if parameter is not None:
-                check_whole(parameter, spec.num_axes, spec.name)
-        check_features(spec, x, held(parameters[0]))
-        found = BoundCall(bound, record, x, parameters)
+        found = _new_call(bound, record, x, parameters)
         if len(calls) < LIMIT:
             calls[key] = found
     return found
+
+
+def _new_call(bound: BoundSpec, record: bool, x: Tensor, parameters: Sequence[Any]) -> BoundCall:
+    """The record of a first call. ValueError for parameters that FSDP has resharded, and for features that do not fit."""
+    spec = bound.spec
+    for parameter in parameters:
+        if parameter is not None:
+            check_whole(parameter, spec.num_axes, spec.name)
+    check_features(spec, x, held(parameters[0]))
+    return BoundCall(bound, record, x, parameters)
 
 
 def _parameter_key(parameter: Any) -> Key:
@@ -186,7 +191,7 @@ def forward(ctx: Any, run: Run, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
     session = bound.session
     plain = session.scales is None and session.repeats is None
     ctx.state = session.now if plain else session.forward_state()
-    ctx.save_for_backward(*weights, *to_save(x, kept, call.save))
+    ctx.save_for_backward(*weights, *((kept or [x]) if call.save else ()))  # `to_save`
     return tuple(owned(ys, (x,)))
 
 
@@ -203,12 +208,12 @@ def parts_of(operands: Sequence[QuantizedTensor]) -> list[Tensor]:
 def backward(ctx: Any, run: Run, dys: Sequence[Tensor | None]) -> Sequence[Any]:
     """dy_i -> the gradients of [x, *weights, *biases], None where no gradient is needed."""
     call, saved = run[0], ctx.saved_tensors
-    _, _, needs_dx, *needs = ctx.needs_input_grad
-    wanted, places = call.wants(needs_dx, tuple(needs), tuple([dy is not None for dy in dys]))
+    needs, has_dy = ctx.needs_input_grad[2:], tuple([dy is not None for dy in dys])
+    wanted, places = call.wanted.get((needs, has_dy)) or call.wants(needs, has_dy)
     weights, saved = saved[: call.count], saved[call.count :]
     if len(wanted.used) != call.count:  # members whose y is not used have no dy
         dys, weights = tuple([dys[i] for i in wanted.used]), [weights[i] for i in wanted.used]
-    grads: list[Any] = [None] * (1 + len(needs))  # of x, weights, biases
+    grads: list[Any] = [None] * len(needs)  # of x, weights, biases
     into = _targets(call, wanted, weights) if call.bound.weights.main_grads else []
     if into:  # `_gradients` does not return these dw_i
         main_grads = call.bound.weights.main_grads
@@ -254,37 +259,45 @@ def _gradients(
     else:
         session.resume(bound.spec, ctx.state)
     if torch._C._len_torch_dispatch_stack() > 0:  # a tracer or mode is active that was not active in the forward
-        cached, ids = [] if cast_weights is None else cast_weights.both_of(used), (bound.spec_id, bound.trace_id)
-        grads: list[Tensor] = torch.ops.dlp.linear_bwd(
-            dys, saved, weights, cached, *ids, call.x_dtype, wanted.flags(call.count)
-        )
-        if wanted.dx and wanted.shape is not None:
-            grads[0] = grads[0].view(wanted.shape)
+        return _gradients_by_op(run, wanted, dys, weights, saved)
+    session.in_layer_backward(bound)
+    ws: Sequence[QuantizedTensor] = ()
+    reads_weights = reads_w(bound.spec.recipe, wanted.dx, any(wanted.dw))
+    if reads_weights and cast_weights is not None:
+        ws = cast_weights.columnwise_operands(used)
+    elif reads_weights:
+        ws = bound.weights.read(bound, used, weights, call.x_dtype, columnwise=True, record=True)
+    if call.captured.possible[BACKWARD]:
+        key: Key = (*wanted, *[layout_key(tensor) for tensor in (*dys, *saved)])
+        parts = parts_of(ws)
+        key += tuple(map(shape_key, parts)) if cast_weights is None else ()
+        reads = [*dys, *saved, *((parts or weights) if reads_weights else ())]
+        if into:
+            key += tuple([None if t is None else (*shape_key(t.tensor), t.overwrite) for t in into])
+            reads += [t.tensor for t in into if t is not None]
+        compute = partial(linear_backward, bound, dys, saved, weights, ws, wanted, into=into)
+        grads = call.captured.backward(key, compute, reads)
     else:
-        bound.session.in_layer_backward(bound)
-        ws: Sequence[QuantizedTensor] = ()
-        reads_weights = reads_w(bound.spec.recipe, wanted.dx, any(wanted.dw))
-        if reads_weights and cast_weights is not None:
-            ws = cast_weights.columnwise_operands(used)
-        elif reads_weights:
-            ws = bound.weights.read(bound, used, weights, call.x_dtype, columnwise=True, record=True)
-        if call.captured.possible[BACKWARD]:
-            key: Key = (*wanted, *[layout_key(tensor) for tensor in (*dys, *saved)])
-            parts = parts_of(ws)
-            key += tuple(map(shape_key, parts)) if cast_weights is None else ()
-            reads = [*dys, *saved, *((parts or weights) if reads_weights else ())]
-            if into:
-                key += tuple([None if t is None else (*shape_key(t.tensor), t.overwrite) for t in into])
-                reads += [t.tensor for t in into if t is not None]
-            compute = partial(linear_backward, bound, dys, saved, weights, ws, wanted, into=into)
-            grads = call.captured.backward(key, compute, reads)
-        else:
-            grads = linear_backward(bound, dys, saved, weights, ws, wanted, into=into)
-        session.scales = None
-        if session.drawn_again is not None:
-            session.end_layer_backward()
-        if bound.spec.options.delay_wgrad:
-            grads = leave_wgrads(bound, wanted, weights, grads)
+        grads = linear_backward(bound, dys, saved, weights, ws, wanted, into=into)
+    session.scales = None
+    if session.drawn_again is not None:
+        session.end_layer_backward()
+    if bound.spec.options.delay_wgrad:
+        grads = leave_wgrads(bound, wanted, weights, grads)
+    return grads
+
+
+def _gradients_by_op(
+    run: Run, wanted: GradsWanted, dys: Sequence[Any], weights: Sequence[Tensor], saved: Sequence[Tensor]
+) -> list[Tensor]:
+    """The wanted gradients through the opaque op, for a traced or watched backward of an eager forward."""
+    (call, cast_weights), bound = run, run[0].bound
+    cached, ids = [] if cast_weights is None else cast_weights.both_of(wanted.used), (bound.spec_id, bound.trace_id)
+    grads: list[Tensor] = torch.ops.dlp.linear_bwd(
+        dys, saved, weights, cached, *ids, call.x_dtype, wanted.flags(call.count)
+    )
+    if wanted.dx and wanted.shape is not None:
+        grads[0] = grads[0].view(wanted.shape)
     return grads
 
 

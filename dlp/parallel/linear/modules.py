@@ -180,11 +180,14 @@ class LinearCore(LayerState):
             return self.by_ops(x)
         if torch._C._are_functorch_transforms_active():  # `apply_pass` does not look for them
             refuse_transforms(self.spec.name)
-        bound, record = active_spec(self), torch.is_grad_enabled()
-        cast_weights = self.weights.operands_for(bound, x.dtype)
+        bound, record, weights = active_spec(self), torch.is_grad_enabled(), self.weights
+        if bound is self.bound and x.dtype == weights.dtype:
+            cast_weights = weights.parts
+        else:  # another spec than the layer's own, or another dtype than in the last call
+            cast_weights = weights.operands_for(bound, x.dtype)
         parameters = self.parameters()
-        if self.weights.held:
-            self.weights.check_in_place(parameters)
+        if weights.held:
+            weights.check_in_place(parameters)
         call = call_of(bound, record, x, parameters, cast_weights)
         if call.differentiable:
             results: tuple[Tensor, ...] = apply_pass(LINEAR, (call, cast_weights), x, *parameters)

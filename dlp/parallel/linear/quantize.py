@@ -90,31 +90,16 @@ def quantize_route(
 
     Operands that are gathered are cast straight into the storage of the gather. Values that arrive quantized are not cast.
     """
-    own: list[Operands] = []
-    for value in values:
-        operands = getattr(value, OPERANDS, None)
-        if operands is not None:
-            own.append(operands)
-    leases: list[Lease | None] = [None] * len(route.gathers)
-    if len(own) < len(values):
-        into = NOWHERE
-        if route.leases:  # a layer with a gather has one value
-            leases = [_lease(plan, route, each, values[0]) for each in route.gathers]
-            storage: list[QuantizedTensor | None] = [None, None]
-            for each, lease in zip(route.gathers, leases, strict=True):
-                if lease is not None:
-                    storage[bool(each.columnwise)] = lease.mine
-            into = storage[0], storage[1]
-        if route.before is None:
-            own = [NOTHING] * len(values)
-        else:
-            context = partial(cast_context, bound)
-            own = cast(route.before, route.cast_before, values, members, context, record=record, into=into)
+    leases, own = list[Lease | None](), [getattr(value, OPERANDS, NOTHING) for value in values]
+    if route.before is not None and any([each is NOTHING for each in own]):
+        leases, into = _leases(plan, route, values[0]) if route.leases else (leases, NOWHERE)
+        context = partial(cast_context, bound)
+        own = cast(route.before, route.cast_before, values, members, context, record=record, into=into)
     if not route.gathers:
         return [Quantized(each.rowwise, each.columnwise, each) for each in own]
     rowwise: Rowwise | None = own[0].rowwise
     columnwise: Columnwise | None = own[0].columnwise
-    for gathered, lease in zip(route.gathers, leases, strict=True):
+    for i, gathered in enumerate(route.gathers):
         if gathered.format is None:
             arrived = _gather_values(bound, plan, route, gathered, stored(values[0]), record)
             rowwise = arrived().rowwise if route.cast_after[0] else rowwise
@@ -122,10 +107,21 @@ def quantize_route(
             continue
         mine = own[0][bool(gathered.columnwise)]
         assert mine is not None, "a gather sends an operand that was cast before"
-        started = start_gather(bound, plan, route.tensor, gathered, mine, lease)
+        started = start_gather(bound, plan, route.tensor, gathered, mine, leases[i] if leases else None)
         rowwise = rowwise if gathered.columnwise else started
         columnwise = started.whole if gathered.columnwise else partial(_transposed, started)
     return [Quantized(rowwise, columnwise, own[0])]
+
+
+def _leases(plan: LinearPlan, route: Route, values: Values) -> tuple[list[Lease | None], Wanted]:
+    """The lease of each gather, and the storage for both orientations of values [M/R, features]. A layer with a gather has one
+    value."""
+    leases = [_lease(plan, route, each, values) for each in route.gathers]
+    storage: list[QuantizedTensor | None] = [None, None]
+    for each, lease in zip(route.gathers, leases, strict=True):
+        if lease is not None:
+            storage[bool(each.columnwise)] = lease.mine
+    return leases, (storage[0], storage[1])
 
 
 def _lease(plan: LinearPlan, route: Route, gathered: Gathered, values: Values) -> Lease | None:
