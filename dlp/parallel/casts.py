@@ -162,14 +162,6 @@ class Read:
         row, col = self._writes
         return wanted[0] if row else None, wanted[1] if col else None
 
-    def observe(self, matrix: Any) -> Amaxes:
-        both = self.both
-        if both is not None:
-            return both.observe(matrix)
-        if self.rowwise is not None:
-            return self.rowwise.observe(matrix), None
-        return None, None if self.columnwise is None else self.columnwise.observe(matrix.t())
-
 
 class Cast(NamedTuple):
     """A read of one matrix, with all inputs.
@@ -186,6 +178,15 @@ class Cast(NamedTuple):
     at: tuple[Origin, ...] = ()
     into: Wanted = NOWHERE
     flag: Tensor | None = None
+
+    def observe(self) -> Amaxes:
+        """Return the amaxes of both operands; None for an operand that the read does not produce, or that needs no amax."""
+        read, matrix = self.read, self.matrix
+        if read.both is not None:
+            return read.both.observe(matrix)
+        if read.rowwise is not None:
+            return read.rowwise.observe(matrix), None
+        return None, None if read.columnwise is None else read.columnwise.observe(matrix.t())
 
     def make(self, amaxes: Amaxes) -> Wanted:
         """Return the operands, cast with these agreed amaxes."""
@@ -366,7 +367,7 @@ class CastPlan:
         """Number of fp32 values on which ranks agree before the casts of this value."""
         observed: list[Tensor | None] = []
         for read, matrix in zip(self.reads, self.matrices(value), strict=True):
-            observed += [amax for amax, agreed in zip(read.observe(matrix), self.agreed, strict=True) if agreed]
+            observed += [amax for amax, agreed in zip(Cast(read, matrix).observe(), self.agreed, strict=True) if agreed]
         return numbers_in(observed)
 
 
@@ -480,7 +481,7 @@ def make_casts(casts: Sequence[Cast]) -> list[Wanted]:
             grads, agreed, [cast.slot for cast in casts], [cast.flag for cast in casts]
         )
         return both
-    observed = [cast.read.observe(cast.matrix) for cast in casts]
+    observed = [cast.observe() for cast in casts]
     if any([cast.read.agreed for cast in casts]):
         observed = _agreed(casts, observed)
     return [cast.make(amaxes) for cast, amaxes in zip(casts, observed, strict=True)]
@@ -563,7 +564,7 @@ class CastBatch:
             launches = [_launches(q, [casts[i] for i in places]) for (q, _), places in batched.items()]
             self._prepared, self._made_for = Prepared(list(batched.values()), launches), made_for
         amaxes = self._prepared.observe()
-        observed = [amaxes[i] if i in amaxes else cast.read.observe(cast.matrix) for i, cast in enumerate(casts)]
+        observed = [amaxes[i] if i in amaxes else cast.observe() for i, cast in enumerate(casts)]
         agreed = _agreed(casts, observed)
         self._prepared.cast([pair for i in amaxes for pair in zip(observed[i], agreed[i], strict=True)])
         return [cast.into if i in amaxes else cast.make(agreed[i]) for i, cast in enumerate(casts)]

@@ -275,7 +275,7 @@ def contract_gemm(
         return canonical.contract_gemm(bound.spec, dy, x, shape, dtype)
     options = bound.spec.recipe.wgrad
     gemm = Gemm("wgrad", x, options.out_dtype or dtype, options=options, alpha=alpha)
-    exact = (dy.payload.shape[0], x.payload.shape[0]) == tuple(shape) and clipped is None
+    exact = (dy.parts[0].shape[0], x.parts[0].shape[0]) == tuple(shape) and clipped is None
     if into is not None and exact and options.out_dtype in (None, into.tensor.dtype):  # the GEMM writes it itself
         added, written = (None, into.tensor) if into.overwrite else (into.tensor, None)
         return replace(gemm, out_dtype=into.tensor.dtype, accumulate=added, out=written)(dy)

@@ -212,7 +212,8 @@ def _columnwise_of(operands: Callable[[], Operands]) -> QuantizedTensor:
 
 
 def _transposed(gather: Gather) -> QuantizedTensor:
-    return gather.whole().transpose()
+    arrived = gather.whole()
+    return arrived.format.transpose(arrived)
 
 
 def other_microbatch(tokens: int, expected: int) -> str:
