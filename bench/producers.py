@@ -105,7 +105,7 @@ def _pipeline(which: str, quantizers: Operand, fused: bool, x: Tensor) -> Launch
     def run() -> list[Tensor]:
         matrix = make()
         given = matrix if fused else matrix.value
-        row, col = both.cast(given, both.observe(given), slot=slot, at=(origin, origin.t()))  # type: ignore[arg-type]
+        row, col = both.cast(given, both.observe(given), slot=slot, at=(origin, origin.t()))
         return [*row.parts, *col.parts, *([matrix.sums()] if isinstance(matrix, ops.Summed) else [])]
 
     return Launch(run, (x, *run()))

@@ -99,7 +99,7 @@ class _TensorScaling:
     ) -> QuantizedTensor:  # fmt: skip
         source, given = self._source(amax, slot), None if out is None else out.parts
         parts = ops.cast_fp8_tensor(x, ELEMENTS[self.element], source, out=given, flag=flag)
-        return QuantizedTensor(self.format, parts) if out is None else self.format.fill(out, *parts)
+        return QuantizedTensor(self.format, tuple(parts)) if out is None else self.format.fill(out, *parts)
 
     def both(
         self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,

@@ -30,7 +30,7 @@ from torch import Tensor
 from dlp.comm import collectives, observer
 from dlp.comm.mesh import AXES, DP_REPLICATE, DP_SHARD, TP, WORLD, ParallelDims
 from dlp.parallel import overlap as overlaps
-from dlp.parallel.casts import BOTH, COLUMNWISE, HP, ROWWISE, CastPlan, Orientations, cast_plan, numbers_in
+from dlp.parallel.casts import BOTH, COLUMNWISE, HP, ROWWISE, Cast, CastPlan, Orientations, cast_plan, numbers_in
 from dlp.parallel.linear.plan import WIRES, LinearPlan, Reduction, Route, linear_plan
 from dlp.parallel.linear.spec import delayed_slots
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan
@@ -482,7 +482,7 @@ def _agreements(plan: Plan, load: Workload) -> Sends:
         delayed = [caps_of(layout.quantizer).slot is not None for layout in layouts if layout is not None]
         covered = recipe.reduce_amax and load.amax_group in (None, WORLD, DP_SHARD)
         staged += count * (delayed[0] and not covered)
-        amaxes = read_of(layouts).observe(nothing(shape))
+        amaxes = Cast(read_of(layouts), nothing(shape)).observe()
         says = [agreed_over(layout, style, recipe, load.amax_group is not None) for layout in layouts]
         shards += count * numbers_in(amax for amax, (by_shards, _) in zip(amaxes, says, strict=True) if by_shards)
         wider += count * numbers_in(amax for amax, (_, by_others) in zip(amaxes, says, strict=True) if by_others)
