@@ -345,3 +345,26 @@ def test_attributes_are_none_that_tensors_have():
     """Up to torch 2.11, `names` of a tensor are those of its dimensions."""
     layer, _ = linear("nvfp4")
     assert not vars(layer.weight).keys() & {"names", *dir(torch.Tensor)}
+
+
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        *(recipes.load(name).w.rowwise for name in ("fp8_current", "fp8_rowwise", "mxfp8", "int8")),
+        Nvfp4Scaling(), IntScaling(4, 32), IntScaling(8, symmetric=False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_embedding_decodes_the_rows_that_are_looked_up(quantizer, caplog):
+    torch.manual_seed(0)
+    table, index = nn.Embedding(48, 128, dtype=torch.bfloat16), torch.tensor([[1, 47, 1], [0, 5, 9]])
+    table.weight = nn.Parameter(QuantizedParameter.from_float(table.weight, quantizer), requires_grad=False)
+    with caplog.at_level(logging.WARNING, "dlp"):
+        found = table(index)
+    assert not caplog.records, "no decoded table"
+    assert_bit_equal(found, table.weight.dequantize()[index])
+    whole = nn.Embedding(256, 128, dtype=torch.bfloat16)
+    whole.weight = nn.Parameter(
+        QuantizedParameter.from_float(whole.weight, BlockScaling(tile=True)), requires_grad=False
+    )
+    assert_bit_equal(whole(index), whole.weight.dequantize()[index])

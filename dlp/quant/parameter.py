@@ -3,6 +3,7 @@
 One class serves every format, because a format defines how each part is sliced, concatenated and gathered. A weight can be
 saved by `torch.save` and loaded with weights_only, sharded as a DTensor or by FSDP2, and compiled.
 
+    embedding                  decodes the rows that are looked up
     linear, mm, addmm          one opaque op, `dlp::quantized_linear`: cast x by `activation`, then run the GEMM of both formats
     operations on the parts    detach, clone, copies to devices, t, slice, narrow, split, cat, views of the same shape,
     all_gather,
@@ -532,6 +533,21 @@ def _empty(func: Any, w: QuantizedParameter, *size: Any, dtype: Any = None, devi
             part.zero_()
     scale = None if w.x_scale is None else w.x_scale.to(device or w.device, copy=True)
     return w.like(made.parts, x_scale=scale, shape=_flat(w) if same else None)
+
+
+@_runs(aten.embedding.default)
+def _embedding(func: Any, w: Any, indices: Tensor, *how: Any) -> Any:
+    """Look up rows, and decode only these rows. Formats whose scales span several rows decode the whole table."""
+    if not isinstance(w, QuantizedParameter) or w.turned or w.use.shape:
+        return NotImplemented
+    fmt, rows = w.use.format, indices.reshape(-1)
+    if fmt.block[0] > 1 or any(part.rows not in (0, SHARED) for part in fmt.parts):
+        return NotImplemented
+    parts = [
+        p if part.rows is SHARED else _bytes(p).index_select(0, rows).view(p.dtype)
+        for p, part in zip(w.parts, fmt.parts, strict=True)
+    ]
+    return decoded(parts, w.dtype, number_of(w.use)).reshape(*indices.shape, -1)
 
 
 @_runs(aten.linear.default)
