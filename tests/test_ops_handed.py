@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -16,10 +17,14 @@ from tests.metrics import assert_bit_equal, assert_close
 from tests.ops_models import linear, values
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "fp8_rowwise"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["fp8_current", "fp8_block", "fp8_rowwise", "mxfp8", dlp.recipe("nvfp4", disable_stochastic_rounding=True)],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", [(128, 128), (2, 64, 128)], ids=["tokens", "sequences"])
 def test_a_quantized_tensor_goes_to_the_next_sequence_and_is_cast_once(
-    recipe: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    recipe: Any, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ):
     torch.manual_seed(0)
     norm = ops.Sequential(ops.LayerNorm(128), ops.Quantize(recipe=recipe)).bfloat16()
@@ -153,3 +158,86 @@ def test_a_linear_hands_on_y_and_dx_quantized(inside: bool):
         ops.Linear(8, 8, output="fp8")
     with pytest.raises(ValueError, match="pass siblings to a gate"):
         ops.Linear(8, (8, 8), output="quantized")
+
+
+class Halved(ops.BasicOperation):
+    """Half of the input, which the op itself quantizes for the neighbouring ops if `quantizes`."""
+
+    def __init__(self, quantizes: bool) -> None:
+        super().__init__()
+        self.quantizes = quantizes
+        self.returned: list[Any] = []
+
+    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
+        ctx.quantizers = prev_op_grad_output_quantizer
+        return self._returned(input_ / 2, next_op_input_quantizer)
+
+    def op_backward(self, ctx, grad_output):
+        return self._returned(grad_output / 2, ctx.quantizers), []
+
+    def _returned(self, value: Tensor, quantizers: Any) -> Tensor:
+        result = ops.quantize_for(value, quantizers) if self.quantizes else value
+        self.returned.append(type(result))
+        return result
+
+
+RECIPES = ["bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "int8"]
+
+
+IN_HIGH_PRECISION = {"bf16": {"x", "dy"}, "nvfp4": {"dy"}}  # the tensors that only the linear can cast
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_op_of_a_user_returns_quantized_tensors(recipe: str):
+    """Both directions are bitwise equal to an op that returns values."""
+    found = []
+    for quantizes in (True, False):
+        first, last = (ops.Linear(128, 128, bias=False, recipe=recipe) for _ in range(2))
+        torch.manual_seed(0)
+        for parameter in (*first.parameters(), *last.parameters()):
+            torch.nn.init.normal_(parameter, std=0.1)
+        op, x = Halved(quantizes), values(1, 48, 128).requires_grad_()  # nvfp4 and mxfp8 pad 48 tokens
+        sequence = ops.Sequential(first, op, last)
+        for _ in range(2):  # the second step reads delayed scales
+            y = sequence(x)
+            y.backward(values(2, 48, 128))
+            dlp.end_step(sequence)
+        found.append([y.detach(), x.grad, first.weight.grad, last.weight.grad])
+        stays = IN_HIGH_PRECISION.get(recipe, set()) if quantizes else {"x", "dy"}
+        assert op.returned == [Tensor if tensor in stays else ops.Handed for tensor in ("x", "dy")] * 2
+        noted = recipe == "nvfp4" and quantizes
+        assert ("dy arrives in high precision: stochastic rounding depends on" in str(sequence.plan())) == noted
+    for name, mine, expected in zip(("y", "dx", "dw", "dw"), *found, strict=True):
+        assert_bit_equal(mine, expected, name)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tokens", "why"),
+    [
+        ("fp8_delayed", 64, "delayed scales belong to the layer that reads the tensor"),
+        ("mxfp8", 48, "the layer that reads the tensor pads [48, 128] to complete blocks"),
+        ("nvfp4", 40, "the layer that reads the tensor pads [40, 128] to complete blocks"),
+    ],
+)
+def test_the_plan_says_why_quantize_returns_high_precision(recipe: str, tokens: int, why: str):
+    sequence, x = ops.Sequential(ops.RMSNorm(128), ops.Quantize(recipe=recipe)), values(1, tokens, 128)
+    assert type(sequence(x)) is Tensor
+    assert f"1 (Quantize) returns y in high precision: {recipe}: {why}" in str(sequence.plan())
+    with pytest.raises(ValueError, match=rf"{re.escape(why)}; leave strict out"):
+        ops.Quantize(recipe=recipe, strict=True)(x)
+
+
+def test_the_bias_before_an_op_of_a_user_sums_high_precision():
+    found = []
+    for quantizes in (True, False):
+        torch.manual_seed(0)
+        op = Halved(quantizes)
+        sequence = ops.Sequential(ops.Linear(64, 64, recipe="fp8_current"), op)
+        sequence(values(1, 32, 64)).backward(values(2, 32, 64))
+        found.append([parameter.grad for parameter in sequence.parameters()])
+        assert op.returned == [Tensor, Tensor]
+        assert ("Linear: dy arrives in high precision: the bias sums dy" in str(sequence.plan())) == quantizes
+    for mine, expected in zip(*found, strict=True):
+        assert_bit_equal(mine, expected)
+    with pytest.raises(TypeError, match="to quantize by a recipe, use ops.Quantize"):
+        ops.quantize_for(values(1, 32, 64), dlp.recipe("fp8_current").x)

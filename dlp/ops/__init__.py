@@ -33,7 +33,7 @@ from dlp.ops.fusions import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
-from dlp.ops.handed import Handed
+from dlp.ops.handed import Handed, quantize_for
 from dlp.ops.linear import BasicLinear, Linear
 from dlp.ops.modules import LayerNormLinear, LayerNormMLP
 from dlp.ops.op import BasicOperation, FusedOperation, FusibleOperation
@@ -48,8 +48,8 @@ __all__ = [
     "LayerNormLinear", "LayerNormMLP", "Linear", "MakeExtraOutput", "OperationContext", "OperationFuser", "Produced",
     "QGEGLU", "QGELU", "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Reshape", "SReGLU", "SReLU", "Sequential",
     "SiLU", "SwiGLU",
-    "TransformerLayer", "from_te", "register_backward_fusion", "register_forward_backward_fusion", "register_forward_fusion",
-    "to_te",
+    "TransformerLayer", "from_te", "quantize_for", "register_backward_fusion", "register_forward_backward_fusion",
+    "register_forward_fusion", "to_te",
 ]  # fmt: skip
 
 load_shipped()  # the fusions in dlp/ops/fused

@@ -255,7 +255,8 @@ class OperationFuser:
             needed = needed or any(of_op)
             needs_backward.append(needed)
         pairs = list(zip(ops, ctxs, strict=True))
-        for op, ctx in pairs:
+        for (op, ctx), dx, backward in zip(pairs, needs_dx, needs_backward, strict=True):
+            ctx.needs_dx, ctx.requires_grad = dx, backward
             op.planned(ctx)
         recipe = next((recipe for op, ctx in pairs if (recipe := op.recipe_of(ctx)) is not None), None)
         notes = list[str]()
@@ -270,8 +271,6 @@ class OperationFuser:
             Direction("forward", named, self._obstacle("forward", forward_ops, ctxs), linears),
             Direction("backward", named, self._obstacle("backward", backward_ops, ctxs), linears),
         )
-        for ctx, needed in zip(ctxs, needs_dx, strict=True):
-            ctx.needs_dx = needed
         return FuserPlan(
             forward_ops, backward_ops, needs_dx, needs_backward,
             quantizers=list(zip(dx_quantizers, y_quantizers, strict=True)),
@@ -303,5 +302,5 @@ def _quantizers_before(pairs: Sequence[tuple[Any, Any]], method: str) -> list[An
     quantizers, last = list[Any](), None
     for op, ctx in pairs:
         quantizers.append(last)
-        last = last if method in op.passes_through else getattr(op, method)(ctx)
+        last = op.passed(last) if method in op.passes_through else getattr(op, method)(ctx)
     return quantizers

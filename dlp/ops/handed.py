@@ -8,6 +8,8 @@ the decoded values. The gradient of a `Handed` is a plain tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,10 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
 from dlp.kernels.ops import LazyMatrix
-from dlp.parallel.casts import BOTH, CastContext, CastPlan, Operands, cast, cast_plan
+from dlp.parallel.casts import BOTH, CastContext, CastPlan, Operands, cast, cast_plan, operand_shape
+from dlp.parallel.linear.plan import Route
+from dlp.parallel.linear.quantize import as_matrix, cast_context, plan_of, trimmed
+from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.style import COLUMN_SP, LOCAL, ROW_SP
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Operand, Recipe
@@ -28,11 +33,13 @@ class CastRecord(NamedTuple):
     quantizers   rowwise and columnwise
     group        the ranks that agreed on the scales; None: this rank alone
     strict       a linear raises if it would have to decode the operands and quantize again
+    bound        the spec of the only linear that may read the operands; None: any linear that casts in the same way
     """
 
     quantizers: Operand
     group: ProcessGroup | None = None
     strict: bool = False
+    bound: BoundSpec | None = None
 
 
 class Handed(Tensor):
@@ -77,7 +84,8 @@ class Handed(Tensor):
 
     def tensor(self) -> Tensor:
         """The decoded values [..., C]."""
-        return self.operands.at(columnwise=False).dequantize(self.dtype).reshape(self.shape)
+        decoded = self.operands.at(columnwise=False).dequantize(self.dtype)
+        return trimmed(decoded, self.shape[-1]).reshape(self.shape)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"Handed({list(self.shape)}, {self.operands.at(columnwise=False).format.name})"
@@ -111,9 +119,9 @@ def _refuse_written(func: Any, written: Sequence[Any]) -> None:
         raise TypeError(f"{func}: a Handed is read-only: write to the result of tensor()")
 
 
-def why_not(recipe: Recipe, tensor: str) -> str | None:
-    """Reason why `tensor`, "x" or "dy", of this recipe can only be quantized inside a layer; None: it can be quantized
-    before."""
+def why_not(recipe: Recipe, tensor: str, shape: Sequence[int]) -> str | None:
+    """Reason why `tensor`, "x" or "dy", of this recipe and shape [..., C] can only be quantized inside a layer; None: the
+    tensor can be quantized before."""
     operand = recipe.of(tensor)
     if operand is None or operand.keeps_source:
         return "the recipe does not quantize"
@@ -121,10 +129,14 @@ def why_not(recipe: Recipe, tensor: str) -> str | None:
     if any(each.slot is not None for each in caps):
         return "delayed scales belong to the layer that reads the tensor"
     if any(each.origin for each in caps):
-        return "stochastic rounding depends on the layer that reads the tensor"
-    if recipe.units != (1, 1, 1):
-        return "the layer that reads the tensor pads it"
+        return DRAWS
+    matrix = torch.Size(shape[:-1]).numel(), shape[-1]
+    if any(sorted(operand_shape(recipe, tensor, matrix, columnwise)) != sorted(matrix) for columnwise in (False, True)):
+        return f"the layer that reads the tensor pads {list(matrix)} to complete blocks"
     return None
+
+
+DRAWS = "stochastic rounding depends on the layer that reads the tensor"
 
 
 def quantized(
@@ -146,6 +158,97 @@ def quantized(
     quantizers = recipe.of(tensor)
     assert quantizers is not None
     return Handed(operands, CastRecord(quantizers, group, strict), shape, rows.dtype)
+
+
+@dataclass(frozen=True)
+class LayerOperand(Operand):
+    """Quantizers of x or dy of a linear, for the ops before and after the linear in one sequence.
+
+    bound        the spec under which the linear reads the tensor
+    tensor       "x" or "dy"
+    wgrad        whether backward of the linear reads the operand of wgrad
+    record       whether autograd records the forward, so that amaxes count for delayed scales
+    obstacle     reason why the linear must receive high precision; "": the cast decides
+    """
+
+    bound: BoundSpec
+    tensor: str
+    wgrad: bool
+    record: bool
+    obstacle: str = ""
+
+    def cast(self, value: Any) -> Handed | None:
+        """x or dy [..., C], cast as the linear casts it; None, and a note in the plan, if only the linear can cast."""
+        if self.rowwise.format.keeps_source and self.columnwise.format.keeps_source:
+            return None
+        spec, rows = self.bound.spec, as_matrix(value)
+        route = self._route(value)
+        if why := self.obstacle or self._why_not(route):
+            self.bound.session.note(f"{spec.name}: {self.tensor} arrives in high precision: {why}")
+            return None
+        assert route.before is not None
+        context = partial(cast_context, self.bound)
+        member = spec.owners(self.tensor)[:1]
+        (operands,) = cast(route.before, route.cast_before, [rows], member, context, record=self.record)
+        record = CastRecord(Operand(self.rowwise, self.columnwise), bound=self.bound)
+        return Handed(operands, record, value.shape, rows.dtype)
+
+    def _route(self, value: Any) -> Route:
+        """The route of the tensor to the GEMMs of the linear; dy is always cast rowwise, so that a `Handed` can be decoded."""
+        if self.tensor == "x":
+            plan = self.bound.plans.get(value.shape) or plan_of(self.bound, value.shape)
+            return plan.x[self.wgrad]
+        rows = value.shape[:-1].numel()
+        return (self.bound.plans_back.get(rows) or self.bound.plan_back(rows)).dy(True, self.wgrad)
+
+    def _why_not(self, route: Route) -> str:
+        """Reason why the tensor must arrive in high precision; "": no reason."""
+        quantizers = self.rowwise, self.columnwise
+        spec = self.bound.spec
+        if any(caps_of(quantizer).origin for quantizer in quantizers):
+            return DRAWS
+        if any(route.cast_after) or any(quantizer.format.keeps_source for quantizer in quantizers):
+            return "the recipe gathers or multiplies high precision, too"
+        if spec.options.save_original_input and self.tensor == "x":
+            return "save_original_input keeps x itself"
+        if self.tensor == "dy" and len(spec.members) > 1:
+            return "siblings share one cast of all dy"
+        return ""
+
+
+def quantize_for(value: Tensor, quantizers: Operand | None) -> Tensor:
+    """Quantize a tensor inside a user-defined op, as the neighbouring linear would.
+
+    Args:
+        value: output of the op, or gradient of the input of the op.
+        quantizers: `next_op_input_quantizer` for the output, `prev_op_grad_output_quantizer` for the gradient.
+
+    Shape:
+        - value: [..., C]
+
+    Returns:
+        A `Handed`, which the linear reads without another cast. `value` itself without quantizers, for recipes that do not
+        quantize, and where only the linear can cast; the printed plan then has the reason.
+
+    Raises:
+        TypeError: for quantizers that the fuser did not pass to the op.
+
+    Examples:
+        >>> class Half(ops.BasicOperation):
+        ...     def op_forward(self, ctx, input_, *, next_op_input_quantizer, **others):
+        ...         return ops.quantize_for(input_ / 2, next_op_input_quantizer)
+        >>> ops.Sequential(Half(), ops.Linear(64, 64, recipe="fp8_current"))(torch.randn(16, 64)).shape
+        torch.Size([16, 64])
+    """
+    if quantizers is None or isinstance(value, Handed):
+        return value
+    if not isinstance(quantizers, LayerOperand):
+        raise TypeError(
+            f"quantize_for takes the quantizers that op_forward receives from the fuser; got a {type(quantizers).__name__}: "
+            f"to quantize by a recipe, use ops.Quantize"
+        )
+    handed = quantizers.cast(value)
+    return value if handed is None else handed
 
 
 def _no_context(plan: CastPlan, *asked: Any) -> CastContext:

@@ -27,6 +27,7 @@ from dlp.ops.basic.bias import Bias, ReturnedBias, check_bias
 from dlp.ops.basic.communication import AllReduce, ReduceScatter
 from dlp.ops.basic.quantize import HandOver
 from dlp.ops.context import OperationContext
+from dlp.ops.handed import LayerOperand
 from dlp.ops.op import BasicOperation
 from dlp.ops.te_names import TeNames, names_of
 from dlp.ops.values import HANDED, LAZY, MANY, Tensors, Value, each, is_handed, one_tensor, rows_of
@@ -156,10 +157,22 @@ class BasicLinear(BasicOperation, modules.Linear):
         return ctx.bound.spec.recipe
 
     def input_quantizer(self, ctx: OperationContext) -> Operand | None:
-        return ctx.bound.spec.recipe.of("x")
+        return self._layer_operand(ctx, "x")
 
     def grad_output_quantizer(self, ctx: OperationContext) -> Operand | None:
-        return ctx.bound.spec.recipe.of("dy")
+        return self._layer_operand(ctx, "dy")
+
+    def _layer_operand(self, ctx: OperationContext, tensor: str) -> LayerOperand:
+        """The quantizers of x or dy, with the cast of this linear."""
+        recipe, needs_dw = ctx.bound.spec.recipe, any(ctx.needs_dw)
+        operand = recipe.of(tensor)
+        assert operand is not None
+        wgrad = needs_dw if tensor == "dy" else ctx.requires_grad and keeps_x(recipe, ctx.needs_dx, needs_dw)
+        agrees = self.reduced and recipe.amax_scope == "all"
+        return LayerOperand(
+            operand.rowwise, operand.columnwise, self._unreduced(ctx), tensor, wgrad, ctx.record,
+            "all ranks agree on scales inside the layer" if agrees else "",
+        )  # fmt: skip
 
     def obstacle(self, basic_op_ctxs: Sequence[OperationContext], which: str) -> str:
         return obstacle(self._unreduced(basic_op_ctxs[0]), which)

@@ -160,6 +160,11 @@ class BasicOperation(FusibleOperation):
         extra outputs. By default an autograd function of this op alone."""
         return one_op(self, type(self).__name__, x, extra_inputs, kwargs)
 
+    @property
+    def plan_notes(self) -> Sequence[str]:
+        """What the printed plan says of the last call of this op, behind the name of the op."""
+        return ()
+
     # The fuser asks these when it makes a plan. Linears and ops with quantizers override them.
 
     def planned(self, ctx: OperationContext) -> None:
@@ -176,6 +181,10 @@ class BasicOperation(FusibleOperation):
     def grad_output_quantizer(self, ctx: OperationContext) -> Operand | None:
         """The quantizers of the gradient of the output; None: the op does not cast the gradient."""
         return None
+
+    def passed(self, quantizers: Operand | None) -> Operand | None:
+        """The quantizers of a neighbour, for the op on the other side of an op that passes the tensor through."""
+        return quantizers
 
     @property
     def takes_keywords(self) -> bool:

@@ -37,8 +37,9 @@ def group_plan(fuser: OperationFuser) -> str:
     cores = [op.core for _, _, op in fuser.linears]
     notes += [note for core in cores for note in sorted(core.session.noted) if note.startswith(f"{core.spec.name}: ")]
     notes += [fuser.autocast] if fuser.autocast else []
-    traced = zip(fuser.names, fuser.basic_ops, strict=True)
-    notes += [f"compiled or watched, {name} {op.traced_note}" for name, op in traced if op.traced_note]
+    named = list(zip(fuser.names, fuser.basic_ops, strict=True))
+    notes += [f"{name} {note}" for name, op in named for note in op.plan_notes]
+    notes += [f"compiled or watched, {name} {op.traced_note}" for name, op in named if op.traced_note]
     return "\n".join([*lines, *[f"  {note}" for note in dict.fromkeys(notes)]])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from dlp.kernels.launches import by_torch
 from dlp.kernels.ops import Produced, Summed, rounded, stored
 from dlp.ops.context import OperationContext
+from dlp.ops.handed import LayerOperand
 from dlp.ops.op import BasicOperation, Extras
 from dlp.ops.values import HANDED, LAZY, MANY, Grads, Tensors, Value, each, is_handed, like_tuple, rows_of, tensor_of
 from dlp.parallel.linear.modules import parameter_is_gone
@@ -86,6 +88,11 @@ class Bias(_BiasVectors):
     takes = frozenset({LAZY, MANY, HANDED})
     launches = none_grads = True
     passes_through = ("grad_output_quantizer",)
+
+    def passed(self, quantizers: Operand | None) -> Operand | None:
+        """The quantizers of dy, which must arrive in high precision, since db is the sum of dy."""
+        assert quantizers is None or isinstance(quantizers, LayerOperand)
+        return None if quantizers is None else replace(quantizers, obstacle="the bias sums dy")
 
     def __init__(
         self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -26,7 +26,8 @@ class Quantize(OfRanks):
     """Quantize the output in forward, the gradient of the input in backward, or both.
 
     A linear reads the quantized tensor if its recipe quantizes in the same way. Otherwise the linear decodes and quantizes
-    again, with a note in the plan. Tensors of fp8_delayed, padded and stochastically rounded operands stay in high precision.
+    again, with a note in the plan. Tensors of fp8_delayed, padded and stochastically rounded operands stay in high precision,
+    with the reason in the plan.
 
     Args:
         forward: quantize the output.
@@ -53,11 +54,17 @@ class Quantize(OfRanks):
         process_group: ProcessGroup | None = None,
     ) -> None:  # fmt: skip
         super().__init__(process_group)
+        self._high_precision: dict[str, str] = {}  # "x" or "dy" -> why the last call returned high precision
         self.on_forward, self.on_backward, self.strict = forward, backward, strict
         self.recipe = None if recipe is None else recipes.as_recipe(recipe).for_layer("quantize")
 
     def own_recipe(self) -> Recipe | None:
         return self.recipe
+
+    @property
+    def plan_notes(self) -> Sequence[str]:
+        results = {"x": "y", "dy": "dx"}
+        return [f"returns {results[tensor]} in high precision: {why}" for tensor, why in self._high_precision.items()]
 
     def active_recipe(self) -> Recipe | None:
         """The recipe of the autocast region if the region has a recipe, else the recipe of this op; None if there is no
@@ -71,10 +78,15 @@ class Quantize(OfRanks):
         """The value, quantized as the recipe of this pass casts "x" or "dy"; unchanged if that is not possible. ValueError if
         the op is strict."""
         recipe, strict, group = ctx.how
-        if recipe is None or isinstance(value, Handed) or why_not(recipe, tensor) is not None:
-            if strict and recipe is not None and not isinstance(value, Handed):
-                raise ValueError(f"Quantize(strict=True): {recipe}: {why_not(recipe, tensor)}; leave strict out")
+        if recipe is None or isinstance(value, Handed):
             return value
+        why = why_not(recipe, tensor, value.shape)
+        if why is not None and strict:
+            raise ValueError(f"Quantize(strict=True): {recipe}: {why}; leave strict out")
+        if why is not None:
+            self._high_precision[tensor] = f"{recipe}: {why}"
+            return value
+        self._high_precision.pop(tensor, None)
         return quantized(rows_of(value), value.shape, recipe, tensor, group, strict)
 
     def op_forward(

@@ -276,13 +276,16 @@ def trimmed(values: Tensor, columns: int, rows: int | None = None) -> Tensor:
 
 
 def accepted(bound: BoundSpec, value: Any, tensor: str) -> Any:
-    """Return an x or dy that arrives quantized (`dlp.ops.handed.Handed`) unchanged if this layer would produce the same
-    operands; else decode it, to be quantized again, and log a note. ValueError if the tensor is `strict`, which forbids a
-    second quantization."""
+    """Return an x or dy that arrives quantized (`dlp.ops.handed.Handed`) unchanged if this layer cast the tensor, or would
+    produce the same operands; else decode the tensor, which is quantized again, and log a note. ValueError if the tensor is
+    `strict`, which forbids a second quantization."""
     spec, record = bound.spec, value.cast_record
+    if record.bound is bound:
+        return value
     theirs, options = record.quantizers, spec.options
     quantized = not (theirs.rowwise.format.keeps_source or theirs.columnwise.format.keeps_source)
-    same = theirs == spec.recipe.of(tensor) and not options.save_original_input and quantized
+    any_layer = record.bound is None or record.bound.spec.members == spec.members
+    same = theirs == spec.recipe.of(tensor) and not options.save_original_input and quantized and any_layer
     shared = spec.tp == 1 or (spec.amax_group is None and spec.recipe.amax_scope == "table")
     if same and shared and spec.style.gathers == tensor and spec.tp > 1:
         rows = value.numel() // value.shape[-1]
