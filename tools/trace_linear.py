@@ -13,7 +13,7 @@ Two gloo ranks on this machine run, with recipe fp8_current:
     ops forward            `ops.Sequential(ops.RMSNorm, ops.Linear)`, column-parallel with sequence parallelism
 
 Each pass runs ten times, and the shortest trace counts, since the first passes decide what later ones only look up.
-`sys.setprofile` reports the Python functions of the whole package. A @@
+`sys.setprofile` reports the Python functions of the whole package. A comprehension counts as a part of its function.
 """
 
 from __future__ import annotations

@@ -355,14 +355,6 @@ class CastPlan:
         """Whether a cast reads a delayed scale."""
         return any(read.has_slot for read in self.reads)
 
-    def casts(self, value: Values, context: CastContext, into: Wanted = NOWHERE) -> list[Cast]:
-        """Casts of one value."""
-        matrices = self.matrices(value) if self.pads or not self.lazy else [value]  # a lazy plan has one read
-        casts = []
-        for read, matrix, slot, at in zip(self.reads, matrices, context.slots, context.origins, strict=True):
-            casts.append(Cast(read, matrix, slot, at, into if into is NOWHERE else read.into(into), context.flag))
-        return casts
-
     def numbers_agreed(self, value: Tensor) -> int:
         """Number of fp32 values on which ranks agree before the casts of this value."""
         observed: list[Tensor | None] = []
@@ -455,7 +447,7 @@ def cast(
         context = None if plan.scaled_by_slots else plan.contexts.get((member, value.shape, value.device))
         if context is None:
             context = get_context(plan, member, value.shape, value.device, record)
-        casts += plan.casts(value, context, into)
+        casts += casts_of(plan, value, context, into)
     results = make_casts(casts)
     if len(plan.reads) == 1 and not plan.derived:  # one read of each value produces all operands
         return list(starmap(Operands, results))
@@ -463,6 +455,15 @@ def cast(
         return [Operands(q if row else None, _turned(q, into[1]) if col else None) for q, _ in results if q]
     # two reads for each value: rowwise, columnwise
     return [Operands(q, q_t) for (q, _), (_, q_t) in zip(results[::2], results[1::2], strict=True)]
+
+
+def casts_of(plan: CastPlan, value: Values, context: CastContext, into: Wanted = NOWHERE) -> list[Cast]:
+    """The casts of one value."""
+    matrices = plan.matrices(value) if plan.pads or not plan.lazy else [value]  # a lazy plan has one read
+    casts = []
+    for read, matrix, slot, at in zip(plan.reads, matrices, context.slots, context.origins, strict=True):
+        casts.append(Cast(read, matrix, slot, at, into if into is NOWHERE else read.into(into), context.flag))
+    return casts
 
 
 def _kept(matrix: Tensor) -> QuantizedTensor:

@@ -33,6 +33,7 @@ from dlp.parallel.casts import (
     Values,
     cast,
     cast_plan,
+    casts_of,
 )
 from dlp.parallel.linear.plan import Gathered, LinearPlan, Route
 from dlp.parallel.linear.spec import LinearSpec
@@ -342,7 +343,7 @@ def weight_casts(bound: BoundSpec, member: str, weight: Tensor, value: Tensor, i
     """The casts of `quantize(bound, "w", [weight], BOTH)`, to be run together with the casts of other layers. `value`: the
     weight, padded to `operand_shape`."""
     plan = _plan(bound, "w", BOTH, False, value.shape[0])
-    return plan.casts(value, cast_context(bound, plan, member, weight.shape, value.device, True), into)
+    return casts_of(plan, value, cast_context(bound, plan, member, weight.shape, value.device, True), into)
 
 
 @cache
