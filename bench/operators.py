@@ -48,7 +48,6 @@ from bench import collectives
 from bench.collectives import Bench, plain_gather, plain_reduce
 from bench.files import add_files, write_files
 from dlp.comm import transport
-from dlp.comm.collectives import as_bytes
 from dlp.comm.mesh import AUTO, TP, TRANSPORTS, init_process_group, shutdown, world_size
 from dlp.kernels import gemm_sm90
 from dlp.parallel import overlap as overlaps
@@ -177,7 +176,8 @@ class Operators:
                 parts.append(part)
                 continue
             whole = torch.empty((self.bench.world, *part.shape), dtype=part.dtype, device=part.device)
-            plain_gather(as_bytes(whole), as_bytes(part.contiguous()), group=self.group)
+            sent = part.contiguous().view(-1).view(torch.uint8)
+            plain_gather(whole.view(-1).view(torch.uint8), sent, group=self.group)
             parts.append(whole.movedim(0, dim).flatten(dim, dim + 1))
         return shard.format.wrap(parts)
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm import slots
-from dlp.comm.collectives import as_bytes
 from dlp.comm.slots import HEADER, MAXIMA, RANKS, Named, Place, Wait, too_long
 
 
@@ -47,7 +46,7 @@ class SharedSlot:
     def push(self, part: Tensor, to: int, place: Place) -> None:
         offset, width, height, pitch = place
         rows = self._payloads[to][offset:].as_strided((height, width), (pitch, 1))
-        rows.copy_(as_bytes(part).view(height, width))
+        rows.copy_(part.view(-1).view(torch.uint8).view(height, width))
 
     def keep(self, part: Tensor, place: Place) -> None:
         self.push(part, self._rank, place)

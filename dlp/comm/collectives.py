@@ -143,7 +143,7 @@ def all_gather(
         else:
             whole = None if dim is None else part.new_empty((group.size(), *part.shape))
         storage.append(whole)
-        if whole is not None:
+        if whole is not None:  # as flat bytes: a view as bytes needs a last stride of 1, which [n, 1] may lack
             tensors += [whole.view(-1).view(torch.uint8), part.contiguous().view(-1).view(torch.uint8)]
     with default_precision(parts[0].dtype) if counting() else UNCOUNTED:
         works = call(partial(_start_gathers, group), *tensors)
@@ -160,12 +160,6 @@ def join(storage: Sequence[Tensor | None], parts: Sequence[Tensor], dims: Sequen
             moves = dim > 0 and whole.numel() > 0 and is_recording()
             joined.append(side_by_side(whole, dim) if moves else whole.movedim(0, dim).flatten(dim, dim + 1))
     return tuple(joined)
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as flat bytes. A view as bytes needs a last stride of 1, which [n, 1]
-    may lack."""
-    return x.view(-1).view(torch.uint8)
 
 
 def _start_gathers(group: ProcessGroup, *tensors: Tensor) -> list[Any]:
