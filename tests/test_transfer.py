@@ -25,22 +25,22 @@ def test_what_a_column_parallel_layer_sends_of_x():
     assert plan.x[False].gathers == (Gathered("fprop", False, leased=True),)
     assert plan.x[True].gathers == (Gathered("fprop", False, leased=False),), "what is kept must not keep the whole"
     assert plan.x_again.gathers == (Gathered("wgrad", False),) and plan.x_again.cast_before == (False, False)
-    assert plan.dy(True, True).cast_before == (True, True) and plan.dy(True, True).gathers == ()
+    assert plan.dys[True, True].cast_before == (True, True) and plan.dys[True, True].gathers == ()
     assert (plan.fprop, plan.dgrad) == (None, Reduction("scatter", "hp"))
 
 
 def test_what_a_row_parallel_layer_sends_of_dy():
     plan = linear_plan(recipes.load("fp8_block"), ROW_SP, 2, 512)
     assert plan.y_tokens == 256 and plan.kept == "columnwise" and plan.x[True].cast_before == (True, True)
-    assert plan.dy(True, True).gathers == (Gathered("dgrad", False, True), Gathered("wgrad", True, True))
-    assert plan.dy(True, False).gathers == (Gathered("dgrad", False, True),)
-    assert plan.dy(False, False).gathers == () and plan.dy(False, False).cast_before == (False, False)
+    assert plan.dys[True, True].gathers == (Gathered("dgrad", False, True), Gathered("wgrad", True, True))
+    assert plan.dys[True, False].gathers == (Gathered("dgrad", False, True),)
+    assert plan.dys[False, False].gathers == () and plan.dys[False, False].cast_before == (False, False)
     assert (plan.fprop, plan.dgrad) == (Reduction("scatter", "hp"), None)
 
 
 def test_values_travel_where_shards_do_not_concatenate():
     plan = linear_plan(recipes.load("fp8_block"), ROW_SP, 2, 200)  # 100 tokens of dy a rank, in blocks of 128
-    route = plan.dy(True, True)
+    route = plan.dys[True, True]
     assert route.cast_before == (True, False) and route.cast_after == (False, True)
     assert route.gathers == (Gathered("dgrad", False, True), Gathered("wgrad", None))
     assert route.reasons[0] is None and "100 tokens per rank are not a multiple of 128" in str(route.reasons[1])

@@ -384,7 +384,7 @@ def work_of(gemm: str, problem: Problem, times: Times) -> Work | str:
     if gemm == "wgrad":
         return ONE_GEMM
     tp, plan = times.ranks, problem.plan(times.ranks)
-    route = plan.x[True] if gemm == "fprop" else plan.dy(True, True)
+    route = plan.x[True] if gemm == "fprop" else plan.dys[True, True]
     shapes, dtype = problem.local(tp), getattr(torch, times.about.get("dtype", "bfloat16"))
     reads = [k for _, k in shapes] if gemm == "fprop" else [n for n, _ in shapes]
     columns = [n for n, _ in shapes] if gemm == "fprop" else [k for _, k in shapes]

@@ -151,7 +151,7 @@ def linear_backward(
 
         # dy: observe, agree, cast, start the gathers
         with plan.scope["cast_dy"]():
-            quantized = quantize_route(bound, plan, plan.dy(wanted.dx, any_dw), rows, members)
+            quantized = quantize_route(bound, plan, plan.dys[wanted.dx, any_dw], rows, members)
         dy_rows, dy_cols, _ = zip(*quantized, strict=True)
         if not ws and reads_w(spec.recipe, wanted.dx, any_dw):
             ws = cast_weights(bound, members, weights, wanted.dtype, COLUMNWISE, True)

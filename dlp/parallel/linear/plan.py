@@ -48,6 +48,7 @@ from dlp.comm.transport import in_direction
 from dlp.kernels.ranges import named_range
 from dlp.kernels.wire import BLOCK, E4M3, pack_fp8, sum_fp8
 from dlp.parallel.casts import (
+    BOTH,
     COLUMNWISE,
     HP,
     NEITHER,
@@ -189,7 +190,7 @@ class LinearPlan:
     x              the routes of x to fprop: without wgrad, with wgrad
     kept           the tensor of x that forward saves for wgrad: "values" (x itself), the "rowwise" or the "columnwise" operand
     x_again        the route of the saved tensor to wgrad
-    dys            the routes of dy to dgrad and wgrad, see `dy`
+    dys            the routes of dy, by (to dgrad, to wgrad)
     fprop, dgrad   the reductions of y and dx; None: no reduction
     own_group      the user named an amax group, which agrees on every scale
     group          the ranks that agree on scales; None where nothing is executed, as in a prediction
@@ -204,7 +205,7 @@ class LinearPlan:
     x: tuple[Route, Route]
     kept: str
     x_again: Route
-    dys: tuple[Route, Route, Route, Route]
+    dys: dict[Orientations, Route] = field(hash=False)
     fprop: Reduction | None
     dgrad: Reduction | None
     own_group: bool = False
@@ -240,7 +241,7 @@ class LinearPlan:
         """Whether operands of x or dy that were cast outside of the layer, with scales that the ranks of `agreed` share, can
         be gathered over `group` unchanged: no route gathers values, and the scales are agreed over `group` or need no
         agreement."""
-        routes = [*self.x, self.x_again] if tensor == "x" else self.dys
+        routes = [*self.x, self.x_again] if tensor == "x" else list(self.dys.values())
         if any(any(route.cast_after) for route in routes) or (tensor == "x" and self.kept == "values"):
             return False
         return agreed is group or not any(any(route.before.agreed) for route in routes if route.before is not None)
@@ -271,10 +272,6 @@ class LinearPlan:
         """The dtype of y and dy (fprop), or of dx (dgrad) before dx is rounded to `dtype`, the dtype of x."""
         options: GemmOptions = getattr(self.recipe, gemm)
         return options.out_dtype or dtype
-
-    def dy(self, row: bool, col: bool) -> Route:
-        """The route of dy to dgrad (`row`), to wgrad (`col`), or to both."""
-        return self.dys[2 * row + col]
 
     def y(self, x: Result, out_features: int) -> Result:
         """Shape and dtype of y for x [..., K]."""
@@ -351,10 +348,10 @@ def linear_plan(
         return replace(route, gathers=tuple(gathers), casts=partial(casts, route.tensor))
 
     x = [decided(_x(recipe, style, tokens, each)) for each in ("", kept)]
-    dys = [decided(_dy(recipe, style, y_tokens, row, col)) for row in (False, True) for col in (False, True)]
+    dys = {wanted: decided(_dy(recipe, style, y_tokens, *wanted)) for wanted in (NEITHER, ROWWISE, COLUMNWISE, BOTH)}
     return LinearPlan(
         recipe, style, tokens, y_tokens, (x[0], x[1]), kept, decided(_x_again(recipe, style, tokens, kept)),
-        (dys[0], dys[1], dys[2], dys[3]), _reduction(style.fprop.reduce, recipe.fprop.wire, tp),
+        dys, _reduction(style.fprop.reduce, recipe.fprop.wire, tp),
         _reduction(style.dgrad.reduce, recipe.dgrad.wire, tp), own_group, group, spec,
     )  # fmt: skip
 

@@ -347,7 +347,7 @@ def _travel(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> Iterato
     if style.gathers is None:
         return
     plan = linear_plan(recipe, style, 1, tokens)
-    routes = (plan.x[True], plan.x_again) if style.gathers == "x" else (plan.dy(True, True),)
+    routes = (plan.x[True], plan.x_again) if style.gathers == "x" else (plan.dys[True, True],)
     whys = [
         (orientation, why)
         for route in routes

@@ -86,7 +86,8 @@ class Serial:
         transport = transport_of(group)
         if transport is not None:
             return _summed(a, gemm, transport, reduce, dtype, codec)
-        return _REDUCE[reduce](rounded(gemm(a), dtype), group, codec)
+        y = gemm(a)
+        return _REDUCE[reduce](y if y.dtype == dtype else rounded(y, dtype), group, codec)
 
     def sent(self, y: Tensor, ranks: int, *, reduce: str, codec: ReduceCodec) -> Sent:
         packed, whole = codec.pack(_chunks(y, ranks, reduce)), _chunks(y, ranks, reduce)[0].nbytes

@@ -285,7 +285,7 @@ class LinearTraffic:
         """Bytes of the backward: the gathers of dy_i and x, and the reduction of dx."""
         features = self.shapes[0][1]
         outs, dtype = [out for out, _ in self.shapes], self.plan.result_dtype("fprop", self.x_dtype)
-        yield from self._routed(self.plan.dy(True, True), outs, dtype)
+        yield from self._routed(self.plan.dys[True, True], outs, dtype)
         yield from self._routed(self.plan.x_again, [features], self.x_dtype)
         for shapes in self.at_use:
             yield self._agreement(self.casts("w", COLUMNWISE), shapes)
