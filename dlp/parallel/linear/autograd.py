@@ -125,7 +125,9 @@ def call_of(
     Where weights were cast at the step boundary, captured launches hold the addresses of these operands, so the record is kept
     in `WeightParts.calls` and dropped together with the operands; else the record is kept with the spec."""
     if cast_weights is None:
-        calls, parameter_keys = bound.calls, [None if p is None else _parameter_key(p) for p in parameters]
+        calls = bound.calls
+        with torch._C.DisableTorchFunctionSubclass():  # FSDP's parameters may be placeholders, with slow properties
+            parameter_keys = [None if p is None else _parameter_key(p) for p in parameters]
     else:
         calls = cast_weights.calls
         parameter_keys = [

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -54,11 +55,11 @@ class ShardLayout:
     transposed: bool = False
     columnwise: bool = field(default=False, compare=False)
 
-    @property
+    @cached_property
     def format(self) -> Format:
         return self.quantizer.format
 
-    @property
+    @cached_property
     def dims(self) -> list[int | None]:
         """For each part the dimension along which shards concatenate; SHARED: the part is equal on all ranks."""
         return self.format.moves[int(self.transposed)]
