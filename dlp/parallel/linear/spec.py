@@ -197,9 +197,7 @@ class LinearSpec:
         return formats, (len(formats[0].parts), len(formats[1].parts))
 
     def weight_operands(self, parts: Sequence[Tensor], *, columnwise: bool) -> list[QuantizedTensor]:
-        """The operands of the weights in one orientation, from flat parts. A frozen layer has no columnwise parts."""
-        if not parts:
-            return []
+        """The operands of the weights in one orientation, from flat parts."""
         formats, sizes = self.weight_formats
         fmt, size = formats[columnwise], sizes[columnwise]
         return [QuantizedTensor(fmt, tuple(parts[i : i + size])) for i in range(0, len(parts), size)]

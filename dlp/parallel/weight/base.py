@@ -272,7 +272,7 @@ class WeightParts:
         self._columnwise = [part for i, part in enumerate(parts) if i % both >= sizes[0]]
         self.operands = (
             spec.weight_operands(self.rowwise, columnwise=False),
-            spec.weight_operands(self._columnwise, columnwise=True),
+            spec.weight_operands(self._columnwise, columnwise=True) if self._columnwise else [],  # a frozen layer has none
         )
         self.calls: dict[Any, Any] = {}
 
