@@ -133,6 +133,12 @@ class Read:
         return quantizer
 
     @cached_property
+    def batched(self) -> Quantizer | None:
+        """The quantizer of all operands, if one launch can cast many matrices by this quantizer; else None."""
+        chosen = [q for q in (self.rowwise, self.columnwise) if q is not None]
+        return chosen[0] if chosen[0] == chosen[-1] and batches(chosen[0]) else None
+
+    @cached_property
     def agreed(self) -> bool:
         """Whether ranks agree on any amax before the cast."""
         return any(group is not None for groups in self.groups for group in groups)
@@ -225,14 +231,10 @@ class Cast(NamedTuple):
 
     def batch(self) -> Quantizer | None:
         """Quantizer whose batch this cast can join; None: the cast runs separately."""
-        read = self.read
-        wanted = [
-            (q, into) for q, into in zip((read.rowwise, read.columnwise), self.into, strict=True) if q is not None
-        ]
-        quantizer = read.quantizer
-        if self.at or not batches(quantizer) or any(q != quantizer or into is None for q, into in wanted):
+        read, (out, out_t) = self.read, self.into
+        if (out is None and read.rowwise is not None) or (out_t is None and read.columnwise is not None):
             return None
-        return quantizer if ops.has_batches(self.matrix) else None
+        return read.batched if read.batched is not None and ops.has_batches(self.matrix) else None
 
     def addresses(self) -> tuple[int, ...]:
         """Addresses of all memory that the launch reads and writes."""
