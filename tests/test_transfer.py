@@ -44,7 +44,7 @@ def test_values_travel_where_shards_do_not_concatenate():
     assert route.cast_before == (True, False) and route.cast_after == (False, True)
     assert route.gathers == (Gathered("dgrad", False, True), Gathered("wgrad", None))
     assert route.reasons[0] is None and "100 tokens per rank are not a multiple of 128" in str(route.reasons[1])
-    whole = linear_plan(replace(recipes.load("fp8_block"), gather_dy="high_precision"), ROW_SP, 2, 512).dy(True, True)
+    whole = linear_plan(replace(recipes.load("fp8_block"), gather_dy="high_precision"), ROW_SP, 2, 512).dys[True, True]
     assert whole.gathers == (Gathered("dgrad", None),) and whole.cast_after == (True, True), "one transfer for both"
 
 
@@ -72,12 +72,12 @@ def test_who_agrees_is_part_of_the_plan():
     """x of COLUMN_SP and dy of ROW_SP, whose scales span what tp cuts; with a group of the user's all, on arrival too."""
     recipe = recipes.load("fp8_current")
     column, row = (linear_plan(recipe, style, 2, 128) for style in (COLUMN_SP, ROW_SP))
-    assert column.x[True].before.agreed == row.dy(True, True).before.agreed == (True, True)
-    assert column.dy(True, True).before.agreed == row.x[True].before.agreed == (False, False)
+    assert column.x[True].before.agreed == row.dys[True, True].before.agreed == (True, True)
+    assert column.dys[True, True].before.agreed == row.x[True].before.agreed == (False, False)
     arriving = linear_plan(recipes.load("fp8_block"), ROW_SP, 2, 200)
-    route = arriving.dy(True, True)
+    route = arriving.dys[True, True]
     assert not any(route.after.agreed) and route.after.whole
-    own = linear_plan(recipes.load("fp8_block"), ROW_SP, 2, 200, own_group=True).dy(True, True)
+    own = linear_plan(recipes.load("fp8_block"), ROW_SP, 2, 200, own_group=True).dys[True, True]
     assert all(own.before.agreed) and all(own.after.agreed)
 
 

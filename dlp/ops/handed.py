@@ -199,7 +199,7 @@ class LayerOperand(Operand):
             plan = self.bound.plans.get(value.shape) or plan_of(self.bound, value.shape)
             return plan.x[self.wgrad]
         rows = value.shape[:-1].numel()
-        return (self.bound.plans_back.get(rows) or self.bound.plan_back(rows)).dy(True, self.wgrad)
+        return (self.bound.plans_back.get(rows) or self.bound.plan_back(rows)).dys[True, self.wgrad]
 
     def _why_not(self, route: Route) -> str:
         """Reason why the tensor must arrive in high precision; "": no reason."""
