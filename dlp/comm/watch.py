@@ -18,17 +18,14 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from dlp.comm import slots
+from dlp.comm.mapped import Transport
 
 MAIN = threading.main_thread().ident
 LOOKS = 60  # the thread looks this many times in PATIENCE seconds
 READING = 5.0  # timeout in seconds for reading from a GPU that may hang
-
-
-class Waiting(Protocol):
-    def own_waits(self) -> list[str]: ...
 
 
 def frame_of_main() -> tuple[str, int]:
@@ -73,7 +70,7 @@ class Watch:
 
     of: the transport whose `own_waits` are read. end: called with the message when the waits took too long."""
 
-    def __init__(self, of: Waiting, end: Callable[[str], object] = leave) -> None:
+    def __init__(self, of: Transport, end: Callable[[str], object] = leave) -> None:
         self._of, self._end = weakref.ref(of), end
         self._place, self._stood, self._waits, self._waited = ("", 0), 0.0, list[str](), 0.0
 
@@ -85,7 +82,7 @@ class Watch:
             del of
             time.sleep(slots.PATIENCE / LOOKS)
 
-    def look(self, of: Waiting, now: float) -> bool:
+    def look(self, of: Transport, now: float) -> bool:
         """Look once, at time `now` in seconds. Calls `end` and returns True if nothing has progressed for PATIENCE."""
         place = frame_of_main()
         if place != self._place:
