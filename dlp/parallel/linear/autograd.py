@@ -32,7 +32,7 @@ from dlp.parallel.weight.base import Target, WeightParts
 from dlp.parallel.weight.local import check_whole, held, num_axes
 from dlp.quant.quantizer import caps_of
 from dlp.quant.tensor import QuantizedTensor
-from dlp.runtime.capture import ALIGNMENT, BACKWARD, FORWARD, LIMIT
+from dlp.runtime.capture import BACKWARD, FORWARD, LIMIT
 from dlp.runtime.function import (
     ACTIVATIONS,
     Directions,
@@ -134,10 +134,7 @@ def call_of(
             None if p is None else (len(p._spec.placements) if isinstance(p, DTensor) else 0, p.dtype, p.requires_grad)
             for p in parameters
         ]
-    key = (
-        bound, record, x.requires_grad, x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT, x.get_device(),
-        x.dtype is torch.float32 and gemms.tf32(), *parameter_keys,
-    )  # fmt: skip
+    key = (bound, record, x.requires_grad, *shape_key(x), *parameter_keys, x.dtype is torch.float32 and gemms.tf32())
     found: BoundCall | None = calls.get(key)
     if found is None:
         check_given(bound, (x, *(parameters if cast_weights is None else ())))

@@ -270,10 +270,8 @@ class WeightParts:
         self.parts, self._sizes, both = parts, sizes, sum(sizes)
         self.rowwise = [part for i, part in enumerate(parts) if i % both < sizes[0]]
         self._columnwise = [part for i, part in enumerate(parts) if i % both >= sizes[0]]
-        self.operands = (
-            spec.weight_operands(self.rowwise, columnwise=False),
-            spec.weight_operands(self._columnwise, columnwise=True) if self._columnwise else [],  # a frozen layer has none
-        )
+        columnwise = spec.weight_operands(self._columnwise, columnwise=True) if self._columnwise else []  # frozen: none
+        self.operands = spec.weight_operands(self.rowwise, columnwise=False), columnwise
         self.calls: dict[Any, Any] = {}
 
     @property
