@@ -59,12 +59,14 @@ def test_every_style_has_a_plan_for_every_recipe(recipe):
     for style in STYLES.values():
         for tokens in (None, 16, 96, 128, 1024):
             plan = linear_plan(recipes.load(recipe), style, 2, tokens)
-            gathered = {each.gemm for route in (*plan.x, plan.x_again, *plan.dys) for each in route.gathers}
+            gathered = {each.gemm for route in (*plan.x, plan.x_again, *plan.dys.values()) for each in route.gathers}
             wanted = {"x": {"fprop", "wgrad"}, "dy": {"dgrad", "wgrad"}, None: set()}[style.gathers]
             assert gathered <= wanted and bool(gathered) == bool(wanted)
             assert x_tokens_of(style, 2, plan.y_tokens) == plan.tokens
             if tokens is None:  # as many as every block wants: nothing stands in the way
-                assert all(why is None for route in (*plan.x, plan.x_again, *plan.dys) for why in route.reasons)
+                assert all(
+                    why is None for route in (*plan.x, plan.x_again, *plan.dys.values()) for why in route.reasons
+                )
     assert linear_plan(recipes.load(recipe), LOCAL, 1, 64).kept in ("values", "columnwise")
 
 
