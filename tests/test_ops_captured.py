@@ -284,7 +284,7 @@ def test_four_captured_ops_are_few_calls_of_python(recipe: str):
 
     alone = nn.Sequential(dlp.Linear(K, K, bias=False, recipe=recipe))
     found = calls(mlp(recipe)), calls(alone)
-    assert found[0] < 1.4 * found[1], f"{found}: ops are asked in every call what a FuserCall knows"
+    assert found[0] <= 60 and found[0] < 1.6 * found[1], f"{found}: ops are asked in every call what a FuserCall knows"
 
 
 SET = {  # an op between two linears, an attribute of it and what it is set to
