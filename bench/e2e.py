@@ -95,9 +95,7 @@ def ours(config: Config, subject: Subject, mesh: DeviceMesh, device: torch.devic
 
 def replayed(step: Step, config: Config, mesh: DeviceMesh, device: torch.device) -> Step:
     """The step as a CUDA graph."""
-    like = torch.zeros(
-        validate_world(config, mesh.size()).micro, config.train.sequence, dtype=torch.int64, device=device
-    )
+    like = torch.zeros(validate_world(config, mesh.size()).micro, config.own_sequence, dtype=torch.int64, device=device)
     graphed = dlp.graphed_step(step, (like, like))
     return lambda tokens, targets: graphed(tokens, targets).clone()
 
@@ -124,7 +122,7 @@ def measure(
     step = make_step(subject, config, mesh, device)
     generator = torch.Generator().manual_seed(dist.get_rank())
     micro = validate_world(config, mesh.size()).micro
-    shape = (micro, config.train.sequence + 1)
+    shape = (micro, config.own_sequence + 1)
     text = [torch.randint(0, config.family.vocab, shape, generator=generator).to(device) for _ in range(2)]
     losses, times = [], []
     for i in range(warmup + steps):
@@ -141,7 +139,7 @@ def measure(
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    tokens = micro * config.train.sequence
+    tokens = micro * config.own_sequence
     if where:
         kernels = longest_kernels(lambda: step(text[0][:, :-1], text[0][:, 1:]), times=2, most=24)
         if dist.get_rank() == 0:

@@ -140,7 +140,7 @@ def measure(case: str, config: Config, mesh: DeviceMesh, steps: int, device: tor
     predicted = memory(
         config, built.plan, wire_bytes.workload(config, mesh.size(), built.accumulation.reductions), built.accumulation
     )
-    shape = (built.batch.micro, config.train.sequence + 1)
+    shape = (built.batch.micro, config.own_sequence + 1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     text = [
         torch.randint(0, config.family.vocab, shape, generator=generator).to(device)

@@ -92,7 +92,7 @@ def of_config(config: Config, world: int, device_type: str) -> tuple[Counter[str
     w_dtype = dtype if batch.dp_size > 1 else torch.float32  # FSDP gathers weights in the dtype of activations
     gemms, linears = Counter[str](), Counter[str]()
     for layer in plan.layers:
-        sizes = linear_sizes(layer, plan.tp, batch.micro * config.train.sequence)
+        sizes = linear_sizes(layer, plan.tp, batch.micro * config.own_sequence)
         linears["x".join(map(str, sizes))] += 1
         gemms.update(json.dumps(problem) for problem in problems(layer, sizes, dtype, w_dtype))
     return gemms, linears
@@ -107,7 +107,7 @@ def whole_layers(config: Config, world: int, device_type: str) -> dict[str, Any]
         recipe = {"name": row.recipe.name, **{key: thaw(value) for key, value in row.recipe.options}}
         layers.append({
             "name": names[0], "style": row.style, "sequence_parallel": row.sequence_parallel, "recipe": recipe,
-            "tokens": batch.micro * config.train.sequence, "in_features": row.shape[1],
+            "tokens": batch.micro * config.own_sequence, "in_features": row.shape[1],
             "out_features": [rows[name].shape[0] for name in names],
         })  # fmt: skip
     return {"ranks": plan.tp, "transport": config.mesh.transport, "dtype": dtype_name(DTYPES[config.train.dtype]),

@@ -26,6 +26,7 @@ from dlp.parallel.model.autocast import autocast
 from dlp.parallel.model.boundary import attach, end_step, read_stats, record_stats, set_recipe
 
 # conversion of a model
+from dlp.parallel.model.context import Context
 from dlp.parallel.model.convert import convert
 from dlp.parallel.model.embedding import VocabParallelEmbedding, cross_entropy, gather_tokens, scatter_tokens
 
@@ -54,7 +55,7 @@ from dlp.quant.recipe import load as recipe
 from dlp.tp_plan import groups_for
 
 __all__ = [
-    "ColumnParallelLinear", "CustomRecipe", "GroupedLinear", "LayerGroup", "Linear", "Plan", "Recipe",
+    "ColumnParallelLinear", "Context", "CustomRecipe", "GroupedLinear", "LayerGroup", "Linear", "Plan", "Recipe",
     "RowParallelLinear", "VocabParallelEmbedding", "Workload", "attach", "autocast", "backward_dw", "build_mesh",
     "calibrate", "check_scales", "convert", "cross_entropy", "end_step", "export", "freeze", "fully_shard",
     "gather_tokens", "graphed_step", "graphing", "group_experts", "groups_for", "load_compressed", "load_lora",

@@ -58,9 +58,13 @@ def meshes(config: Config, world: int) -> Iterator[tuple[str, ...]]:
     """Overrides of [mesh]: tp up to a host that divides heads and features, FSDP over all other ranks or inside hosts."""
     m = config.family
     for tp in (1, 2, 4, 8):
-        if world % tp or tp > HOST or any(size % tp for size in (m.heads, m.kv_heads, m.ffn, m.vocab)):
+        if (
+            world % (tp * config.mesh.cp)
+            or tp > HOST
+            or any(size % tp for size in (m.heads, m.kv_heads, m.ffn, m.vocab))
+        ):
             continue
-        rest = world // tp
+        rest = world // (tp * config.mesh.cp)
         inside = max(1, HOST // tp)
         for replicate in dict.fromkeys((1, rest // inside if rest % inside == 0 and rest > inside else 1)):
             yield (

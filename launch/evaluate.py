@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from dlp import Context
 from dlp.comm.mesh import shutdown
 from dlp.parallel.model.embedding import IGNORED
 from launch.config.run_config import count
@@ -64,13 +65,15 @@ def perplexity(trained: Trained, data: Data, split: str, batches: int | None) ->
             f"tokens, so "
             f"{there} batches of {train.global_batch}: ask for fewer --batches, or a smaller --train.global_batch"
         )
+    context = Context.of(trained.mesh)
     totals = torch.zeros(2, dtype=torch.float64, device=trained.device)
     hidden = None if dist.get_rank() == 0 else True  # None: tqdm shows the bar on a terminal only
     for step in tqdm(range(batches or there), desc=split, unit="batch", disable=hidden):
         for micro in range(batch.num_micro):
             place = (step, micro, trained.dims.dp_rank, batch.dp_size)
             lying = stream.documents(*place) if trained.config.data.reset_attention else ()
-            microbatch = [each.to(trained.device) for each in (*stream.batch(*place), *lying)]
+            own = map(context.split, stream.batch(*place))
+            microbatch = [each.to(trained.device) for each in (*own, *lying)]
             totals[0] += trained.config.architecture.loss(trained.model, microbatch, trained.mesh)
             totals[1] += (microbatch[1] != IGNORED).sum()
     dist.all_reduce(totals)

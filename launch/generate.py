@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP, shutdown, world_size
+from dlp.comm.mesh import CP, DP_REPLICATE, DP_SHARD, TP, shutdown, world_size
 from launch.config.run_config import count
 from launch.data.documents import has_rows, rows
 from launch.data.tokenizer import Text, Tokenizer, add_options, open_tokenizer
@@ -135,7 +135,7 @@ def whole(trained: Trained, logits: Tensor) -> Tensor:
 
 def on_tp() -> Changes:
     """Settings that make all ranks of this run tensor-parallel."""
-    mesh = {TP: str(world_size()), DP_SHARD: "1", DP_REPLICATE: "1", "sequence_parallel": "false"}
+    mesh = {TP: str(world_size()), DP_SHARD: "1", CP: "1", DP_REPLICATE: "1", "sequence_parallel": "false"}
     return [(f"mesh.{key}", value) for key, value in mesh.items()]
 
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import dlp
-from dlp.comm.mesh import AXES, DP_SHARD, ParallelDims
+from dlp.comm.mesh import ParallelDims
 from dlp.optim.encodings import ENCODINGS
 from dlp.parallel.traffic.ledger import activation_dtypes, plan_of
 from dlp.parallel.traffic.predict import Traffic
@@ -81,7 +81,7 @@ def provable(config: Config, size: Size, exact: bool = False) -> tuple[Config, l
             f'[train] optimizer = "adamw": {config.train.optimizer} encodes averages by shard, '
             "and shards differ between meshes"
         )
-    mesh = replace(config.mesh, dp_replicate=1, dp_shard=1, tp=1)
+    mesh = replace(config.mesh, dp_replicate=1, dp_shard=1, cp=1, tp=1)
     if exact:
         changes |= {"invariant": True, "reduce_gradients": "auto", "sentinel": 0, "main_grads": "off", "ledger": "off"}
         mesh = replace(mesh, grad_wire="auto")
@@ -113,7 +113,7 @@ def on_mesh(config: Config, mesh: DeviceMesh, case: MeshCase) -> Config:
     """The config with the sizes of a mesh and its microbatches."""
     micro = config.train.global_batch // case.pieces
     asked = replace(
-        config.mesh, **dict(zip(AXES, mesh.shape, strict=True)), sequence_parallel=case.sequence_parallel  # type: ignore[arg-type]
+        config.mesh, **ParallelDims.from_mesh(mesh).sizes, sequence_parallel=case.sequence_parallel  # type: ignore[arg-type]
     )  # fmt: skip
     reduces = config.train.reduce_gradients if config.train.invariant else "step"
     train = replace(config.train, micro_batch=micro, reduce_gradients=reduces)
@@ -151,7 +151,7 @@ def bytes_of(config: Config, model: Any, mesh: DeviceMesh, case: MeshCase) -> Tr
     besides."""
     here, dims = on_mesh(config, mesh, case), ParallelDims.from_mesh(mesh)
     load = workload(here, mesh.size(), 1)
-    load = replace(load, dp_shard_rank=dims.rank(DP_SHARD), dtypes=activation_dtypes(model))
+    load = replace(load, dp_shard_rank=dims.rank(dims.shard_axis), dtypes=activation_dtypes(model))
     return planned(plan_of(model), load, config.train.optimizer, shared_numbers=(1,))
 
 

@@ -77,7 +77,7 @@ def plan_text(config: Config, world: int, device: str, timeline: Path | None = N
         *wire_bytes.describe(found.plan, found.load, config.train.optimizer),
     ]
     held = [f"memory: {found.memory}"] if isinstance(found.memory, Unpredictable) else found.memory.describe()
-    averages = describe_optimizer(config, found.plan, found.dims.dp_shard)
+    averages = describe_optimizer(config, found.plan, found.dims.shards)
     kind = kind_of(device)
     layers = [str(found.plan), *config.architecture.describe(config.mesh.tp), "", attention_of(config, kind).describe()]
     layers.append(describe_graph(config, kind))
@@ -109,7 +109,7 @@ def make_mesh(config: Config) -> DeviceMesh:
         deterministic.prepare()
     sizes = config.mesh
     return dlp.build_mesh(
-        dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp, transport=sizes.transport
+        dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp, transport=sizes.transport
     )
 
 
@@ -151,7 +151,7 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         load = wire_bytes.workload(config, mesh.size(), built.accumulation.reductions)
         slow = wire_bytes.warn_of_tp(built.plan, load, config.train.optimizer, ranks_of_host())
         gradients = wire_bytes.describe_gradients(built.plan, load, built.accumulation)
-        averages = describe_optimizer(config, built.plan, built.dims.dp_shard)
+        averages = describe_optimizer(config, built.plan, built.dims.shards)
         for line in (*slow, *gradients, *averages, *map(str, built.swaps), describe_saves(config.checkpoint)):
             run.say(line)
         trainer = Trainer(config, built, run, stop)

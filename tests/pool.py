@@ -71,14 +71,14 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def mesh(*, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1) -> DeviceMesh:
+def mesh(*, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1) -> DeviceMesh:
     """Inside a worker: the mesh of this shape, built once, because a gloo group never gives its threads back."""
-    return _mesh(dp_replicate, dp_shard, tp)
+    return _mesh(dp_replicate, dp_shard, cp, tp)
 
 
 @functools.cache
-def _mesh(dp_replicate: int, dp_shard: int, tp: int) -> DeviceMesh:
-    axes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
+def _mesh(dp_replicate: int, dp_shard: int, cp: int, tp: int) -> DeviceMesh:
+    axes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
     return build_mesh(**axes, device_type=device().type, transport="nccl")  # tests ask for mapped memory themselves
 
 

@@ -460,7 +460,7 @@ def test_settings_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
 def test_choices_that_are_declared_without_torch_are_those_of_dlp() -> None:
     rules = {each.name: rule_of(each).words for cls in SCHEMA.values() for each in dataclasses.fields(cls)}
     assert rules["transport"] == choice(*TRANSPORTS).words
-    assert rules["amax_group"] == choice("auto", TP, "tp+dp", WORLD).words
+    assert rules["amax_group"] == choice("auto", TP, "tp+cp", "tp+dp", WORLD).words
     assert rules["optimizer"] == choice("adamw", "muon", *ENCODINGS).words
     plain, full = ([each.name for each in dataclasses.fields(cls)] for cls in (early.SCHEMA["groups"], Group))
     assert sorted(plain) == sorted(full)

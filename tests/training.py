@@ -85,7 +85,7 @@ def trainer(config: Config, cls: type[Trainer] = Trainer, *, plots: bool = False
     deterministic.prepare()
     plot.write_plot = WRITE_PLOT if plots else _no_plot
     sizes = config.mesh
-    mesh = worker.mesh(dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp)
+    mesh = worker.mesh(dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
     made, done = start(config, mesh, StopFlag())
     made.__class__ = cls
     return made, done

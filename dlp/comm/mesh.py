@@ -1,4 +1,4 @@
-"""The mesh: a DeviceMesh with the axes dp_replicate, dp_shard and tp, and the ranks, groups and names derived from it.
+"""The mesh: a DeviceMesh with the axes dp_replicate, dp_shard, cp and tp, and the ranks, groups and names derived from it.
 
     mesh = build_mesh(tp=2)                      starts the groups; users pass the mesh to dlp
     dims = ParallelDims.from_mesh(mesh)          sizes, groups and this rank's coordinates
@@ -6,11 +6,15 @@
 
 tp is the innermost axis, so that its ranks are neighbours (on one host they share NVLink); dp_replicate is the
 outermost. Groups carry CPU tensors over gloo and CUDA tensors over NCCL. The names of axes are defined here only.
+
+Ranks of cp have different tokens of the same sequences. For weights they are data-parallel: FSDP shards over dp_shard x cp, the
+flattened axis dp_shard_cp, so that one reduction sums the gradients of all tokens, and no rank keeps a second copy.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -25,8 +29,11 @@ from dlp.comm import rejoin
 from dlp.comm import transport as transports
 
 DP_REPLICATE, DP_SHARD, TP = AXES = ("dp_replicate", "dp_shard", "tp")
-WORLD = "world"  # group names in addition to AXES
-GROUPS = (*reversed(AXES), WORLD, "other")  # all names of groups for counting bytes
+CP = "cp"
+AXES_WITH_CP = (DP_REPLICATE, DP_SHARD, CP, TP)  # axes of a mesh whose cp is more than 1
+WORLD, DP_SHARD_CP, CP_TP = "world", "dp_shard_cp", "cp_tp"  # group names in addition to AXES
+FLATTENED = {DP_SHARD_CP: (DP_SHARD, CP), CP_TP: (CP, TP)}  # axes of a mesh with cp that are joined
+GROUPS = (*reversed(AXES_WITH_CP), CP_TP, DP_SHARD_CP, WORLD, "other")  # all names of groups for counting bytes
 AUTO, NCCL, MAPPED = TRANSPORTS = "auto", "nccl", "mapped"
 # "gloo" instead of "cpu:gloo": given a list of backends, torch chooses NCCL or none as the default backend, and then
 # warns on exit
@@ -40,12 +47,15 @@ class ParallelDims:
     dp_replicate: int = 1
     dp_shard: int = 1
     tp: int = 1
+    cp: int = 1
     mesh: DeviceMesh | None = field(default=None, repr=False, compare=False, kw_only=True)
 
     @classmethod
-    def build(cls, world_size: int, *, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1) -> ParallelDims:
+    def build(
+        cls, world_size: int, *, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1
+    ) -> ParallelDims:
         """Compute the sizes, filling in a -1. Raises ValueError if the sizes do not multiply to `world_size`."""
-        sizes = dict(zip(AXES, (dp_replicate, dp_shard, tp), strict=True))
+        sizes = dict(zip(AXES_WITH_CP, (dp_replicate, dp_shard, cp, tp), strict=True))
         for axis, size in sizes.items():
             if size != -1 and size < 1:
                 raise ValueError(f"mesh axis {axis} must be at least 1, or -1 for the rest of the world; got {size}")
@@ -66,30 +76,41 @@ class ParallelDims:
                 f"world size {world_size} is not {_product(sizes)}: start {prod(sizes.values())} ranks, or set "
                 f"dp_shard or dp_replicate to -1"
             )
-        return cls(*sizes.values())
+        return cls.of(sizes)
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> ParallelDims:
+        """Return the dims of these sizes by axis, 1 for an axis that is left out."""
+        return cls(**{axis: sizes.get(axis, 1) for axis in AXES_WITH_CP}, mesh=None)
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> ParallelDims:
         """Return the sizes of a mesh that `build_mesh` made. Raises ValueError for a mesh with other axes."""
-        if mesh.mesh_dim_names != AXES:
+        axes = mesh.mesh_dim_names
+        if axes != AXES and axes != AXES_WITH_CP:
             raise ValueError(
                 f"the mesh must have the axes {', '.join(AXES)}; got "
-                f"{', '.join(mesh.mesh_dim_names or ()) or 'no named axes'}: "
+                f"{', '.join(axes or ()) or 'no named axes'}: "
                 f"create the mesh with dlp.build_mesh"
             )
-        return cls(*mesh.shape, mesh=mesh)
+        return cls(**dict(zip(axes, mesh.shape, strict=True)), mesh=mesh)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes of the mesh, without cp if cp is 1."""
+        return AXES if self.cp == 1 else AXES_WITH_CP
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {axis: self.size(axis) for axis in AXES}
+        return {axis: self.size(axis) for axis in self.axes}
 
     @property
     def world_size(self) -> int:
-        return self.dp_replicate * self.dp_shard * self.tp
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def dp_size(self) -> int:
-        """Number of data-parallel ranks, which read different data."""
+        """Number of data-parallel ranks, which read different sequences."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -98,9 +119,37 @@ class ParallelDims:
         return self.rank(DP_REPLICATE) * self.dp_shard + self.rank(DP_SHARD)
 
     @property
+    def token_ranks(self) -> int:
+        """Number of ranks with different tokens: data-parallel ranks, and the ranks of cp that share a sequence."""
+        return self.dp_size * self.cp
+
+    @property
+    def token_rank(self) -> int:
+        """Index of this rank among the ranks with different tokens."""
+        return self.dp_rank if self.cp == 1 else self.dp_rank * self.cp + self.rank(CP)
+
+    @property
+    def shard_axis(self) -> str:
+        """Name of the axis over which FSDP shards parameters."""
+        return DP_SHARD if self.cp == 1 else DP_SHARD_CP
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks over which FSDP shards parameters."""
+        return self.dp_shard * self.cp
+
+    @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """Axes that FSDP uses: (dp_replicate, dp_shard), or only dp_shard if dp_replicate is 1."""
-        return self._mesh[DP_REPLICATE, DP_SHARD] if self.dp_replicate > 1 else self._mesh[DP_SHARD]
+        """Axes that FSDP uses: (dp_replicate, shard_axis), or only `shard_axis` if dp_replicate is 1."""
+        if self.shard_axis == DP_SHARD:
+            return self._mesh[DP_REPLICATE, DP_SHARD] if self.dp_replicate > 1 else self._mesh[DP_SHARD]
+        shards = self._flattened(self.shard_axis)
+        return _side_by_side(self._mesh[DP_REPLICATE], shards) if self.dp_replicate > 1 else shards
+
+    @property
+    def parameter_groups(self) -> dict[str, ProcessGroup]:
+        """This rank's groups on the axes over which parameters are sharded or replicated, which together span the mesh."""
+        return {axis: self.group(axis) for axis in (DP_REPLICATE, self.shard_axis, TP)}
 
     @property
     def tp_mesh(self) -> DeviceMesh:
@@ -112,28 +161,42 @@ class ParallelDims:
         return self.mesh
 
     def size(self, group: str) -> int:
-        """Number of ranks on an axis, or of the world."""
-        return self.world_size if group == WORLD else int(getattr(self, group))
+        """Number of ranks on an axis, on a flattened axis, or of the world."""
+        return prod(getattr(self, axis) for axis in self._axes_of(group))
 
     def group(self, axis: str) -> ProcessGroup:
-        """This rank's group on an axis."""
-        return self._mesh.get_group(axis)
+        """This rank's group on an axis, or on a flattened axis."""
+        return self._flattened(axis).get_group() if axis in FLATTENED else self._mesh.get_group(axis)
+
+    def _flattened(self, name: str) -> DeviceMesh:
+        """One of FLATTENED as a mesh. All ranks call it together the first time, which creates the groups."""
+        return self._mesh[FLATTENED[name]]._flatten(name)
+
+    def _axes_of(self, group: str) -> tuple[str, ...]:
+        return AXES_WITH_CP if group == WORLD else FLATTENED.get(group, (group,))
+
+    def _wide(self, group: str) -> tuple[str, ...]:
+        """The axes of a group that have several ranks."""
+        return tuple(axis for axis in self._axes_of(group) if self.size(axis) > 1)
 
     def rank(self, axis: str) -> int:
-        """Index of this rank on an axis."""
-        return self._mesh.get_local_rank(axis)
+        """Index of this rank on an axis, or on a flattened axis."""
+        return self._flattened(axis).get_local_rank() if axis in FLATTENED else self._mesh.get_local_rank(axis)
 
     def name_of(self, group: str) -> str:
-        """Name of an axis or of the world. If only one axis has several ranks, the world has the name of that axis."""
-        wide = [axis for axis in AXES if self.size(axis) > 1]
-        return wide[0] if group == WORLD and len(wide) == 1 else group
+        """Name of the group with the ranks of `group`. If only one axis of a group has several ranks, the group has the name
+        of that axis; a flattened axis that spans the world names the world."""
+        wide = self._wide(group)
+        if len(wide) < 2:
+            return wide[0] if wide else group
+        return next((name for name in FLATTENED if self._wide(name) == wide), group)
 
     def group_names(self) -> dict[tuple[int, ...], str]:
         """Map the ranks of this rank's groups to names. Each group of the ranks of an axis has the name of that axis."""
         names = {tuple(range(dist.get_world_size())): WORLD}
-        for axis in AXES:
+        for axis in (*(FLATTENED if self.cp > 1 else ()), *self.axes):
             if self.size(axis) > 1:
-                names[tuple(dist.get_process_group_ranks(self.group(axis)))] = axis
+                names[tuple(dist.get_process_group_ranks(self.group(axis)))] = self.name_of(axis)
         return names
 
     def describe(self, device_type: str) -> str:
@@ -141,8 +204,14 @@ class ParallelDims:
         return f"mesh: {self.world_size} {device_type} rank{'s' * (self.world_size > 1)} = {_product(self.sizes)}"
 
 
+def _side_by_side(*meshes: DeviceMesh) -> DeviceMesh:
+    """One mesh with the axes of several meshes of the same ranks."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
 def _product(sizes: dict[str, int]) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    """The sizes as a product, without a cp of 1."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if (axis, size) != (CP, 1))
 
 
 def tp_group_of(tp: DeviceMesh | ProcessGroup) -> ProcessGroup:
@@ -168,6 +237,11 @@ def placement_on(axis: str, parameter: Tensor) -> Placement | None:
         return None
     axes = parameter.device_mesh.mesh_dim_names or ()
     return parameter.placements[axes.index(axis)] if axis in axes else None
+
+
+def shard_placement(parameter: Tensor) -> Placement | None:
+    """Placement of a parameter on the axis over which FSDP shards. None for a parameter that FSDP does not manage."""
+    return placement_on(DP_SHARD, parameter) or placement_on(DP_SHARD_CP, parameter)
 
 
 def world_size() -> int:
@@ -217,20 +291,23 @@ def _join(backend: str) -> None:
 
 
 def build_mesh(
-    *, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1, device_type: str | None = None, transport: str = AUTO
-) -> DeviceMesh:
-    """Create a DeviceMesh with the axes dp_replicate, dp_shard and tp; start the process group if none exists.
+    *, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, device_type: str | None = None,
+    transport: str = AUTO,
+) -> DeviceMesh:  # fmt: skip
+    """Create a DeviceMesh with the axes dp_replicate, dp_shard, cp (if cp > 1) and tp; start the process group if none exists.
 
     Args:
         dp_replicate: number of replicas of the model (HSDP).
         dp_shard: ranks that share parameters and optimizer by FSDP; -1: the remaining ranks.
+        cp: context-parallel ranks, which share sequences: attention gathers keys and values (`dlp.Context`). FSDP shards
+            parameters over dp_shard x cp ranks.
         tp: tensor-parallel ranks.
         device_type: "cpu" or "cuda"; None: cuda if available.
         transport: carrier of transfers over tp. "mapped": memory that the GPUs of one host map from each other; "nccl";
             "auto": mapped memory where all tp ranks can map each other's memory, else NCCL (gloo on CPUs).
 
     Returns:
-        The mesh. One size may be -1.
+        The mesh. One size may be -1. The axis cp exists only if its size is more than 1.
 
     Raises:
         ValueError: before a group is started, when the sizes do not multiply to the world size or the transport is
@@ -244,9 +321,9 @@ def build_mesh(
     if transport not in TRANSPORTS:
         raise ValueError(f"transport {transport!r}: expected one of {', '.join(TRANSPORTS)}")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    dims = ParallelDims.build(world_size(), dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
+    dims = ParallelDims.build(world_size(), dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
     init_process_group(device_type)
-    mesh = init_device_mesh(device_type, tuple(dims.sizes.values()), mesh_dim_names=AXES)
+    mesh = init_device_mesh(device_type, tuple(dims.sizes.values()), mesh_dim_names=dims.axes)
     if transport != NCCL and dims.tp > 1:
         transports.ask_for(mesh[TP].get_group(), device_type, required=transport == MAPPED)
     return mesh

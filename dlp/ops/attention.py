@@ -61,6 +61,8 @@ class DotProductAttention(nn.Module):
         torch.Size([2, 8, 64])
     """
 
+    reads_sequences = True  # refused on a mesh with cp > 1
+
     def __init__(
         self, num_attention_heads: int, kv_channels: int | tuple[int, int], num_gqa_groups: int | None = None, *,
         attention_dropout: float = 0.0, qkv_format: str = "bshd", attn_mask_type: str = "causal",

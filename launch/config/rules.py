@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeVar
 
-from launch.config.sections import AXES, SECTIONS, Checkpoint, Data, Mesh, Run, Train
+from launch.config.sections import AXES, CP, SECTIONS, Checkpoint, Data, Mesh, Run, Train
 from launch.models.folder import check_folder
 from launch.models.settings import Model, PretrainedModel
 from launch.settings.schema import ConfigError, Section, brief, read
@@ -33,6 +33,11 @@ class Settings:
     run: Run
     groups: tuple[Any, ...]
     source: str = field(default="config", compare=False)
+
+    @property
+    def own_sequence(self) -> int:
+        """Tokens of a sequence on a rank of cp."""
+        return self.train.sequence // self.mesh.cp
 
     def __post_init__(self) -> None:
         for holds, sentence in _agreements(self):
@@ -78,11 +83,12 @@ def _agreements(config: Settings) -> Iterator[tuple[bool, str]]:
     mesh, model, train = config.mesh, config.model, config.train
     yield (mesh.dp_replicate, mesh.dp_shard) != (-1, -1), "[mesh] dp_replicate, dp_shard: expected one -1, got two"
     yield from _of_family(config, model) if isinstance(model, Model) else _of_folder(config, model)
-    tokens = abs(train.micro_batch) * train.sequence
+    yield from _of_context(config) if mesh.cp > 1 else ()
+    tokens = abs(train.micro_batch) * config.own_sequence
     yield (
         not mesh.sequence_parallel or tokens % mesh.tp == 0,
-        f"[mesh] tp: expected a divisor of [train] micro_batch x sequence = {tokens} under sequence_parallel, "
-        f"got {mesh.tp}",
+        f"[mesh] tp: expected a divisor of [train] micro_batch x sequence {'/ cp ' * (mesh.cp > 1)}= {tokens} under "
+        f"sequence_parallel, got {mesh.tp}",
     )
     yield (
         train.global_batch % train.micro_batch == 0,
@@ -147,11 +153,28 @@ def _of_folder(config: Settings, model: PretrainedModel) -> Iterator[tuple[bool,
         not config.data.reset_attention,
         f"[data] reset_attention: expected false with {folder}, got true: modules of transformers make their own masks",
     )
+    yield mesh.cp == 1, f"[mesh] cp: expected 1 with {folder}, whose attention reads whole sequences, got {mesh.cp}"
     yield train.attention == "auto", f"[train] attention: expected auto with {folder}, got {train.attention}"
     yield (
         train.init_from is None,
         f"[train] init_from: expected none with {folder}, whose files are the initial weights, got {train.init_from}",
     )
+
+
+def _of_context(config: Settings) -> Iterator[tuple[bool, str]]:
+    """Yield (whether the rule holds, message) for each rule of a context-parallel mesh."""
+    cp, train = config.mesh.cp, config.train
+    yield (
+        train.sequence % (2 * cp) == 0,
+        f"[mesh] cp: expected a divisor of half of [train] sequence = {train.sequence}, since each rank has two chunks of a "
+        f"sequence, got {cp}",
+    )
+    yield (
+        not config.data.reset_attention,
+        f"[mesh] cp: expected 1 with [data] reset_attention = true, whose attention reads the documents of whole sequences, "
+        f"got {cp}",
+    )
+    yield not train.invariant, f"[mesh] cp: expected 1 with [train] invariant = true, got {cp}"
 
 
 def _against_invariant(config: Settings) -> Iterator[str]:
@@ -216,16 +239,25 @@ class Batch:
     micro      sequences of a microbatch
     num_micro  microbatches of each data-parallel rank
     dp_size    data-parallel ranks
+    cp         ranks that share the sequences of a data-parallel rank
     """
 
     micro: int
     num_micro: int
     dp_size: int
+    cp: int = 1
+
+    @property
+    def token_ranks(self) -> int:
+        """Number of ranks with different tokens, over which FSDP shards and replicates."""
+        return self.dp_size * self.cp
 
 
 def mesh_sizes(config: Settings, world_size: int) -> dict[str, int]:
-    """Return dp_replicate, dp_shard and tp for `world_size` ranks; raise ConfigError if the mesh does not fit this number."""
-    sizes: dict[str, int] = {axis: getattr(config.mesh, axis) for axis in AXES}
+    """Return the sizes of all axes for `world_size` ranks, cp only if more than 1; raise ConfigError if the mesh does not fit
+    this number."""
+    axes = AXES if config.mesh.cp == 1 else (*AXES[:-1], CP, AXES[-1])
+    sizes: dict[str, int] = {axis: getattr(config.mesh, axis) for axis in axes}
     open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
     rest = {axis: size for axis, size in sizes.items() if size != -1}
     ranks, product = prod(rest.values()), " x ".join(f"{axis} {size}" for axis, size in rest.items())
@@ -248,7 +280,7 @@ def validate_world(config: Settings, world_size: int) -> Batch:
     if config.train.invariant and micro_batch == -1:  # the same on every mesh
         micro_batch = global_batch // min(PIECES, global_batch & -global_batch)
     mesh_sizes(config, world_size)
-    dp_size = world_size // config.mesh.tp
+    dp_size = world_size // (config.mesh.cp * config.mesh.tp)
     least = abs(micro_batch)  # -1 stands for at least one sequence
     if global_batch % (least * dp_size):
         raise ConfigError(
@@ -256,7 +288,7 @@ def validate_world(config: Settings, world_size: int) -> Batch:
             f"{dp_size} data-parallel ranks, got {global_batch}"
         )
     micro = global_batch // dp_size if micro_batch == -1 else micro_batch
-    return Batch(micro, global_batch // (micro * dp_size), dp_size)
+    return Batch(micro, global_batch // (micro * dp_size), dp_size, config.mesh.cp)
 
 
 def choose(config: Settings, ranks: Sequence[int], tps: Sequence[int]) -> tuple[int, int]:

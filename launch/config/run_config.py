@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 import dlp
-from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP, ParallelDims
+from dlp.comm.mesh import ParallelDims
 from dlp.quant.recipe import as_recipe, source
 from launch.config import files
 from launch.config.files import DEFAULT
@@ -77,8 +77,7 @@ def recipe_files(config: Config) -> frozenset[Path]:
 
 def parallel_dims(config: Config, world_size: int) -> ParallelDims:
     """Return the mesh sizes for `world_size` ranks; raise ConfigError if the mesh does not fit this number."""
-    sizes = mesh_sizes(config, world_size)
-    return ParallelDims(sizes[DP_REPLICATE], sizes[DP_SHARD], sizes[TP])
+    return ParallelDims.of(mesh_sizes(config, world_size))
 
 
 def shards(config: Config, dp_size: int) -> bool:

@@ -11,15 +11,18 @@ from typing import Any
 from launch.models.settings import Model
 from launch.settings.schema import Rule, Section, choice, flag, integer, number, numbers, setting, text, texts
 
-AXES = "dp_replicate", "dp_shard", "tp"  # of `dlp.comm.mesh`, which imports torch
+AXES, CP = ("dp_replicate", "dp_shard", "tp"), "cp"  # of `dlp.comm.mesh`, which imports torch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(Section):
-    """Device mesh: world size = dp_replicate x dp_shard x tp. One dp axis may be -1: the remaining ranks."""
+    """Device mesh: world size = dp_replicate x dp_shard x cp x tp. One dp axis may be -1: the remaining ranks."""
 
     dp_replicate: int = setting(integer(">= 1", also=(-1,)), "replicas of the whole model", 1)
     dp_shard: int = setting(integer(">= 1", also=(-1,)), "ranks that shard parameters and optimizer states by FSDP", -1)
+    cp: int = setting(
+        integer(">= 1"), "context-parallel ranks, which share sequences: FSDP shards over dp_shard x cp ranks", 1
+    )
     tp: int = setting(integer(">= 1"), "tensor-parallel ranks", 2)
     sequence_parallel: bool = setting(
         flag(), "sequence parallelism: between layers, tokens are sharded over the tp ranks", True
@@ -36,7 +39,7 @@ class Mesh(Section):
         None,
     )
     amax_group: str = setting(
-        choice("auto", AXES[-1], "tp+dp", "world"),
+        choice("auto", AXES[-1], "tp+cp", "tp+dp", "world"),
         "ranks that share scales; auto: only the ranks that correctness requires",
         "auto",
     )

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from dlp import Plan
+from dlp import Context, Plan
 from dlp.comm.mapped import LEAST, slot_bytes
-from dlp.comm.mesh import DP_SHARD, MAPPED, TP
+from dlp.comm.mesh import MAPPED, TP
 from dlp.comm.slots import MAXIMA, mapped_bytes
 from dlp.parallel.casts import operand_shape
 from dlp.parallel.model.plan import table
@@ -110,7 +110,7 @@ class _Estimate:
 
     def __init__(self, config: Config, plan: Plan, load: Workload, waits: Accumulation) -> None:
         self.config, self.plan, self.load, self.waits = config, plan, load, waits
-        self.ranks = load.ranks(DP_SHARD)
+        self.ranks = load.shards
         self.fsdp = bool(load.units)
         self.linears = linear_weights(plan)
         self.blocks = list(config.architecture.blocks)
@@ -227,6 +227,8 @@ class _Estimate:
         kind = kinds_of_blocks(self.plan, self.blocks) if architecture.equal_blocks else {b: b for b in self.blocks}
         firsts = list(dict.fromkeys(kind.values()))
         model, names = architecture.estimated(self.plan.tp, len(firsts), self.load.dtype)
+        if self.config.mesh.cp > 1:
+            architecture.share_sequences(model, Context(self.config.mesh.cp, 0))
         run = dict(zip(firsts, names, strict=False))
         rows: list[Any] = [other for other in self.plan.others if not block_of(other.name, kind)]
         for row in self.plan.layers:
@@ -234,8 +236,8 @@ class _Estimate:
             if not block or block in run:
                 rows.append(_renamed(row, block, run[block]) if block else row)
         found = saved_by(
-            model, list(run.values()), rows, self.plan.tp, (self._sequences(), train.sequence), dtype,
-            architecture.logits,
+            model, list(run.values()), rows, self.plan.tp,
+            (self.load.tokens // self.config.own_sequence, self.config.own_sequence), dtype, architecture.logits,
         )  # fmt: skip
         self.found: Saved = found
         whole = found.compiled if train.compile else found.eager
@@ -246,9 +248,6 @@ class _Estimate:
             kept[block] = float(min(found.inputs[used[block]] + points, kept[block]))
         self.recomputed = float(max(whole.get(name, 0) - kept[block] for block, name in used.items()))
         return kept
-
-    def _sequences(self) -> int:
-        return self.load.tokens // self.config.train.sequence
 
     def _gradients(self) -> dict[str, float]:
         """Gradients in fp32 for the optimizer, and accumulated gradients of earlier microbatches."""

@@ -46,7 +46,7 @@ def planned(config: Config, world: int, device: str, plan: Plan | None = None) -
     board = device if device in BOARDS else ""
     plan, dims = plan or plan_for(config, world, kind_of(device), board), parallel_dims(config, world)
     there = BOARDS[device].memory if device in BOARDS else None
-    waits = accumulation(config, plan, validate_world(config, world), dims.dp_shard, there)
+    waits = accumulation(config, plan, validate_world(config, world), dims.shards, there)
     load = wire_bytes.workload(config, world, waits.reductions)
     held: Memory | Unpredictable
     try:

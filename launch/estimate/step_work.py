@@ -19,7 +19,7 @@ from math import prod
 
 import torch
 
-from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, MAPPED, TP
+from dlp.comm.mesh import CP, DP_REPLICATE, MAPPED, TP
 from dlp.parallel.model.rows import ParameterPlan
 from dlp.parallel.traffic.predict import (
     LinearTraffic,
@@ -54,7 +54,7 @@ class StepWork:
     def __init__(self, config: Config, found: Planned, rates: Rates, device: str) -> None:
         self.config, self.plan, self.load, self.rates = config, found.plan, found.load, rates
         self.model, self.train, blocks = config.family, config.train, frozenset(config.architecture.blocks)
-        self.tp, self.shards = self.load.ranks(TP), self.load.ranks(DP_SHARD)
+        self.tp, self.shards = self.load.ranks(TP), self.load.shards
         self.tokens = self.load.tokens
         self.own_tokens = self.tokens // (self.tp if config.mesh.sequence_parallel else 1)
         self.program, self.kernels, self.collectives = Program(), 0, 0
@@ -69,8 +69,10 @@ class StepWork:
         self.mapped = transport_name(config.mesh.transport, found.dims, kind_of(device)) == MAPPED
         network = NETWORK.speed
         self.tp_speed = rates.link if self.mapped else network if leaves_host(TP, found.dims) else rates.nccl
+        self.shard_axis = self.load.dims.shard_axis
         self.dp_speed = {
-            axis: network if leaves_host(axis, found.dims) else rates.nccl for axis in (DP_SHARD, DP_REPLICATE)
+            axis: network if leaves_host(axis, found.dims) else rates.nccl
+            for axis in (self.shard_axis, DP_REPLICATE, CP)
         }
 
     # Programs
@@ -189,7 +191,20 @@ class StepWork:
         work = 2.0 * self.tokens * sequence * m.heads * m.head_dim / self.tp
         seconds = work / rate.forward if forward else 2.5 * work / rate.backward
         direction = "forward" if forward else "backward"
-        self._compute(f"{block} attention {direction}", ATTENTION, seconds, kernels=2 if forward else 4)
+        gathered = self._keys(block) if forward else ()
+        self._compute(f"{block} attention {direction}", ATTENTION, seconds, kernels=2 if forward else 4, waits=gathered)
+        if not forward and (reduced := self._keys(block)):
+            self._compute(f"{block} gradients of keys", SUMS, 0.0, waits=reduced)
+
+    def _keys(self, block: str) -> tuple[int, ...]:
+        """The transfer of keys and values, or of their gradients, over cp."""
+        ranks = self.load.ranks(CP)
+        if ranks == 1:
+            return ()
+        sent = self.load.tokens * self.load.keys_reduced / len(self.blocks) * WIDE * (ranks - 1)
+        seconds = sent / self.dp_speed[CP] + self.rates.meeting
+        self.collectives += 1
+        return (self.program.add(f"{block} keys", TRANSFER, seconds, DP_LINK, self.program.last),)
 
     def _loss(self) -> None:
         """Final norm, head, log-sum-exp, gradient of the logits, and the head's backward."""
@@ -338,7 +353,7 @@ class StepWork:
         if not nbytes:
             return ()
         sent = nbytes * (self.shards - 1) / self.shards
-        seconds = sent / self.dp_speed[DP_SHARD]
+        seconds = sent / self.dp_speed[self.shard_axis]
         return (self.program.add(f"{unit or 'root'} gather weights", TRANSFER, seconds, DP_LINK, self.program.last),)
 
     def _unit_arrives(self, unit: str, waits: tuple[int, ...], *, backward: bool) -> None:
@@ -375,7 +390,7 @@ class StepWork:
             return
         width = 4 if self.load.grad_wire is None else {"fp8": 1.03}.get(self.load.grad_wire, WIDE)
         self._compute(f"{unit or 'root'} copy in", COPIES, (WIDE + width) * elements / self.rates.memory, kernels=2)
-        sent = width * elements * (self.shards - 1) / self.shards / self.dp_speed[DP_SHARD]
+        sent = width * elements * (self.shards - 1) / self.shards / self.dp_speed[self.shard_axis]
         replicas = self.load.ranks(DP_REPLICATE)
         if replicas > 1:
             shard = 4 * elements / self.shards

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dlp
-from dlp.comm.mesh import AXES, ParallelDims, world_size
+from dlp.comm.mesh import AXES_WITH_CP, ParallelDims, world_size
 from dlp.parallel.weight.local import local_values
 from launch.checkpoint import save_load
 from launch.checkpoint.manifest import CheckpointError, other_weights, read_manifest
@@ -73,11 +73,11 @@ def open_trained(path: Path, changes: Changes) -> Trained:
     A single rank gets a mesh of one rank, whatever mesh the training had. Raises ValueError for settings that do not
     fit."""
     found = read_manifest(path, other_weights)
-    alone = [(f"mesh.{axis}", "1") for axis in AXES] if world_size() == 1 else []
+    alone = [(f"mesh.{axis}", "1") for axis in AXES_WITH_CP] if world_size() == 1 else []
     settled = [("train.compile", "false"), ("train.checkpointing", "none"), ("train.cuda_graph", "false")]
     config = from_text(found["config"], f"{path}'s config", [*settled, *alone, *changes])
     sizes = config.mesh
-    mesh = dlp.build_mesh(dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp)
+    mesh = dlp.build_mesh(dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
     return fill(path, config, mesh)
 
 

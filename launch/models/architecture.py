@@ -4,7 +4,7 @@
 
     settings       vocab, head_dim, blocks, settings, rules, flops_per_token
     meta device    meta, groups, check, describe, estimated
-    on ranks       prepare, allocate, initialize, loss
+    on ranks       share_sequences, prepare, allocate, initialize, loss
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dlp
-from dlp import LayerGroup, Plan
+from dlp import Context, LayerGroup, Plan
 from launch.models.attention import Choice, Documents
 
 
@@ -82,6 +82,12 @@ class Architecture(ABC):
     @abstractmethod
     def prepare(self, model: nn.Module, attention: Choice) -> None:
         """Set up a converted model: attention backend, fused blocks."""
+
+    def share_sequences(self, model: nn.Module, context: Context) -> None:
+        """Let positions and attention be those of this rank's part of each sequence, before conversion. Called if cp > 1."""
+        raise ValueError(
+            f"cp = {context.ranks}: the attention of {type(model).__name__} reads whole sequences: use cp = 1"
+        )
 
     @abstractmethod
     def allocate(self, model: nn.Module, device: torch.device) -> None:

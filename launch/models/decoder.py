@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlp import LayerGroup, Plan
+from dlp import Context, LayerGroup, Plan
 from launch.models.architecture import Architecture
 from launch.models.attention import Choice, Documents
 from launch.models.initial_weights import init_weights
 from launch.models.modules import Llama
-from launch.models.parallel import check_plan, describe_fused, fuse, parallel_groups, set_attention
+from launch.models.parallel import check_plan, describe_fused, fuse, parallel_groups, set_attention, set_context
 from launch.models.settings import Model
 
 
@@ -79,6 +79,10 @@ class Decoder(Architecture):
         assert isinstance(model, Llama)
         set_attention(model, attention)
         fuse(model)
+
+    def share_sequences(self, model: nn.Module, context: Context) -> None:
+        assert isinstance(model, Llama)
+        set_context(model, context)
 
     def allocate(self, model: nn.Module, device: torch.device) -> None:
         model.to_empty(device=device)

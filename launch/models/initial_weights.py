@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlp.comm.mesh import DP_SHARD, TP, placement_on
+from dlp.comm.mesh import DP_SHARD, DP_SHARD_CP, TP, placement_on
 from launch.models.modules import Llama
 from launch.models.settings import Model
 
@@ -30,10 +30,10 @@ def initial_value(name: str, shape: torch.Size, config: Model, seed: int) -> Ten
 
 
 def this_ranks_part(full: Tensor, parameter: Tensor) -> Tensor:
-    """Return the part of `full` that this rank holds: sharded over tp first, then over dp_shard, as FSDP shards."""
+    """Return the part of `full` that this rank holds: sharded over tp first, then over the axis of FSDP."""
     if not isinstance(parameter, DTensor):
         return full
-    for axis in (TP, DP_SHARD):
+    for axis in (TP, DP_SHARD, DP_SHARD_CP):
         dim = getattr(placement_on(axis, parameter), "dim", None)
         if dim is not None:
             group = parameter.device_mesh.get_group(axis)

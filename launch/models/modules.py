@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlp import ops
+from dlp import Context, ops
+from dlp.parallel.model.context import causal
 from launch.models.attention import Documents, attend, attend_by_head
 from launch.models.families import FAMILIES
 from launch.models.kv_cache import KeyValues
@@ -39,10 +40,11 @@ class RMSNorm(nn.Module):
 
 class Attention(nn.Module):
     """Grouped-query attention. `backend`, `by_head`: how attention runs over complete rows, decided by
-    `launch.training.attention_backend.choose`."""
+    `launch.training.attention_backend.choose`. `context`: this rank's part of each sequence; None: whole sequences."""
 
     backend: str | None = None
     by_head: bool = False
+    context: Context | None = None
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -82,8 +84,15 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if past is not None:
             k, v = past.extend(k, v)
+        if self.context is not None:
+            return self.context.attention(q, k, v, self.attend_chunk).transpose(1, 2).flatten(2)
         run = attend_by_head if self.by_head else attend
         return run(q, k, v, documents, self.backend).transpose(1, 2).flatten(2)
+
+    def attend_chunk(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of a chunk of queries to all keys up to the chunk. Backends have no masks but the causal mask of a
+        sequence."""
+        return attend(q, k, v, None, self.backend) if q.shape[2] == k.shape[2] else causal(q, k, v)
 
 
 class Gated(nn.Module):
@@ -160,6 +169,8 @@ def _fused_norm(size: int, eps: float) -> nn.Module:
 
 
 class LlamaModel(nn.Module):
+    context: Context | None = None
+
     def __init__(self, config: Model, dtype: torch.dtype) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
@@ -172,7 +183,10 @@ class LlamaModel(nn.Module):
     ) -> Tensor:
         batch, sequence = tokens.shape
         first, config = past[0].length if past else 0, self.config
-        positions = torch.arange(first, first + sequence, device=tokens.device)
+        if self.context is None:
+            positions = torch.arange(first, first + sequence, device=tokens.device)
+        else:
+            positions = self.context.positions(sequence, tokens.device)
         cos, sin = rotary_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
         if documents is not None:
             cos, sin = (table[documents.positions].unsqueeze(1) for table in (cos, sin))

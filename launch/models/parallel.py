@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlp import LayerGroup, Plan
+from dlp import Context, LayerGroup, Plan
 from launch.models.attention import Choice
 from launch.models.families import FAMILIES
 from launch.models.modules import Attention, Llama
@@ -35,6 +35,12 @@ def set_attention(model: Llama, choice: Choice) -> None:
     for block in model.model.layers:
         attention: Attention = block.self_attn  # type: ignore[assignment]
         attention.backend, attention.by_head = choice.backend, choice.by_head
+
+
+def set_context(model: Llama, context: Context) -> None:
+    """Let positions and attention be those of this rank's part of each sequence."""
+    for module in (model.model, *(block.self_attn for block in model.model.layers)):
+        vars(module)["context"] = context
 
 
 def describe_fused(config: Model) -> list[str]:

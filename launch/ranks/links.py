@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd, prod
 
-from dlp.comm.mesh import AXES, DP_REPLICATE, DP_SHARD, MAPPED, NCCL, TP, ParallelDims
+from dlp.comm.mesh import AXES_WITH_CP, CP, DP_REPLICATE, FLATTENED, MAPPED, NCCL, TP, ParallelDims
 from launch.common.units import said_bytes, said_seconds
 
 HOST = 8  # number of GPUs connected by NVLink
@@ -34,7 +34,7 @@ NVLINK = {"sm_90": Link("NVLink 4", 450e9), "sm_100": Link("NVLink 5", 900e9)}
 def link_of(group: str, dims: ParallelDims, device: str) -> Link:
     """Return the slowest link inside a group of ranks.
 
-    group   a mesh axis, or "world"
+    group   a mesh axis, a flattened axis, or "world"
     device  one of `dlp.quant.gemm.DEVICES`
     """
     if device == "cpu":
@@ -44,7 +44,9 @@ def link_of(group: str, dims: ParallelDims, device: str) -> Link:
 
 def leaves_host(group: str, dims: ParallelDims, host: int = HOST) -> bool:
     """Return whether a group of ranks spans several hosts of `host` GPUs."""
-    inner = AXES[AXES.index(group) :] if group in AXES else AXES
+    outermost = FLATTENED.get(group, (group,))[0]
+    axes = AXES_WITH_CP
+    inner = axes[axes.index(outermost) :] if outermost in axes else axes
     return dims.world_size > host and host % prod(map(dims.size, inner)) != 0
 
 
@@ -68,11 +70,8 @@ def describe_transports(asked: str, dims: ParallelDims, device: str) -> list[str
     elif dims.tp > 1:
         hosts = "the ranks are on several hosts" if leaves_host(TP, dims) else f"transport = {asked!r}"
         said.append(f"tp {dims.tp}: {backend} ({'the ranks are on CPUs' if device == 'cpu' else hosts})")
-    said += [
-        f"{axis} {dims.size(axis)}: {backend} (FSDP's collectives)"
-        for axis in (DP_SHARD, DP_REPLICATE)
-        if dims.size(axis) > 1
-    ]
+    used = {CP: "keys and values of attention"} | dict.fromkeys((dims.shard_axis, DP_REPLICATE), "FSDP's collectives")
+    said += [f"{axis} {dims.size(axis)}: {backend} ({what})" for axis, what in used.items() if dims.size(axis) > 1]
     return [f"transport: {'; '.join(said)}"] if said else []
 
 

@@ -44,7 +44,8 @@ GRAPHS = 64
 
 @dataclass(frozen=True)
 class Built:
-    """Model that is ready for training. `dims.dp_rank` of `batch.dp_size`: part of the global batch that this rank reads."""
+    """Model that is ready for training. `dims.dp_rank` of `batch.dp_size`: sequences of the global batch that this rank reads;
+    `context`: part of each sequence."""
 
     model: nn.Module
     plan: Plan
@@ -56,6 +57,7 @@ class Built:
     accumulation: Accumulation
     swaps: list[recipe_schedule.PlannedSwap]
     graph: bool  # steps are replayed as a CUDA graph
+    context: dlp.Context
 
 
 def layer_groups(config: Config) -> list[LayerGroup]:
@@ -86,7 +88,7 @@ def attention_of(config: Config, kind: str) -> Choice:
 def plan_for(config: Config, world_size: int, device_type: str, board: str = "") -> Plan:
     """Return the layer plan of a configuration, without ranks or memory. `board`: name of a GPU in
     `launch.common.devices`."""
-    batch = (validate_world(config, world_size).micro, config.train.sequence)
+    batch = (validate_world(config, world_size).micro, config.own_sequence)
     groups = layer_groups(config)
     plan = dlp.make_plan(
         meta_model(config), groups, config.mesh.tp, device_type=device_type, batch=batch,
@@ -105,7 +107,9 @@ def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[nn.Module, Plan, B
     not fit."""
     model = meta_model(config)
     batch = validate_world(config, mesh.size())
-    tokens = (batch.micro, config.train.sequence)
+    tokens = (batch.micro, config.own_sequence)
+    if config.mesh.cp > 1:
+        config.architecture.share_sequences(model, dlp.Context.of(mesh))
     groups, shared = layer_groups(config), config.mesh.amax_group
     plan = dlp.convert(
         model, groups, mesh, batch=tokens, amax_group=shared, seed=config.train.seed,
@@ -117,7 +121,7 @@ def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[nn.Module, Plan, B
     recompute(blocks, config.train)
     if config.train.compile:
         compile_blocks(blocks)
-    if shards(config, batch.dp_size):
+    if shards(config, batch.token_ranks):
         shard(model, blocks, mesh, None if config.train.invariant else DTYPES[config.train.dtype], config.mesh)
     return model, plan, batch
 
@@ -170,10 +174,10 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     swaps = recipe_schedule.prepare(config.groups, model, plan)
     dims = ParallelDims.from_mesh(mesh)
     memory = memory_here() if device.type == "cuda" else None
-    waits = accumulation(config, plan, batch, dims.dp_shard, memory)
-    if batch.dp_size > 1 and not config.train.invariant:
+    waits = accumulation(config, plan, batch, dims.shards, memory)
+    if batch.token_ranks > 1 and not config.train.invariant:
         carry_gradients(model, config, gradient_wire(config, batch.num_micro, waits.reductions))
-    return Built(model, plan, mesh, device, optimizer, dims, batch, waits, swaps, graph)
+    return Built(model, plan, mesh, device, optimizer, dims, batch, waits, swaps, graph, dlp.Context.of(mesh))
 
 
 def carry_gradients(model: nn.Module, config: Config, wire: str) -> None:

@@ -61,7 +61,7 @@ def gradient_wire(config: Config, microbatches: int, reductions: int) -> str:
 def accumulation(config: Config, plan: Plan, batch: Batch, dp_shard: int, memory: float | None = None) -> Accumulation:
     """Decide `[train] reduce_gradients` for `dp_shard` ranks. `memory`: memory of a rank in bytes, if known."""
     asked, micro = config.train.reduce_gradients, batch.num_micro
-    if batch.dp_size == 1 or micro == 1:
+    if batch.token_ranks == 1 or micro == 1:
         return Accumulation(1, micro)
     shard = -(-plan.parameters // dp_shard)
     whole, there = 4 * plan.parameters, MEMORY[plan.device_type] if memory is None else memory

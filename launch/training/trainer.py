@@ -173,7 +173,8 @@ class Trainer:
         for micro in range(self.built.batch.num_micro):
             place = (step, micro, self.built.dims.dp_rank, self.built.batch.dp_size)
             documents = data.documents(*place) if self.config.data.reset_attention else ()
-            yield tuple(self.on_device(each) for each in (*data.batch(*place), *documents))
+            tokens = map(self.built.context.split, data.batch(*place))
+            yield tuple(self.on_device(each) for each in (*tokens, *documents))
 
     def on_device(self, tokens: Tensor) -> Tensor:
         """Copy from pinned memory, so that the host does not wait for the device."""
@@ -278,7 +279,8 @@ class Trainer:
         """Run forward and backward of one microbatch; return its part of the loss, fp32 []."""
         loss = self.loss(batch) / valid
         lap("forward")
-        averaged = 1 if self.config.train.invariant else self.built.batch.dp_size  # FSDP averages; the sum is wanted
+        # FSDP averages; the sum is wanted
+        averaged = 1 if self.config.train.invariant else self.built.batch.token_ranks
         (loss * averaged).backward()
         dlp.backward_dw(self.built.model)
         return loss.detach()

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dlp import Plan
 from dlp.comm import observer
-from dlp.comm.mesh import DP_SHARD, GROUPS, TP, WORLD
+from dlp.comm.mesh import CP_TP, GROUPS, TP, WORLD
 from dlp.optim.muon import MUON, is_matrix_of_block
 from dlp.optim.muon import OWN as MUONS
 from dlp.parallel.model.plan import table
@@ -50,16 +50,18 @@ def workload(config: Config, world: int, reductions: int) -> Workload:
     """Return the sizes of a step on `world` ranks. Raises ConfigError if the configuration does not fit."""
     batch, mesh = validate_world(config, world), config.mesh
     blocks = tuple(config.architecture.blocks)
-    dtype, sharded = DTYPES[config.train.dtype], shards(config, batch.dp_size)
+    dtype, sharded = DTYPES[config.train.dtype], shards(config, batch.token_ranks)
     again = tuple(blocks[i] for i in recomputed(config.train, len(blocks)))
     wire = gradient_wire(config, batch.num_micro, reductions)
+    keys = 2 * config.family.kv_heads // mesh.tp * config.family.head_dim if mesh.cp > 1 else 0
     return Workload(
-        parallel_dims(config, world).sizes, batch.micro * config.train.sequence,
+        parallel_dims(config, world).sizes, batch.micro * config.own_sequence,
         batch.num_micro, dtype, weight_dtype=dtype if sharded else torch.float32,
         units=(*blocks, "") if sharded else (), gather=mesh.quantized_gather, weight_cache=config.train.weight_cache,
         reductions=reductions, grad_wire=None if wire == "fp32" else wire,
         recomputed=again if config.train.checkpointing == "full" else (), resharded=mesh.reshard_after_forward,
-        amax_group={"auto": None, TP: TP}.get(mesh.amax_group, WORLD),
+        amax_group={"auto": None, TP: TP, "tp+cp": TP if mesh.cp == 1 else CP_TP}.get(mesh.amax_group, WORLD),
+        keys_gathered=keys * (len(blocks) + len(again)), keys_reduced=keys * len(blocks),
     )  # fmt: skip
 
 
@@ -79,7 +81,7 @@ def planned(
 
 
 def _gathers_of_muon(plan: Plan, load: Workload) -> Counter[Sent]:
-    """Return the bytes of gathers by Muon: every matrix of a block in bf16, over dp_shard, then over tp."""
+    """Return the bytes of gathers by Muon: every matrix of a block in bf16, over the axis of FSDP, then over tp."""
     total, cut_by_tp = (
         Counter[Sent](),
         {name for name, (row, _) in linear_weights(plan).items() if row.row.shard_dim is not None},
@@ -87,7 +89,7 @@ def _gathers_of_muon(plan: Plan, load: Workload) -> Counter[Sent]:
     for parameter in plan.weights:
         if not is_matrix_of_block(parameter.name, parameter.shape):
             continue
-        gathered = {DP_SHARD: prod(load.shard(parameter.shape, padded=True)) if load.units else 0}
+        gathered = {load.dims.shard_axis: prod(load.shard(parameter.shape, padded=True)) if load.units else 0}
         gathered |= {TP: prod(parameter.shape)} if parameter.name in cut_by_tp else {}
         for group, elements in gathered.items():
             sent = Sent(load.named(group), MUONS["layer"], MUONS["direction"], "bfloat16")
@@ -174,7 +176,7 @@ class WireWatch:
         self._optimizer = config.train.optimizer
         self._load = replace(
             workload(config, world, built.accumulation.reductions),
-            dp_shard_rank=built.dims.rank(DP_SHARD),
+            dp_shard_rank=built.dims.rank(built.dims.shard_axis),
         )
         self._runtime, self._ledger = session_of(built.model), Ledger(built.mesh)
         self._ran = self._swaps = 0

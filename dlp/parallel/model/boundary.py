@@ -42,11 +42,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dlp.comm.lockstep import WATCH, check_alike
-from dlp.comm.mesh import AXES, DP_SHARD, TP, ParallelDims, placement_on
+from dlp.comm.mesh import TP, ParallelDims, shard_placement
 from dlp.parallel.linear.modules import ConvertedLinear, LinearCore, ParallelLinear
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import StepState, Swap, cores, in_backward
 from dlp.parallel.model.checks import ACTIONS, NonFiniteWatch, looks
+from dlp.parallel.model.context import check_context
 from dlp.parallel.model.grads import PartialGradients, add_main_grads, check_none_waits
 from dlp.parallel.model.replicas import Replicas
 from dlp.parallel.model.session import Session, converted_root, give_session, session_of
@@ -281,7 +282,7 @@ def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
                 f"the step boundary would not cast its weights: convert the complete model, or attach the parts one by "
                 f"one"
             )
-        if None in records and placement_on(DP_SHARD, core.parameters()[0]) is not None:
+        if None in records and shard_placement(core.parameters()[0]) is not None:
             raise ValueError(
                 f"dlp.attach: {name} is sharded by a fully_shard of a module around this model: attach the outer module"
             )
@@ -333,9 +334,10 @@ def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Sessi
     """Give layers that were constructed explicitly one session, and their names in the model."""
     world = dist.group.WORLD if dist.is_initialized() else None
     dims = None if mesh is None else ParallelDims.from_mesh(mesh)
-    groups = {} if dims is None else {axis: dims.group(axis) for axis in AXES}
+    check_context(model, 1 if dims is None else dims.cp)
+    groups = {} if dims is None else dims.parameter_groups
     session = Session(
-        seed=seed, amax_group=world, dp=(0, 1) if dims is None else (dims.dp_rank, dims.dp_size), groups=groups
+        seed=seed, amax_group=world, dp=(0, 1) if dims is None else (dims.token_rank, dims.token_ranks), groups=groups
     )
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear) and module.core not in session.cores:

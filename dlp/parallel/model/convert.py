@@ -34,12 +34,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dlp.comm.lockstep import check_alike
-from dlp.comm.mesh import AXES, TP, WORLD, ParallelDims
+from dlp.comm.mesh import CP_TP, TP, WORLD, ParallelDims
 from dlp.parallel import auto
 from dlp.parallel.auto import Times
 from dlp.parallel.linear.modules import ConvertedLinear, LinearCore, ParallelLinear, partial_names
 from dlp.parallel.linear.quantize import other_microbatch
 from dlp.parallel.linear.spec import LinearSpec, Overlaps
+from dlp.parallel.model.context import check_context
 from dlp.parallel.model.embedding import cut_vocabulary
 from dlp.parallel.model.grads import PartialGradients
 from dlp.parallel.model.groups import LayerGroup
@@ -87,17 +88,19 @@ class _Target:
 
 
 def amax_process_group(dims: ParallelDims, amax_group: str | ProcessGroup) -> ProcessGroup | None:
-    """Return the amax process group: None for "auto" (the style table decides), the named group for "tp", "tp+dp" and "world",
-    and a ProcessGroup unchanged."""
+    """Return the amax process group: None for "auto" (the style table decides), the named group for "tp", "tp+cp", "tp+dp" and
+    "world", and a ProcessGroup unchanged."""
     if not isinstance(amax_group, str):
         return amax_group
     if amax_group == "auto":
         return None
     if amax_group == TP:
         return dims.group(TP)
+    if amax_group == "tp+cp":
+        return dims.group(TP if dims.cp == 1 else CP_TP)
     if amax_group in ("tp+dp", WORLD):  # a mesh spans the world, so both groups have the same ranks
         return dist.group.WORLD
-    raise ValueError(f"amax_group must be auto, tp, tp+dp, world or a process group; got {amax_group!r}")
+    raise ValueError(f"amax_group must be auto, tp, tp+cp, tp+dp, world or a process group; got {amax_group!r}")
 
 
 def convert(
@@ -117,7 +120,7 @@ def convert(
         mesh: mesh of `dlp.build_mesh`.
         batch: (B, S) of a microbatch; required with sequence parallelism.
         amax_group: ranks that share scales: "auto" (the ranks that correctness needs; all ranks for delayed scaling), "tp",
-            "tp+dp", "world", or a process group.
+            "tp+cp", "tp+dp", "world", or a process group.
         seed: seed of stochastic rounding.
         overlap_table: times by which overlap = "auto" is decided: a file of `dlp.parallel.tune`, which rank 0 reads, or
             `Times` that all ranks have read; None: "auto" is "serial".
@@ -145,6 +148,7 @@ def convert(
         torch.Size([16, 64])
     """
     dims = ParallelDims.from_mesh(mesh)
+    check_context(model, dims.cp)
     if invariant:
         check_mesh(dims, mesh.device_type, amax_group)
         CHECKS[mesh.device_type]()
@@ -161,9 +165,9 @@ def convert(
     check_alike(_rows_of(plan), dist.group.WORLD, "dlp.convert")
     tokens = batch[0] * batch[1] if batch is not None else None
     group = amax_process_group(dims, amax_group)
-    groups_of_axes = {axis: dims.group(axis) for axis in AXES}
+    groups_of_axes = dims.parameter_groups
     runtime = (InvariantSession if invariant else Session)(
-        seed=seed, amax_group=group or dist.group.WORLD, dp=(dims.dp_rank, dims.dp_size), groups=groups_of_axes
+        seed=seed, amax_group=group or dist.group.WORLD, dp=(dims.token_rank, dims.token_ranks), groups=groups_of_axes
     )
     target = _Target(model, tp, group, tokens, runtime, invariant)
     names = {id(module): name for name, module in model.named_modules()}

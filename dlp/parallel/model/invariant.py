@@ -46,6 +46,11 @@ def check_mesh(dims: ParallelDims, device_type: str, amax_group: Any) -> None:
     """ValueError for a mesh, device or amax group that has no invariant mode."""
     if device_type not in CHECKS:
         raise ValueError(f"invariant = true: ranks are on CPUs or CUDA; this mesh is on {device_type}: leave it out")
+    if dims.cp > 1:
+        raise ValueError(
+            f"invariant = true: cp = {dims.cp}: attention sums gradients of keys over the ranks of cp, in an order that "
+            f"depends on the mesh; use cp = 1"
+        )
     for axis, size in reversed(dims.sizes.items()):
         if size not in RANKS:
             raise ValueError(

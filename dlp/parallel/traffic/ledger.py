@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.comm import observer
-from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, ParallelDims
+from dlp.comm.mesh import CP, DP_REPLICATE, DP_SHARD, DP_SHARD_CP, ParallelDims
 from dlp.parallel.linear.state import cores
 from dlp.parallel.model.plan import Plan
 from dlp.parallel.model.session import session_of
@@ -32,8 +32,8 @@ from dlp.parallel.traffic.predict import Traffic, Workload, step_traffic
 
 # FSDP's collectives have no label
 FSDP = {
-    (DP_SHARD, "all_gather"): "weights",
-    (DP_SHARD, "reduce_scatter"): "grads",
+    **{(axis, "all_gather"): "weights" for axis in (DP_SHARD, CP, DP_SHARD_CP)},
+    **{(axis, "reduce_scatter"): "grads" for axis in (DP_SHARD, CP, DP_SHARD_CP)},
     (DP_REPLICATE, "all_reduce"): "grads",
 }
 FIELDS = ("group", "layer", "direction")

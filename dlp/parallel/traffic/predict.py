@@ -28,11 +28,12 @@ import torch
 from torch import Tensor
 
 from dlp.comm import collectives, observer
-from dlp.comm.mesh import AXES, DP_REPLICATE, DP_SHARD, TP, WORLD, ParallelDims
+from dlp.comm.mesh import CP, CP_TP, DP_REPLICATE, TP, WORLD, ParallelDims
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.casts import BOTH, COLUMNWISE, HP, ROWWISE, Cast, CastPlan, Orientations, cast_plan, numbers_in
 from dlp.parallel.linear.plan import WIRES, LinearPlan, Reduction, Route, linear_plan
 from dlp.parallel.linear.spec import delayed_slots
+from dlp.parallel.model.context import LAYER as KEYS
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan
 from dlp.parallel.model.rows import ParameterPlan
 from dlp.parallel.style import ParallelStyle, shard_sizes
@@ -85,8 +86,8 @@ class Workload:
     """Sizes of a training step that a `Plan` does not contain, for the prediction of bytes on the wire.
 
     Args:
-        sizes: number of ranks of "dp_replicate", "dp_shard" and "tp".
-        tokens: tokens B*S of a microbatch.
+        sizes: number of ranks of "dp_replicate", "dp_shard", "cp" and "tp"; 1 if left out.
+        tokens: tokens of a microbatch on a rank, before tp: B*S/cp.
         microbatches: microbatches of one rank in a step.
         dtype: dtype of activations.
         dtypes: dtype of x by layer name, where the dtype differs from `dtype`.
@@ -100,7 +101,10 @@ class Workload:
         recomputed: modules whose forward runs again in backward.
         resharded: FSDP units other than the root gather once for forward and once for backward.
         amax_group: mesh axis, or "world", that agrees on every scale; None: as the style requires.
-        dp_shard_rank: rank whose part of unevenly sharded parameters is counted.
+        keys_gathered: features of keys and values that attention gathers over cp in a microbatch, summed over modules and
+            forwards; a recomputed forward counts again.
+        keys_reduced: features of keys and values whose gradients attention sums over cp in a microbatch.
+        dp_shard_rank: rank of FSDP's axis whose part of unevenly sharded parameters is counted.
 
     Examples:
         >>> plan = dlp.make_plan(nn.Sequential(nn.Linear(64, 64)), [dlp.LayerGroup("all", "**", style="column")], tp=2)
@@ -124,14 +128,28 @@ class Workload:
     recomputed: tuple[str, ...] = ()
     resharded: bool = True
     amax_group: str | None = None
+    keys_gathered: int = 0
+    keys_reduced: int = 0
     dp_shard_rank: int = 0
 
     @cached_property
     def dims(self) -> ParallelDims:
-        return ParallelDims(*(self.sizes.get(axis, 1) for axis in AXES))
+        return ParallelDims.of(self.sizes)
 
     def ranks(self, group: str) -> int:
         return self.dims.size(group)
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks over which FSDP shards parameters."""
+        return self.dims.shards
+
+    @property
+    def covers_shards(self) -> bool:
+        """Whether delayed scales are agreed by a group that contains the ranks over which FSDP shards parameters."""
+        return self.amax_group in (None, WORLD, self.dims.shard_axis) or (
+            self.amax_group == CP_TP and self.dims.dp_shard == 1
+        )
 
     def named(self, group: str) -> str:
         return self.dims.name_of(group)
@@ -155,7 +173,7 @@ class Workload:
     def shard(self, shape: Sequence[int], *, padded: bool = False) -> tuple[int, ...]:
         """Shape of this rank's FSDP shard of a parameter of this shape: equal numbers of rows, fewer on the last ranks."""
         first, *rest = shape
-        rows = -(-first // self.ranks(DP_SHARD))
+        rows = -(-first // self.shards)
         here = rows if padded else min(max(first - rows * self.dp_shard_rank, 0), rows)
         return here, *rest
 
@@ -203,6 +221,7 @@ def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
             add(layer.backward(), load.microbatches)
     for other in plan.others:
         add(_embedding(plan, other, load), load.microbatches)
+    add(_keys(load), load.microbatches)
     add(_cached_weights(layers, load))
     add(_delayed(plan, load))
     add(_partial_gradients(plan, load))
@@ -345,7 +364,7 @@ def _numbers_agreed(casts: CastPlan, shape: Shape) -> int:
 
 def linears_of(plan: Plan, load: Workload) -> Iterator[LinearTraffic]:
     rows, weights = {row.name: row for row in plan.layers}, linear_weights(plan)
-    by_fsdp = bool(load.units) and load.ranks(DP_SHARD) > 1
+    by_fsdp = bool(load.units) and load.shards > 1
     for names in dict.fromkeys(row.siblings or (row.name,) for row in plan.layers):
         members = [rows[name] for name in names]
         shapes = [shard_sizes(row.row, *row.shape, load.ranks(TP), row.name) for row in members]
@@ -371,6 +390,14 @@ def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Sends:
         return
     yield Sent(*key, "fprop", precision), observer.scattered(numel * size, ranks)
     yield Sent(*key, "dgrad", precision), observer.gathered(numel // ranks * size, ranks)
+
+
+def _keys(load: Workload) -> Sends:
+    """Bytes of attention over cp (`dlp.Context`): keys and values are gathered, and their gradients are reduced."""
+    ranks, precision = load.ranks(CP), observer.dtype_name(load.dtype)
+    for direction, features in (("fprop", load.keys_gathered), ("dgrad", load.keys_reduced)):
+        nbytes = observer.gathered(load.tokens * features * load.dtype.itemsize, ranks)
+        yield Sent(load.named(CP), KEYS, direction, precision), nbytes
 
 
 # The step boundary
@@ -432,7 +459,7 @@ def travels_as(row: LayerPlan, parameter: ParameterPlan, load: Workload) -> Shar
     """Layouts in which FSDP gathers a linear's weight; None: in high precision."""
     refused = "other modules share it" if parameter.shared else None if load.gather else "it was asked for"
     shape, own_group = (parameter.shape[0], parameter.shape[1]), load.amax_group is not None
-    return weight_layouts(row.recipe, shape, load.ranks(DP_SHARD), refused=refused, own_group=own_group)[0]
+    return weight_layouts(row.recipe, shape, load.shards, refused=refused, own_group=own_group)[0]
 
 
 def gather_passes(
@@ -456,18 +483,18 @@ def _gathers(
         shape = layout.of((first, prod(rest)))
         nbytes = layout.format.nbytes(shape, load.weight_dtype, along=int(layout.transposed))
         precision = precision_of(layout.format, load.weight_dtype)
-        yield Sent(load.named(DP_SHARD), "", "weights", precision), observer.gathered(nbytes, load.ranks(DP_SHARD))
+        yield Sent(load.named(load.dims.shard_axis), "", "weights", precision), observer.gathered(nbytes, load.shards)
 
 
 def fsdp_gradients(plan: Plan, load: Workload) -> Counter[Sent]:
     """Bytes of the reductions of all units' gradients, over dp_shard, then over dp_replicate."""
     total: Counter[Sent] = Counter()
-    ranks, dtype = load.ranks(DP_SHARD), load.reduce_dtype
+    ranks, dtype = load.shards, load.reduce_dtype
     for own in units_of(plan, load).values():
         numel = sum(prod(load.shard(p.shape, padded=True)) for p in own)  # for each rank
         flat = nothing((ranks, numel), dtype)
         parts: tuple[Tensor, ...] = (flat,) if load.grad_wire is None else WIRES[load.grad_wire].pack(flat)
-        scattered = Sent(load.named(DP_SHARD), "", "grads", observer.dtype_name(parts[0].dtype))
+        scattered = Sent(load.named(load.dims.shard_axis), "", "grads", observer.dtype_name(parts[0].dtype))
         total[scattered] += observer.gathered(collectives.record(parts), ranks) * load.reductions
         summed = Sent(load.named(DP_REPLICATE), "", "grads", observer.dtype_name(dtype))
         total[summed] += observer.reduced(numel, dtype.itemsize, load.ranks(DP_REPLICATE)) * load.reductions
@@ -480,20 +507,21 @@ def _agreements(plan: Plan, load: Workload) -> Sends:
     shards, wider, staged = 0, 0, 0
     for (style, recipe, layouts, shape), count in Counter(_reads(plan, load)).items():
         delayed = [caps_of(layout.quantizer).slot is not None for layout in layouts if layout is not None]
-        covered = recipe.reduce_amax and load.amax_group in (None, WORLD, DP_SHARD)
+        covered = recipe.reduce_amax and load.covers_shards
         staged += count * (delayed[0] and not covered)
         amaxes = Cast(read_of(layouts), nothing(shape)).observe()
         says = [agreed_over(layout, style, recipe, load.amax_group is not None) for layout in layouts]
         shards += count * numbers_in(amax for amax, (by_shards, _) in zip(amaxes, says, strict=True) if by_shards)
         wider += count * numbers_in(amax for amax, (_, by_others) in zip(amaxes, says, strict=True) if by_others)
-    for group, elements in ((DP_SHARD, shards), (load.amax_group or TP, wider), (DP_SHARD, staged)):
+    own = load.dims.shard_axis
+    for group, elements in ((own, shards), (load.amax_group or TP, wider), (own, staged)):
         yield Sent(load.named(group), "", "amax", "float32"), observer.reduced(elements, 4, load.ranks(group))
 
 
 def _reads(plan: Plan, load: Workload) -> Iterator[tuple[ParallelStyle, Recipe, ShardRead, tuple[int, ...]]]:
     """Reads of weights sharded over dp_shard at a step boundary: style and recipe of the linear, layouts, shape of the shard.
     Equal layers have equal reads."""
-    if not load.units or load.ranks(DP_SHARD) == 1:
+    if not load.units or load.shards == 1:
         return
     for row, parameter in linear_weights(plan).values():
         shape = load.shard(parameter.shape, padded=True)

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dlp.comm import collectives, observer
 from dlp.comm.collectives import ReduceCodec
-from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
+from dlp.comm.mesh import ParallelDims, shard_placement
 from dlp.kernels.ops import sum_in_order
 from dlp.parallel.casts import Cast
 from dlp.parallel.linear.canonical import TREE
@@ -70,7 +70,7 @@ def fully_shard(
     module: nn.Module, *, mesh: DeviceMesh, quantized_gather: bool = True, quantize_from_master: bool = False,
     **fsdp2_keywords: Any,
 ) -> nn.Module:  # fmt: skip
-    """Shard parameters of a module over dp_shard by FSDP2, and replicate them over dp_replicate where dp_replicate > 1.
+    """Shard parameters of a module over dp_shard x cp by FSDP2, and replicate them over dp_replicate where dp_replicate > 1.
 
     Call `fully_shard` after `dlp.convert`, for each block and then for the model. Gradients are averaged over data-parallel
     ranks, as by `torch.distributed.fsdp.fully_shard`; gradients of an invariant model are summed.
@@ -100,7 +100,7 @@ def fully_shard(
     invariant = getattr(module, "dlp_invariant", False)
     if invariant:
         _check_fp32(fsdp2_keywords.get("mp_policy"))
-    fsdp2_keywords = _with_integer(module, dims.dp_shard, quantize_from_master, fsdp2_keywords)
+    fsdp2_keywords = _with_integer(module, dims.shards, quantize_from_master, fsdp2_keywords)
     for layer in [weights.layer for weights in weights_in(module)]:
         if layer.spec.options.delay_wgrad:
             layer.set_spec(replace(layer.spec, options=replace(layer.spec.options, delay_wgrad=False)))
@@ -116,7 +116,7 @@ def fully_shard(
             if isinstance(unit, fsdp.FSDPModule):
                 _sum_by_tree(unit)
     early = module.register_forward_pre_hook(_before_attach)
-    module.dlp_gathering = Gathering(dims.group(DP_SHARD), quantize_from_master, refused, early)  # type: ignore[assignment]
+    module.dlp_gathering = Gathering(dims.group(dims.shard_axis), quantize_from_master, refused, early)  # type: ignore[assignment]
     for owner, name, record in managed(module):
         if type(record.stored) is not ShardedParameter:
             take_class(record.stored, ShardedParameter)
@@ -190,7 +190,7 @@ def _with_integer(module: nn.Module, ranks: int, from_master: bool, keywords: di
 
 def _is_sharded(parameter: DTensor) -> bool:
     """Whether another unit has sharded the parameter."""
-    return placement_on(DP_SHARD, parameter) is not None
+    return shard_placement(parameter) is not None
 
 
 def _is_integer(reshard: Any) -> bool:
