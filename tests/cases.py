@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from torch import Tensor
 
 from dlp.parallel.style import STYLES, ParallelStyle, style
@@ -35,10 +36,24 @@ def few(cases: Iterable[Any], kinds: Sequence[str] = KINDS) -> list[Any]:
     `kinds`, or is no name of a recipe."""
     found = []
     for case in cases:
+        if isinstance(case, ParameterSet):  # `nightly`
+            found.append(case)
+            continue
         values = case if isinstance(case, tuple) else (case,)
         mine = [value for value in values if isinstance(value, str) and value in RECIPES]
         found.append(pytest.param(*values, marks=[] if not mine or set(mine) & set(kinds) else [pytest.mark.full]))
     return found
+
+
+def nightly(*values: Any, id: str | None = None) -> Any:
+    """Case that only `--all-cases` runs, because another case of the same test stands for this case."""
+    return pytest.param(*values, marks=pytest.mark.full, id=id)
+
+
+def of_these(names: Sequence[str], cases: Iterable[str]) -> list[Any]:
+    """All cases by name; without `--all-cases` only the cases of `names` run."""
+    assert not set(names) - set(cases := list(cases)), "a name without a case"
+    return [name if name in names else nightly(name) for name in cases]
 
 
 ON_RANKS = [(world, recipe) for world in (2, 4) for recipe in BY_SCALES if world < 4 or recipe in FOUR]
@@ -53,12 +68,18 @@ IN_STYLES = [
 
 
 def in_styles(cases: Iterable[tuple[int, str, tuple[str, bool]]]) -> list[Any]:
-    """Cases of IN_STYLES. Without `--all-cases` a recipe that is not of KINDS runs in every third style."""
-    return [
-        pytest.param(*case, marks=[] if recipe in KINDS or number % 3 == 0 else [pytest.mark.full])
-        for case in cases
-        for recipe, number in [(case[1], BY_SCALES.index(case[1]) + STYLE_KEYS.index(case[2]))]
-    ]
+    """Cases of IN_STYLES. Without `--all-cases` recipes of KINDS run in the sequence-parallel styles of TP on 2 ranks and in
+    one of these styles on 4 ranks; every recipe runs in one more style."""
+    found = []
+    for world, recipe, key in cases:
+        number = BY_SCALES.index(recipe)
+        if world == 4:
+            runs = key == ("row" if number % 2 else "column", True)
+        else:
+            in_tp = recipe in KINDS and key in (("column", True), ("row", True))
+            runs = in_tp or (number + STYLE_KEYS.index(key)) % len(STYLE_KEYS) == 0
+        found.append((world, recipe, key) if runs else nightly(world, recipe, key))
+    return found
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -11,8 +11,9 @@ A run covers the cases of each test; `--all-cases` runs all of them, as `make te
 
     several decorators `parametrize`   without ranks each two rows of different decorators meet in one case; with ranks, where
                                        a case costs a second and not milliseconds, each row of a decorator is in one case
-    @pytest.mark.full, or `few` of     left out: cases of one decorator that others stand for, such as recipes whose scales lie
-    tests/cases.py                     where those of another recipe lie
+    @pytest.mark.full, or `nightly`,   left out: cases of one decorator that another case of the decorator represents, such as
+    `few` and `of_these` of            recipes with the same granularity of scales, or 4 ranks where 2 ranks run the same code
+    tests/cases.py
 
 The choice is the same in every run. One decorator alone is never thinned: a list that somebody wrote is run as it is.
 

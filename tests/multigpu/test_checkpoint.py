@@ -32,6 +32,7 @@ from launch.checkpoint.save_load import CheckpointError
 from launch.config.run_config import Config
 from launch.report.run_dir import RunDir
 from tests import training
+from tests.cases import nightly
 from tests.pool import Pool, RankError
 
 pytestmark = pytest.mark.slow
@@ -52,9 +53,9 @@ def folder(config: Config) -> Path:
 THERE_AND_BACK = "{at_step = 1, recipe = 'fp8_current'}, {at_step = 2, recipe = 'qat'}, {at_step = 3, recipe = 'mxfp8'}"
 SWAPS = f"--groups.default.swap=[{THERE_AND_BACK}]"
 MESHES = [
-    pytest.param(2, ["--recipe=fp8_delayed"], id="tp2-sp-delayed"),
+    nightly(2, ["--recipe=fp8_delayed"], id="tp2-sp-delayed"),
     pytest.param(2, ["--model.fused=true"], id="tp2-sp-fused"),  # the third step of a process is observed
-    pytest.param(2, ["--mesh.tp=1", "--train.micro_batch=2"], id="dp2-accumulated"),
+    nightly(2, ["--mesh.tp=1", "--train.micro_batch=2"], id="dp2-accumulated"),
     pytest.param(
         4,
         ["--train.checkpointing=full", "--train.micro_batch=2", "--recipe=qat", SWAPS],
@@ -113,8 +114,8 @@ def equal_tensors(one: Config, other: Config) -> bool:
 
 
 RESHAPED = [
-    pytest.param(2, [], 1, ["--mesh.tp=1"], id="tp2-to-1"),
-    pytest.param(2, ["--mesh.tp=1"], 4, ["--mesh.tp=1"], id="dp2-to-4"),
+    nightly(2, [], 1, ["--mesh.tp=1"], id="tp2-to-1"),
+    nightly(2, ["--mesh.tp=1"], 4, ["--mesh.tp=1"], id="dp2-to-4"),
     pytest.param(4, ["--model.tie_embeddings=true"], 2, ["--model.tie_embeddings=true", "--mesh.tp=1"], id="tied"),
     pytest.param(1, ["--mesh.tp=1"], 4, [], id="1-to-dp2-tp2"),
     pytest.param(2, [], 2, ["--model.fused=true"], id="to-fused"),

@@ -22,6 +22,7 @@ import dlp
 from dlp.parallel.linear.modules import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from dlp.parallel.model.embedding import VocabParallelEmbedding
 from tests import pool as worker
+from tests.cases import nightly
 from tests.metrics import assert_close, relative_error
 
 HIDDEN, HEAD, VOCABULARY, BATCH, SEQUENCE = 32, 8, 48, 3, 8
@@ -175,15 +176,15 @@ SETUPS = [
     (Setup(), 2),
     (Setup(siblings=False), 2),
     (Setup(vocabulary=True, tied=True), 2),
-    (Setup(sequence_parallel=True), 2),
+    nightly(Setup(sequence_parallel=True), 2),
     (Setup(sequence_parallel=True, vocabulary=True, tied=True), 2),
-    (Setup(tied=True), 2),
-    (Setup(sequence_parallel=True, meta=True), 2),
+    nightly(Setup(tied=True), 2),
+    nightly(Setup(sequence_parallel=True, meta=True), 2),
     (Setup(sequence_parallel=True, recomputes=True), 2),
-    (Setup(), 4),
-    (Setup(sequence_parallel=True, vocabulary=True), 4),
+    nightly(Setup(), 4),
+    nightly(Setup(sequence_parallel=True, vocabulary=True), 4),
     (Setup(sequence_parallel=True, vocabulary=True, tied=True, dp_shard=2), 4),
-    (Setup(sequence_parallel=True, dp_shard=2, recomputes=True), 4),
+    nightly(Setup(sequence_parallel=True, dp_shard=2, recomputes=True), 4),
     (Setup(sequence_parallel=True, dp_shard=2, meta=True), 4),
 ]
 

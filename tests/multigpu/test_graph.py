@@ -20,6 +20,7 @@ from dlp.parallel.model.graph import WARM_UP, Replays
 from launch.config.run_config import Config
 from tests import pool as worker
 from tests import training
+from tests.cases import nightly
 
 Batch = tuple[Tensor, ...]
 Work = Callable[[Sequence[Batch]], Tensor]
@@ -88,7 +89,7 @@ SWAP = "[{at_step = 6, recipe = 'fp8_current'}]"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tp", "dp_shard"])
+@pytest.mark.parametrize("mesh", [nightly("tp"), "dp_shard"])
 def test_a_swap_is_a_step_as_it_is_and_steps_are_captured_anew(ranks, data: Path, tmp_path: Path, mesh: str):
     """Two microbatches and the ledger in every step: what a capture sends is counted with each replay."""
     if ranks(2).device_type != "cpu":

@@ -133,7 +133,7 @@ EIGHT = ("tp8+sp", "tp4xdp2+sp", "tp2xhsdp2x2+sp")
         pytest.param("bf16", QWEN3, 2, TWO, marks=pytest.mark.full),
         pytest.param("fp8_block", BLOCKS, 2, TWO, marks=pytest.mark.full),
         ("nvfp4", SMALL, 2, ("tp2+sp", "dp2")),  # stochastic rounding
-        ("fp8_delayed", QWEN3, 4, FOUR),
+        pytest.param("fp8_delayed", QWEN3, 4, FOUR, marks=pytest.mark.full),
         pytest.param("fp8_current", EIGHTHS, 8, EIGHT, marks=pytest.mark.full),
     ],
     ids=["fp8_current", "bf16", "fp8_block", "nvfp4", "fp8_delayed", "8 ranks"],

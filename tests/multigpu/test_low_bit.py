@@ -17,6 +17,7 @@ from dlp.parallel.weight.local import local_values
 from launch.checkpoint import save_load
 from launch.config.run_config import Config
 from tests import training
+from tests.cases import nightly
 from tests.metrics import assert_bit_equal
 
 SMALL = ("hidden=256", "ffn=512", "head_dim=64", "layers=1", "kv_heads=4")
@@ -74,7 +75,7 @@ def trained(config: Config, until: int) -> tuple[list[float], dict[str, dict[str
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw4bit", "adamwfp8"])
+@pytest.mark.parametrize("optimizer", [nightly("adamw8bit"), "adamw4bit", nightly("adamwfp8")])
 def test_a_resumed_run_repeats_the_bits(ranks, tmp_path, data, optimizer):
     own = config(tmp_path, data, optimizer, f"--run.dir={tmp_path}/whole")
     losses, state = ranks(2).run(trained, own, 4)[0]
@@ -113,7 +114,7 @@ def test_codes_of_eight_bits_train_as_fp32_does(ranks, tmp_path, data):
 
 
 CONVERTED = [
-    pytest.param("adamw8bit", 2, [], "adamw", 1, ["--mesh.tp=1"], id="8bit-tp2-to-fp32"),
+    nightly("adamw8bit", 2, [], "adamw", 1, ["--mesh.tp=1"], id="8bit-tp2-to-fp32"),
     pytest.param("adamwfp8", 1, ["--mesh.tp=1"], "adamwfp8", 4, [], id="fp8-1-to-dp2-tp2"),
     pytest.param("adamw", 2, [], "adamw4bit", 2, ["--mesh.tp=1"], id="fp32-tp2-to-4bit-dp2"),
 ]

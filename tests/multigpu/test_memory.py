@@ -13,6 +13,7 @@ from dlp.comm.slots import mapped_bytes
 from launch.config.run_config import Config, load
 from launch.estimate.memory_check import planned
 from tests import pool as worker
+from tests.cases import nightly
 from tests.shared_slot import SharedSlot
 
 SMALL = [
@@ -32,7 +33,7 @@ def counted(config: Config) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("mesh", "recipe"), [("tp", "fp8_current"), ("fsdp", "nvfp4")])
+@pytest.mark.parametrize(("mesh", "recipe"), [nightly("tp", "fp8_current"), ("fsdp", "nvfp4")])
 def test_what_stays_was_planned(ranks, mesh, recipe):
     config = load("tiny", [*SMALL, *MESHES[mesh], f"--recipe={recipe}"])
     for found in ranks(2).run(counted, config):

@@ -19,6 +19,7 @@ from launch.training.build import build
 from launch.training.wire_bytes import WARM
 from tests import pool as worker
 from tests import training
+from tests.cases import nightly
 from tests.pool import Pool
 
 WATCHED = ["--model.layers=2", "--train.global_batch=4"]
@@ -36,11 +37,11 @@ def data(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, Pool], devic
 
 CASES = [
     pytest.param([], [SELECTIVE], id="tp"),
-    pytest.param(["--recipe=fp8_delayed"], [SELECTIVE], id="tp-delayed", marks=pytest.mark.slow),
+    nightly(["--recipe=fp8_delayed"], [SELECTIVE], id="tp-delayed"),
     pytest.param(["--model.fused=true", "--recipe=nvfp4"], [SELECTIVE], id="tp-fused", marks=pytest.mark.slow),
-    pytest.param(FSDP, [SELECTIVE, "--train.recompute_every=2"], id="fsdp-every-2nd", marks=pytest.mark.slow),
+    nightly(FSDP, [SELECTIVE, "--train.recompute_every=2"], id="fsdp-every-2nd"),
     pytest.param(FSDP, [FULL, "--train.recompute_every=2"], id="fsdp-full-every-2nd", marks=pytest.mark.slow),
-    pytest.param(FSDP, ["--mesh.reshard_after_forward=false"], id="fsdp-gathered"),
+    nightly(FSDP, ["--mesh.reshard_after_forward=false"], id="fsdp-gathered"),
     pytest.param(
         [*FSDP, "--recipe=mxfp8", "--model.hidden=128", "--model.ffn=256"],
         ["--mesh.reshard_after_forward=false", FULL], id="fsdp-gathered-full", marks=pytest.mark.slow,

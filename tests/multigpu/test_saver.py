@@ -18,6 +18,7 @@ from launch.checkpoint.manifest import complete
 from launch.checkpoint.save_load import SaveError
 from launch.config.run_config import Config
 from tests import training
+from tests.cases import nightly
 from tests.multigpu.test_checkpoint import equal_tensors, folder
 from tests.pool import Pool
 
@@ -50,7 +51,7 @@ def run_with_slow_disk(config: Config, seconds: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("mesh", [[], FSDP], ids=["tp", "fsdp"])
+@pytest.mark.parametrize("mesh", [nightly([]), FSDP], ids=["tp", "fsdp"])
 def test_what_is_written_later_is_the_step_that_was_saved(ranks, tmp_path, data, mesh):
     settings = ["--train.steps=3", "--checkpoint.every=1", "--train.ledger=always", *mesh]
     waited = training.config(tmp_path, data, *settings, f"--run.dir={tmp_path}/waited")
@@ -76,7 +77,7 @@ def test_what_is_written_later_is_the_step_that_was_saved(ranks, tmp_path, data,
 @pytest.mark.parametrize(
     ("settings", "left", "said"),
     [
-        (["--checkpoint.every=0"], ["step-3"], ""),
+        nightly(["--checkpoint.every=0"], ["step-3"], ""),
         (["--checkpoint.every=0", ASYNC], ["step-3"], ""),
         (["--checkpoint.every=2", "--checkpoint.at_end=false", ASYNC], ["step-2"], ", nothing was saved after step 2"),
         (["--checkpoint.every=0", "--checkpoint.at_end=false"], [], ", nothing was saved"),
@@ -119,11 +120,11 @@ def run_on_full_disk(config: Config, steps: list[int]) -> str:
 @pytest.mark.parametrize(
     ("settings", "failing", "ends", "left"),
     [
-        ([ASYNC], [2], "", ["step-1", "step-3", "step-4"]),
+        nightly([ASYNC], [2], "", ["step-1", "step-3", "step-4"]),
         ([ASYNC], [2, 3], "step-3 could not be written", ["step-1"]),
         ([ASYNC], [4], "step-4 could not be written", ["step-1", "step-2", "step-3"]),
         ([], [2], "", ["step-1", "step-3", "step-4"]),
-        ([], [2, 3], "step-3 could not be written", ["step-1"]),
+        nightly([], [2, 3], "step-3 could not be written", ["step-1"]),
     ],
     ids=["once", "twice", "last", "waited once", "waited twice"],
 )

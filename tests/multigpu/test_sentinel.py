@@ -21,6 +21,7 @@ from launch.training.build import build
 from launch.training.sentinel import SentinelError, checksum
 from launch.training.trainer import Trainer
 from tests import training
+from tests.cases import few
 
 LAYER = "model.layers.0.mlp.up_proj"
 
@@ -106,7 +107,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+@pytest.mark.parametrize("recipe", few(["fp8_delayed", "nvfp4"], ("nvfp4",)))
 def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, recipe):
     given = ("--recipe", recipe, "--train.steps", "4", "--train.ledger", "off")
     plain = ranks(2).run(losses, tmp_path / "plain", data, *given)[0]

@@ -25,6 +25,7 @@ from launch.checkpoint.save_load import SaveError
 from launch.config.run_config import Config, load
 from launch.training.trainer import NotFinite, Step, Trainer
 from tests import test_auto, training
+from tests.cases import nightly
 from tests.pool import Pool, RankError
 
 
@@ -261,10 +262,10 @@ def poisoned(config: Config) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("world", "overrides", "where"),
     [
-        (2, [], CAST.format(1)),
+        nightly(2, [], CAST.format(1)),
         (2, ["--train.checkpointing=full", "--recipe=bf16"], REPEATED.format(1)),
         (4, [], CAST.format(3)),
-        (1, ["--mesh.tp=1"], CAST.format(0)),
+        nightly(1, ["--mesh.tp=1"], CAST.format(0)),
     ],
 )
 def test_a_nan_names_step_rank_and_layer_and_saves_nothing(ranks, tmp_path, data, world, overrides, where):
