@@ -14,6 +14,7 @@ A run covers the cases of each test; `--all-cases` runs all of them, as `make te
     @pytest.mark.full, or `nightly`,   left out: cases of one decorator that another case of the decorator represents, such as
     `few` and `of_these` of            recipes with the same granularity of scales, or 4 ranks where 2 ranks run the same code
     tests/cases.py
+    hypothesis                         10 examples of each case, with `--all-cases` 25
 
 The choice is the same in every run. One decorator alone is never thinned: a list that somebody wrote is run as it is.
 
@@ -44,8 +45,9 @@ torch.set_num_threads(1)  # as in the workers, so that both sum in the same orde
 if importlib.util.find_spec("hypothesis"):  # the tests that run on GPUs do without it
     from hypothesis import settings
 
-    settings.register_profile("dlp", deadline=None, max_examples=25, derandomize=True)
-    settings.load_profile("dlp")
+    settings.register_profile("default run", deadline=None, max_examples=10, derandomize=True)
+    settings.register_profile("all cases", deadline=None, max_examples=25, derandomize=True)
+    settings.load_profile("default run")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,6 +74,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--golden", action="append", metavar="FILE", help="test_golden.py: these files, not the shipped ones"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--all-cases") and importlib.util.find_spec("hypothesis"):
+        settings.load_profile("all cases")
 
 
 def world_of(item: pytest.Item) -> int:

@@ -50,7 +50,7 @@ TINY = ["--model.layers", "1", "--model.hidden", "64", "--model.ffn", "128", "--
 SHORT = {  # for programs that take minutes
     "launch.evaluate": ["--batches", "2"],
     "launch.generate": ["--tokens", "8"],
-    "launch.prove": ["--meshes", "tp2", "--layers", "3", "--width", "64", "--steps", "1"],
+    "launch.prove": ["--meshes", "tp2", "--layers", "1", "--width", "64", "--steps", "1"],
 }
 
 

@@ -117,7 +117,12 @@ def package_of(module: str) -> str | None:
 parsed = cache(ast.parse)  # which several tests read
 
 
-def imports(source: str, package: str) -> Iterator[tuple[int, str]]:
+@cache
+def imports(source: str, package: str) -> list[tuple[int, str]]:
+    return list(found_imports(source, package))
+
+
+def found_imports(source: str, package: str) -> Iterator[tuple[int, str]]:
     """(line, dotted target) of each import in `source`; `from a import b` gives a.b, since b may be a module.
 
     package  the package that the source's file lies in, against which relative imports are resolved
