@@ -255,3 +255,14 @@ def ranks(
         return pools.setdefault(world, Pool(world, device_type, share_gpu))
 
     return pool
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, Pool], device_type: str) -> Iterator[Path]:
+    """Folder of prepared data for small runs. On GPUs such a run makes its processes deterministic, until the module ends."""
+    from tests import training
+
+    yield training.shards(tmp_path_factory.mktemp("data"))
+    if device_type == "cuda":
+        for pool in pools.values():
+            pool.run(training.end_determinism)

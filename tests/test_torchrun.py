@@ -152,11 +152,6 @@ class Run:
         return self.process.exitcode, self.output
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.shards(tmp_path_factory.mktemp("data"))
-
-
 def steps(config: Config) -> list[int]:
     """Those of which there is a checkpoint."""
     return [int(path.name.removeprefix("step-")) for path in Path(config.run.dir, "checkpoints").glob("step-*")]

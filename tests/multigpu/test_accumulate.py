@@ -23,11 +23,6 @@ from tests.cases import nightly
 WAYS = ("step", "microbatch")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return training.shards(tmp_path_factory.mktemp("data"))
-
-
 def whole_gradients(model: nn.Module) -> Iterator[int]:
     """Bytes of each gradient that FSDP keeps for a gathered parameter."""
     for module in model.modules():

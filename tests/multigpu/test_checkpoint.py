@@ -33,17 +33,9 @@ from launch.config.run_config import Config
 from launch.report.run_dir import RunDir
 from tests import training
 from tests.cases import nightly
-from tests.pool import Pool, RankError
+from tests.pool import RankError
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, Pool], device_type: str) -> Iterator[Path]:
-    yield training.shards(tmp_path_factory.mktemp("data"))
-    if device_type == "cuda":
-        for pool in pools.values():
-            pool.run(training.end_determinism)
 
 
 def folder(config: Config) -> Path:

@@ -28,11 +28,6 @@ Work = Callable[[Sequence[Batch]], Tensor]
 pytestmark = pytest.mark.ranks(2)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.shards(tmp_path_factory.mktemp("data"))
-
-
 class PlayedGraph:
     """A graph on the CPU. The capture runs the step, which the first replay would have; later replays run it again, and are
     seen by nobody."""

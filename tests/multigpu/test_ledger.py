@@ -3,7 +3,6 @@ what is not in the plan raises on all ranks. Shares of bf16 are of counted bytes
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -37,11 +36,6 @@ MOST = {
     "mxfp8": 0.52,
     "nvfp4": 0.285,
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.shards(tmp_path_factory.mktemp("data"))
 
 
 def steps(config: Config, count: int = WARM + 1) -> Trainer:

@@ -22,11 +22,6 @@ STEPS = ("--train.steps=4", "--train.eval_every=4", "--train.sequence=32", "--gr
 Q_PROJ, HEAD = "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.shards(tmp_path_factory.mktemp("data"))
-
-
 def config(folder: Path, data: Path, *overrides: str, optimizer: str = "muon") -> Config:
     return training.config(folder, data, *STEPS, f"--train.optimizer={optimizer}", *overrides)
 

@@ -35,11 +35,6 @@ from tests.cases import RECIPES, matrix
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.shards(tmp_path_factory.mktemp("data"))
-
-
 def test_every_quantized_recipe_is_judged_and_has_controls():
     assert set(JUDGED) == set(RECIPES) - {"bf16"}
     names = [name for name, _ in rows()]

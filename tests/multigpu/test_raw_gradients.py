@@ -87,11 +87,6 @@ def plain(config: Config) -> Found:
     return Found(gradients, torch.cat([g.flatten() for g in gradients.values()]).norm().item(), loss.item())
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.shards(tmp_path_factory.mktemp("data"))
-
-
 def config(folder: Path, data: Path, *options: str) -> Config:
     fixed = [
         f"--train.sequence={LENGTH}", f"--train.global_batch={SEQUENCES}", f"--train.z_loss={Z_LOSS}", "--model.kv_heads=4",

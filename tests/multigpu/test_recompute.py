@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,6 @@ from tests.pool import Pool
 WATCHED = ["--model.layers=2", "--train.global_batch=4"]
 FSDP = ["--mesh.tp=1", "--train.micro_batch=1"]
 SELECTIVE, FULL = "--train.checkpointing=selective", "--train.checkpointing=full"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, Pool], device_type: str) -> Iterator[Path]:
-    yield training.shards(tmp_path_factory.mktemp("data"))
-    if device_type == "cuda":
-        for pool in pools.values():
-            pool.run(training.end_determinism)
 
 
 CASES = [

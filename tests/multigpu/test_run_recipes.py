@@ -26,11 +26,6 @@ pytestmark = pytest.mark.slow
 SWAPS = '[{at_step = 2, recipe = "nvfp4"}, {at_step = 4, recipe = {name = "fp8_delayed", amax_history_len = 4}}]'
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.shards(tmp_path_factory.mktemp("data"))
-
-
 def config(folder: Path, data: Path, *overrides: str, groups: str = "") -> Config:
     """The small config, with more groups."""
     folder.mkdir(exist_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,9 @@ from launch.config.run_config import Config
 from tests import training
 from tests.cases import nightly
 from tests.multigpu.test_checkpoint import equal_tensors, folder
-from tests.pool import Pool
 
 ASYNC = "--checkpoint.asynchronous=true"
 FSDP = ["--mesh.tp=1", "--recipe=fp8_delayed"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, Pool], device_type: str) -> Iterator[Path]:
-    yield training.shards(tmp_path_factory.mktemp("data"))
-    if device_type == "cuda":
-        for pool in pools.values():
-            pool.run(training.end_determinism)
 
 
 def run_with_slow_disk(config: Config, seconds: float) -> None:

@@ -7,7 +7,6 @@ import functools
 import io
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -26,15 +25,7 @@ from launch.config.run_config import Config, load
 from launch.training.trainer import NotFinite, Step, Trainer
 from tests import test_auto, training
 from tests.cases import nightly
-from tests.pool import Pool, RankError
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, Pool], device_type: str) -> Iterator[Path]:
-    yield training.shards(tmp_path_factory.mktemp("data"))
-    if device_type == "cuda":
-        for pool in pools.values():
-            pool.run(training.end_determinism)
+from tests.pool import RankError
 
 
 def checkpoints(config: Config) -> list[str]:
