@@ -30,13 +30,13 @@ SELECTIVE, FULL = "--train.checkpointing=selective", "--train.checkpointing=full
 CASES = [
     pytest.param([], [SELECTIVE], id="tp"),
     nightly(["--recipe=fp8_delayed"], [SELECTIVE], id="tp-delayed"),
-    pytest.param(["--model.fused=true", "--recipe=nvfp4"], [SELECTIVE], id="tp-fused", marks=pytest.mark.slow),
+    nightly(["--model.fused=true", "--recipe=nvfp4"], [SELECTIVE], id="tp-fused"),
     nightly(FSDP, [SELECTIVE, "--train.recompute_every=2"], id="fsdp-every-2nd"),
     pytest.param(FSDP, [FULL, "--train.recompute_every=2"], id="fsdp-full-every-2nd", marks=pytest.mark.slow),
-    nightly(FSDP, ["--mesh.reshard_after_forward=false"], id="fsdp-gathered"),
-    pytest.param(
+    pytest.param(FSDP, ["--mesh.reshard_after_forward=false"], id="fsdp-gathered"),
+    nightly(
         [*FSDP, "--recipe=mxfp8", "--model.hidden=128", "--model.ffn=256"],
-        ["--mesh.reshard_after_forward=false", FULL], id="fsdp-gathered-full", marks=pytest.mark.slow,
+        ["--mesh.reshard_after_forward=false", FULL], id="fsdp-gathered-full",
     ),
 ]  # fmt: skip
 

@@ -253,9 +253,9 @@ def poisoned(config: Config) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("world", "overrides", "where"),
     [
-        nightly(2, [], CAST.format(1)),
+        (2, [], CAST.format(1)),
         (2, ["--train.checkpointing=full", "--recipe=bf16"], REPEATED.format(1)),
-        (4, [], CAST.format(3)),
+        nightly(4, [], CAST.format(3)),
         nightly(1, ["--mesh.tp=1"], CAST.format(0)),
     ],
 )
