@@ -21,7 +21,11 @@ from tests.emulated import emulation
 from tests.metrics import assert_bit_equal
 
 FROZEN = ["fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "int8"]
-FLOWS = [*((recipe, mode) for recipe in FROZEN for mode in ("weight_only", "dynamic")), ("fp8_current", "static")]
+STATIC = ["fp8_current", "fp8_rowwise", "int8"]
+FLOWS = [
+    *((recipe, mode) for recipe in FROZEN for mode in ("weight_only", "dynamic")),
+    *((recipe, "static") for recipe in STATIC),
+]
 LARGEST = {"nvfp4": 0.25}  # relative error; 0.06 for 8 bits
 
 

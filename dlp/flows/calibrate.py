@@ -7,15 +7,16 @@
 
 The table of delayed scaling is the observer: each layer has a slot, whose staged amax enters a history after every forward of
 the model, once the ranks that share scales have agreed on the amax. `observer` computes the scale from the history, as
-`amax_compute_algo` does for delayed scaling. The model itself runs unchanged.
+`amax_compute_algo` does for delayed scaling. The observer "minmax" has two slots for a layer, of the largest value and of minus
+the smallest value. The model itself runs unchanged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,12 +25,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from dlp.comm.transport import agree
-from dlp.flows.frozen import SCALE
 from dlp.kernels import ops
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.model.survey import container_lengths
 from dlp.quant.patterns import must_match
-from dlp.quant.quantizer import ScaleSlot, SlotOptions
+from dlp.quant.quantizer import SlotOptions
 from dlp.quant.state import SlotTable
 from dlp.quant.tensor import HighPrecision, QuantizedTensor
 
@@ -75,29 +75,111 @@ def best_clip(x: Tensor) -> Tensor:
     return amax * torch.tensor(clips, device=x.device)[best]
 
 
-OBSERVERS: dict[str, Any] = {"max": "max", "average": average, "mse": "max"}
+OBSERVERS: dict[str, Any] = {"max": "max", "minmax": "max", "average": average, "mse": "max"}
+TENSORS = ("x", "y")
+
+
+def _ends(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest value and minus the smallest value, fp32 []."""
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.float32), x.new_zeros((), dtype=torch.float32)
+    low, high = torch.aminmax(x)
+    return high.float(), -low.float()
+
+
+class _Observed:
+    """The table of x or y of the observed layers.
+
+    tensor   "x" or "y"
+    ran      names of layers that ran
+    """
+
+    def __init__(
+        self, tensor: str, names: Sequence[str], observer: str | Callable[[Tensor], Tensor], device: torch.device
+    ) -> None:
+        self.tensor, self.ran, self.names = tensor, set[str](), list(names)
+        self.algorithm = partial(_of_batches, observer, self.names) if callable(observer) else OBSERVERS[observer]
+        self.look = _ends if observer == "minmax" else best_clip if observer == "mse" else ops.amax
+        self.ends = ("high", "low") if observer == "minmax" else ("",)
+        options = SlotOptions(ops.FP8_MAX[E4M3], 0, BATCHES, self.algorithm)
+        self.table = SlotTable({f"{name}{end}": options for end in self.ends for name in names}, device)
+
+    def record(self, name: str, x: Tensor) -> None:
+        """Raise the staged numbers of a layer to the numbers of x [M, K]; infinite for an x with Inf or NaN."""
+        self.ran.add(name)
+        found, finite = self.look(x), x.isfinite().all()  # amax ignores NaN
+        for end, number in zip(self.ends, found if isinstance(found, tuple) else (found,), strict=True):
+            staging = self.table.slot(f"{name}{end}").staging
+            staging.copy_(torch.maximum(staging, torch.where(finite, number.float(), torch.inf)))
+
+    def close(self) -> None:
+        """End a forward: append its numbers to the histories. All ranks call this method."""
+        world: ProcessGroup | None = dist.group.WORLD if dist.is_initialized() else None
+        shared = world is not None and world.size() > 1
+        table = self.table
+        table.update(agree([table.staging], world)[0] if shared and world is not None else table.staging)
+
+    def check(self, pattern: str) -> None:
+        """ValueError for a layer from whose batches no scale follows."""
+        slots = self.table.state_dict()
+        for name in self.names:
+            histories = torch.stack([slots[f"{name}{end}"]["history"] for end in self.ends])
+            if not histories.isfinite().all():
+                raise ValueError(f"calibrate: {self.tensor} of {name} was not finite in a batch: leave this batch out")
+            if not histories.any():
+                did = "received" if self.tensor == "x" else "returned"
+                raise ValueError(
+                    f"calibrate: {name} {did} only zeros or no tokens, from which no scale can be computed: calibrate "
+                    f"with other batches"
+                    if name in self.ran
+                    else f"calibrate: {name} did not run: call the model inside, not compiled (compiled code skips hooks), or "
+                    f"leave the layer out of {pattern!r}"
+                )
+
+    def buffers(self, name: str) -> dict[str, Tensor]:
+        """The scale of E4M3 and the range of a layer: `x_scale` fp32 [] and `x_range` fp32 [2], smallest and largest."""
+        if self.ends == ("",):
+            amax = self._amaxes[self.table.index(name)]
+            high, low = amax, -amax
+            scale = self.table.slot(name).scale.clone()
+        else:
+            high, negated = (self._amaxes[self.table.index(f"{name}{end}")] for end in self.ends)
+            low, scale = -negated, ops.FP8_MAX[E4M3] / torch.maximum(high, negated)
+        return {f"{self.tensor}_scale": scale, f"{self.tensor}_range": torch.stack([low, high])}
+
+    @cached_property
+    def _amaxes(self) -> Tensor:
+        """The numbers that the observer computes from all batches, fp32 [slots]; read after the last batch."""
+        slots = self.table.state_dict()
+        window = torch.stack([slots[name]["history"][1:] for name in self.table.names], 1)
+        found: Tensor = window.amax(0) if self.algorithm == "max" else self.algorithm(window)  # type: ignore[operator]
+        return found
 
 
 @contextmanager
 def calibrate(
-    model: nn.Module, pattern: str = "**", observer: str | Callable[[Tensor], Tensor] = "max"
-) -> Iterator[dict[str, nn.Module]]:
+    model: nn.Module, pattern: str = "**", observer: str | Callable[[Tensor], Tensor] = "max",
+    tensors: Sequence[str] = ("x",),
+) -> Iterator[dict[str, nn.Module]]:  # fmt: skip
     """Observe x of linears during forwards, and store static scales afterwards. A context manager.
 
-    On exit each observed linear gets a buffer `x_scale`, an fp32 scalar that is equal on all ranks.
+    On exit each observed linear gets the buffers `x_scale`, the multiplier of a cast to E4M3, and `x_range`, the smallest and
+    the largest value, or minus and plus the amax; with y observed also `y_scale` and `y_range`. All are equal on all ranks.
 
     Args:
         model: model with linears, converted or plain.
         pattern: pattern of module names.
-        observer: "max": largest amax of all batches; "average": mean of the amaxes; "mse": largest of the amaxes that minimize
-            the error of each batch; or a function of the amaxes [batches, layers], oldest first, that returns [layers].
+        observer: "max": largest amax of all batches; "minmax": smallest and largest value of all batches, for casts with zero
+            points; "average": mean of the amaxes; "mse": largest of the amaxes that minimize the error of each batch in E4M3;
+            or a function of the amaxes [batches, layers], oldest first, that returns [layers].
+        tensors: "x", "y" or both: observe inputs, outputs or both.
 
     Yields:
         The observed linears by name.
 
     Raises:
-        ValueError: for an unknown observer, an observer without result for a layer, a pattern that matches no linear, and a
-            layer that did not run, or whose x was not finite or zero.
+        ValueError: for an unknown observer or tensor, an observer without result for a layer, a pattern that matches no linear,
+            and a layer that did not run, or whose x or y was not finite or zero.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -108,64 +190,64 @@ def calibrate(
     """
     if not callable(observer) and observer not in OBSERVERS:
         raise ValueError(f"observer must be one of {', '.join(OBSERVERS)} or a function of amaxes; got {observer!r}")
+    if not tensors or isinstance(tensors, str) or set(tensors) - set(TENSORS):
+        raise ValueError(f'tensors must be a sequence of "x", "y" or both, such as ("x",); got {tensors!r}')
     every = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | ParallelLinear)}
     lengths = container_lengths(model.named_modules())
     chosen = must_match(list(every), lengths, pattern, getattr(model, "base_model_prefix", ""), asked_by="calibrate")
     linears = {name: every[name] for name in chosen}
-    algorithm = partial(_of_batches, observer, list(linears)) if callable(observer) else OBSERVERS[observer]
     device = next(next(iter(linears.values())).parameters()).device
-    table = SlotTable({name: SlotOptions(ops.FP8_MAX[E4M3], 0, BATCHES, algorithm) for name in linears}, device)
-    ran: set[str] = set()
-    look = best_clip if observer == "mse" else ops.amax
-    hooks = [
-        module.register_forward_pre_hook(_records(table.slot(name), look, partial(ran.add, name)), with_kwargs=True)
-        for name, module in linears.items()
-    ]
-    hooks.append(model.register_forward_hook(lambda *_: _close(table)))
+    observed = {tensor: _Observed(tensor, list(linears), observer, device) for tensor in tensors}
+    hooks = []
+    for name, module in linears.items():
+        if "x" in observed:
+            hook = _records_x(partial(observed["x"].record, name))
+            hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        if "y" in observed:
+            hooks.append(module.register_forward_hook(_records_y(partial(observed["y"].record, name))))
+    hooks.append(model.register_forward_hook(lambda *_: _close(observed)))
     try:
         yield dict(linears)
-        _close(table)  # of layers that ran outside of a forward of the model
+        _close(observed)  # of layers that ran outside of a forward of the model
     finally:
         for hook in hooks:
             hook.remove()
-    for name, slot in table.state_dict().items():
-        if not slot["history"].isfinite().all():
-            raise ValueError(f"calibrate: x of {name} was not finite in a batch: leave this batch out")
-        if not slot["history"].any():
-            raise ValueError(
-                f"calibrate: {name} received only zeros or no tokens, from which no scale can be computed: calibrate "
-                f"with other batches"
-                if name in ran
-                else f"calibrate: {name} did not run: call the model inside, not compiled (compiled code skips hooks), or "
-                f"leave the layer out of {pattern!r}"
-            )
+    for each in observed.values():
+        each.check(pattern)
     for name, module in linears.items():
-        module.register_buffer(SCALE, table.slot(name).scale.clone(), persistent=False)
+        for each in observed.values():
+            for buffer, value in each.buffers(name).items():
+                module.register_buffer(buffer, value, persistent=False)
 
 
-def _records(slot: ScaleSlot, amax: Callable[[Tensor], Tensor], runs: Callable[[], None]) -> Callable[..., None]:
+def _records_x(record: Callable[[Tensor], None]) -> Callable[..., None]:
     @torch.no_grad()
     def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        runs()
-        x = _x_of((*inputs, *named.values()))
+        x = _rows((*inputs, *named.values())[0])
         core = module.core if isinstance(module, ParallelLinear) else None
         if core is not None and core.stats is not None:
             core.stats.record(f"{core.spec.members[0]}.x", x, QuantizedTensor(HighPrecision(), (x,)), always=True)
-        found = torch.where(x.isfinite().all(), amax(x).float(), torch.inf)  # amax ignores NaN
-        slot.staging.copy_(torch.maximum(slot.staging, found))
+        record(x)
 
     return hook
 
 
-def _x_of(inputs: tuple[Any, ...]) -> Tensor:
-    """Return the x [M, K] of a call."""
-    x: Tensor = inputs[0].detach()
+def _records_y(record: Callable[[Tensor], None]) -> Callable[..., None]:
+    @torch.no_grad()
+    def hook(module: nn.Module, inputs: tuple[Any, ...], y: Any) -> None:
+        record(_rows(y[0] if isinstance(y, tuple) else y))
+
+    return hook
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x or y [..., C] of a call as a matrix [M, C]."""
+    x = x.detach()
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 @torch.no_grad()
-def _close(table: SlotTable) -> None:
-    """End a forward: append its amaxes to the histories. All ranks call it."""
-    world: ProcessGroup | None = dist.group.WORLD if dist.is_initialized() else None
-    shared = world is not None and world.size() > 1
-    table.update(agree([table.staging], world)[0] if shared and world is not None else table.staging)
+def _close(observed: Mapping[str, _Observed]) -> None:
+    """End a forward of the model. All ranks call this function."""
+    for each in observed.values():
+        each.close()

@@ -3,7 +3,9 @@
     NAME.weight.codes, NAME.weight.scale_inv, ...   the parts of a quantized weight, unsharded
     NAME.weight.format                              uint8 [bytes]: the name of the format, such as "int4[32]", with the shape
                                                     of the weight if the codes are padded: "int4[32] of 64 x 48"
-    NAME.x_scale                                    multiplier of x, for a static cast of x
+    NAME.x_scale                                    multiplier of x, for a static cast of x to per-tensor FP8
+    NAME.x_amax                                     amax of x, for other static casts; with zero points the largest value of x
+                                                    and minus the smallest value
     NAME                                            every other parameter and buffer, unsharded
 
 The tensors can be read without dlp and without high-precision values.
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from dlp.flows.frozen import SCALE, scale_of, set_scale
+from dlp.flows.frozen import AMAX, SCALE, scale_name, scale_of, set_scale
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.weight.held import HeldWeight
 from dlp.parallel.weight.local import local_values, shards_of
@@ -59,12 +61,14 @@ def static_scales(model: nn.Module) -> Iterator[tuple[str, Tensor, ParallelLinea
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             if (scale := scale_of(module.core)) is not None and isinstance(next(iter(module.core.weights)), HeldWeight):
-                yield f"{name}.{SCALE}", scale, module
+                yield f"{name}.{scale_name(module.core.spec.recipe.x.rowwise)}", scale, module
             continue
         weight = getattr(module, "weight", None)
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         if isinstance(local, QuantizedParameter) and local.x_scale is not None:
-            yield (f"{name}.{SCALE}" if name else SCALE), local.x_scale, None
+            assert local.use.activation is not None
+            key = scale_name(local.use.activation)
+            yield (f"{name}.{key}" if name else key), local.x_scale, None
 
 
 def _placements(held: Held, part: Part) -> list[Placement]:
@@ -253,8 +257,8 @@ def _check_values(weights: Mapping[str, Held], found: Mapping[str, Tensor], stat
                 raise ValueError(
                     f"{part} has NaN or Inf, which would spread to every y: save the codes again, or load another file"
                 )
-    for name in (each for each in found if each.rpartition(".")[2] == SCALE):
-        if not (_finite(state[name]) and bool((state[name] > 0).all())):
+    for name in (each for each in found if each.rpartition(".")[2] in (SCALE, AMAX)):
+        if not (_finite(state[name]) and bool((state[name] >= 0).all()) and bool(state[name].any())):
             raise ValueError(
                 f"{name} must be finite and positive, got {state[name].flatten()[:4].tolist()}: calibrate again"
             )

@@ -30,6 +30,7 @@ from dlp.quant.fp8 import static
 from dlp.quant.gemm import GemmOptions
 from dlp.quant.parameter import QuantizedParameter
 from dlp.quant.quantized_linear import Use
+from dlp.quant.static import StaticScaling
 from dlp.quant.tensor import QuantizedTensor
 
 CONFIG, FILE_BYTES = "config.json", 4 << 30
@@ -65,6 +66,11 @@ def save_compressed(model: nn.Module, folder: str | Path, config: Mapping[str, A
     schemes = {}
     for name, each in held.items():
         try:
+            if isinstance(each.activation, StaticScaling):
+                raise ValueError(
+                    f"compressed-tensors files of dlp have no static scale of {each.activation.format.name}: save codes with "
+                    f"dlp.quantized_state_dict, or quantize by fp8_current"
+                )
             _encoded(each, scales.get(name), torch.device("meta"))
         except ValueError as error:
             raise ValueError(f"save_compressed: {name}: {error}") from None
@@ -308,6 +314,11 @@ def _load_layer(read: Folder, name: str, module: Any, recipe: Any, mode: Mode | 
         if type(wanted) is not type(q.format) or wanted.element != q.format.element:
             raise ValueError(f"{read.path}: {name} holds {q.format.name}, and {made} has weights of {wanted.name}")
         activation, options = cast_of_x(made, mode), made.fprop
+        if isinstance(activation, StaticScaling):
+            raise ValueError(
+                f"{read.path}: {name}: the file holds a static scale of per-tensor FP8, and {made} casts x to "
+                f"{activation.format.name}: choose mode 'dynamic', or fp8_current"
+            )
     if mode == "static" and scale is None:
         raise ValueError(f"{read.path}: {name} has no static scale of x; choose mode 'dynamic' or 'weight_only'")
     moved = QuantizedTensor(q.format, tuple(part.to(module.weight.device) for part in q.parts))

@@ -2,7 +2,7 @@
 
     weight_only   x is not quantized, and the GEMM decodes weights
     dynamic       x is cast by the recipe, with a scale computed in each forward
-    static        x is cast with the scale from `calibrate`
+    static        x is cast with the scale from `calibrate`, one for the whole tensor
 
 Scales of weights are agreed over tp, so that the codes equal the codes of the full weight, on any mesh
 (`dlp.flows.codes`).
@@ -29,10 +29,13 @@ from dlp.quant.fake import deployed
 from dlp.quant.fp8 import Fp8Tensor, static
 from dlp.quant.quantizer import KeepHighPrecision, Origin, Quantizer, QuantizerCaps, ScaleSlot, caps_of
 from dlp.quant.recipe import Operand, Recipe, both
+from dlp.quant.static import StaticScaling, fits, has_zero_points, reach_of
 from dlp.quant.tensor import Format, QuantizedTensor, Shape
 
 Mode = Literal["weight_only", "dynamic", "static"]
-SCALE = "x_scale"  # name of the buffer for the calibrated scale of x
+SCALE = "x_scale"  # name of the buffer for the calibrated scale of x, the multiplier of a cast to E4M3
+RANGE = "x_range"  # name of the buffer for the smallest and the largest x
+AMAX = "x_amax"  # name of a static range of x in saved codes
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,10 @@ def check_mode(recipe: Recipe, mode: str, asked_by: str) -> None:
         raise ValueError(
             f"{asked_by}: {recipe} uses delayed scaling for x: choose mode 'static', or a recipe without delayed scales"
         )
-    if mode == "static" and not isinstance(recipe.x.rowwise.format, Fp8Tensor):
+    if mode == "static" and not (isinstance(recipe.x.rowwise.format, Fp8Tensor) or fits(recipe.x.rowwise)):
         raise ValueError(
-            f"{asked_by}: a static scale is one per tensor, as in fp8_current; {recipe} casts x differently: choose "
-            f"mode 'dynamic'"
+            f"{asked_by}: a static scale is one per tensor, as in fp8_current, fp8_rowwise and int8; {recipe} casts x "
+            f"differently: choose mode 'dynamic'"
         )
 
 
@@ -90,7 +93,15 @@ def cast_of_x(recipe: Recipe, mode: str) -> Quantizer | None:
     """Quantizer of x in this mode; None: x is not cast."""
     if mode == "weight_only":
         return None
-    return static(recipe.x.rowwise.format.element) if mode == "static" else recipe.x.rowwise
+    x = recipe.x.rowwise
+    if mode == "dynamic":
+        return x
+    return static(x.format.element) if isinstance(x.format, Fp8Tensor) else StaticScaling(x)
+
+
+def scale_name(activation: Quantizer) -> str:
+    """Return the name of the static scale of x in saved codes."""
+    return AMAX if isinstance(activation, StaticScaling) else SCALE
 
 
 def frozen_recipe(recipe: Recipe, mode: str) -> Recipe:
@@ -132,7 +143,7 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
     chosen = {name: deployed(made.for_layer(name)) for name in names}
     for name in names:
         check_mode(chosen[name], mode, name)
-        _check(model, name, modules, mode, names)
+        _check(model, name, modules, chosen[name], mode, names)
     cores = {modules[name].core: name for name in reversed(names)}
     specs = {core: core.with_recipe(frozen_recipe(chosen[name], mode)) for core, name in cores.items()}
     for core in cores:
@@ -140,29 +151,37 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
     for core, name in cores.items():
         _freeze(core, specs[core])
         if mode == "static":
-            set_scale(core, calibrated(modules[name], name))
+            set_scale(core, calibrated(modules[name], name, chosen[name]))
     return names
 
 
-def calibrated(module: nn.Module, name: str) -> Tensor:
-    """Return `x_scale` of a layer, fp32 [], from `calibrate`. Raises ValueError if there is none, or if it was rounded
-    to another dtype."""
-    scale = getattr(module, SCALE, None)
-    if scale is None:
+def calibrated(module: nn.Module, name: str, recipe: Recipe) -> Tensor:
+    """Return the static scale of x of a layer, as the cast of x by `recipe` reads the scale, from the buffers of `calibrate`:
+    `x_scale` fp32 [], or `reach_of` the `x_range`. Raises ValueError if there is none, or if it was rounded to another dtype.
+    """
+    x = recipe.x.rowwise
+    buffer = RANGE if fits(x) else SCALE
+    found = getattr(module, buffer, None)
+    if found is None:
         raise ValueError(f"{name}: static mode has no scale of x: run the model inside dlp.calibrate first")
-    if scale.dtype != torch.float32:
+    if found.dtype != torch.float32:
         raise ValueError(
-            f"{name}: {SCALE} was converted to {scale.dtype} together with the model: calibrate again after a change of dtype"
+            f"{name}: {buffer} was converted to {found.dtype} together with the model: calibrate again after a change of dtype"
         )
-    return scale
+    return reach_of(x, *found) if buffer == RANGE else found
 
 
 def _check(
-    model: nn.Module, name: str, modules: Mapping[str, ParallelLinear], mode: str, names: list[str]
+    model: nn.Module, name: str, modules: Mapping[str, ParallelLinear], recipe: Recipe, mode: str, names: list[str]
 ) -> None:  # fmt: skip
     core = modules[name].core
     if mode == "static":
-        calibrated(modules[name], name)
+        calibrated(modules[name], name, recipe)
+        if has_zero_points(recipe.x.rowwise):
+            raise ValueError(
+                f"{name}: {recipe} casts x with zero points, and a frozen layer has one static number for x: call "
+                f"dlp.quantize_ on the plain model, choose mode 'dynamic', or a recipe with symmetric x, such as int8"
+            )
     check_siblings(core, modules, names)
     held = next((weight for weight in core.weights if isinstance(weight, HeldWeight)), None)
     if held is not None:

@@ -128,7 +128,7 @@ def _quantized(model: nn.Module, name: str, module: Any, recipe: recipes.Recipe,
     weight = module.weight
     if not weight.is_meta:
         check_finite(name, weight)
-    scale = calibrated(module, name) if mode == "static" else None
+    scale = calibrated(module, name, recipe) if mode == "static" else None
     try:
         return QuantizedParameter.from_float(
             weight, recipe.w.rowwise, cast_of_x(recipe, mode), x_scale=scale, options=recipe.fprop

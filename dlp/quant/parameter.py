@@ -35,6 +35,7 @@ from dlp.quant.mxfp8 import Mxfp8, MxScaling
 from dlp.quant.nvfp4 import Nvfp4, Nvfp4Scaling
 from dlp.quant.quantized_linear import PLAIN, Use, autocasts, decoded, number_of, quantized_linear
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, caps_of
+from dlp.quant.static import StaticScaling
 from dlp.quant.tensor import SHARED, UNSAID, Format, HighPrecision, QuantizedTensor, as_bytes
 
 LOG = logging.getLogger("dlp")
@@ -48,7 +49,7 @@ class QuantizedParameter(Tensor):
         q: the quantized matrix.
         dtype: dtype of decoded values.
         use: forward pass of linears with this weight; None: GEMMs read decoded values.
-        x_scale: static scale of x.
+        x_scale: static scale of x: the multiplier of per-tensor FP8, else the range of `dlp.quant.static`.
         turned: read as the transpose.
         shape: shape of decoded values, where the quantized matrix is padded.
 
@@ -100,7 +101,7 @@ class QuantizedParameter(Tensor):
             values: w. A matrix with partial blocks is zero-padded, as in training; the parameter has the shape of w.
             quantizer: quantizer of w.
             activation: quantizer of x; None: x stays in high precision.
-            x_scale: multiplier of a static quantizer of x, fp32 [].
+            x_scale: scale or range of a static quantizer of x, fp32 [] or [2].
             options: options of the GEMM.
 
         Raises:
@@ -576,5 +577,5 @@ def allow(*kinds: Any) -> None:
 allow(
     QuantizedParameter, Use, GemmOptions, _rebuild, HighPrecision, KeepHighPrecision, Fp8Tensor, Fp8Rowwise, Fp8Block, Mxfp8,
     Nvfp4, Int, CurrentScaling, RowwiseScaling, BlockScaling, MxScaling, Nvfp4Scaling, IntScaling, DelayedScaling,
-    unchanged,
+    StaticScaling, unchanged,
 )  # fmt: skip

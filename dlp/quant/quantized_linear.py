@@ -59,8 +59,8 @@ def number_of(use: Use) -> int:
 def quantized_linear(
     x: Tensor, parts: list[Tensor], x_scale: Tensor | None, bias: Tensor | None, use: int
 ) -> Tensor:  # fmt: skip
-    """Return y [..., N] in the dtype of x, of x [..., K], the parts of w [N, K], and b [N]. `x_scale`: multiplier of a static
-    cast of x, fp32 []."""
+    """Return y [..., N] in the dtype of x, of x [..., K], the parts of w [N, K], and b [N]. `x_scale`: the slot of a static
+    cast of x, fp32 [] or [2]."""
     how, rows = _USES[use], x.reshape(x.shape[:-1].numel(), x.shape[-1])
     w, features = how.format.wrap(parts), _out_features(x, parts, use)
     if how.shape is not None:
