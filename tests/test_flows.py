@@ -247,7 +247,7 @@ def test_buffers_that_are_not_persistent_are_not_saved_with_codes(plain):
 
 @torch.no_grad()
 def test_codes_of_another_width_are_refused():
-    """Codes of 3 and of 4 bits lie two to a byte, so that names, shapes and dtypes are equal."""
+    """By the name of the format, before shapes are compared."""
     state = dlp.quantized_state_dict(dlp.quantize_(net(), {"name": "qat", "weight": "int4 group 32"}))
     model = dlp.quantize_(net(), {"name": "qat", "weight": "int3 group 32"})
     with pytest.raises(

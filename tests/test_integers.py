@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
-from torch import Tensor
+from torch import Tensor, nn
 
+import dlp
 from dlp.quant import affine
-from dlp.quant.integers import Int, IntScaling, pack, unpack
+from dlp.quant.integers import Int, IntScaling, pack, pack_bits, unpack, unpack_bits
 from dlp.quant.tensor import SHARED
 from dlp.testing import check_format
 from tests import pool as worker
@@ -25,21 +27,55 @@ every_kind = pytest.mark.parametrize("quantizer", KINDS, ids=str)
 
 
 def test_codes_lie_from_the_lowest_bits_up():
-    """Golden bytes: counted from the least code; of 5 bits and more a code is a byte."""
+    """Golden bytes: counted from the least code, without gaps."""
     codes = torch.tensor([[-2, 1, 0, -1, -1, -2, 1, 0]], dtype=torch.int8)
     assert pack(codes, 2).tolist() == [[0b01_10_11_00, 0b10_11_00_01]]
-    assert pack(codes, 3).tolist() == [[0b101_010, 0b011_100, 0b010_011, 0b100_101]]
+    assert pack(codes, 3).tolist() == [[0b00_101_010, 0b0_011_011_1, 0b100_101_01]]
     assert pack(codes, 4).tolist() == [[0x96, 0x78, 0x67, 0x89]]
-    assert pack(codes, 5) is codes and pack(codes, 4).dtype == torch.uint8
+    assert pack(codes, 8) is codes and pack(codes, 4).dtype == torch.uint8
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_packed_codes_are_unpacked_at_every_size(bits: int):
+    """Sizes 0, 1, 2 and around complete bytes, words and groups, bit by bit beside a stream of bits."""
+    low, high = affine.code_range(bits)
+    for size in (0, 1, 2, 3, 7, 8, 9, 31, 32, 33, 127, 128, 129):
+        codes = torch.randint(low, high + 1, (3, size), generator=torch.Generator().manual_seed(size)).to(torch.int8)
+        codes[:, :2] = torch.tensor([low, high], dtype=torch.int8)[:size]
+        stored = pack_bits(codes, bits)
+        assert stored.shape == (3, -(-size * bits // 8)) and stored.dtype == torch.uint8
+        assert torch.equal(unpack_bits(stored, bits, size), codes)
+        for row, expected in zip(stored.tolist(), codes.tolist(), strict=True):
+            assert int.from_bytes(bytes(row), "little") == sum(
+                (code - low) << (i * bits) for i, code in enumerate(expected)
+            )
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_files_of_weights_have_the_size_of_their_bits(bits: int, tmp_path: Path):
+    """256 x 512 weights in groups of 32: bits / 8 bytes a code, and a scale of 4 bytes for each group."""
+    layer = nn.Linear(512, 256, bias=False).bfloat16()
+    model = dlp.quantize_(nn.Sequential(layer), {"name": "qat", "weight": f"int{bits} group 32"})
+    state = dlp.quantized_state_dict(model)
+    assert state["0.weight.codes"].nbytes == 256 * 512 * bits // 8
+    torch.save(state, tmp_path / "codes.pt")
+    written = (tmp_path / "codes.pt").stat().st_size
+    assert 0 < written - (256 * 512 * bits // 8 + 256 * 16 * 4) < 4096, written
+    again = dlp.quantize_(
+        nn.Sequential(nn.Linear(512, 256, bias=False).bfloat16()), dlp.recipe("qat", weight=f"int{bits} group 32")
+    )
+    dlp.load_quantized_state_dict(again, torch.load(tmp_path / "codes.pt", weights_only=True))
+    x = torch.randn(4, 512).bfloat16()
+    assert torch.equal(again(x), model(x))
 
 
 def test_known_values_have_known_parts():
-    x = torch.tensor([[-4.0, 1.0, 0.0, 2.5], [0.0, 1.0, 3.0, 0.5]])
+    x = torch.tensor([[-4.0, 1.0, 0.0, 2.5], [0.0, 1.0, 3.0, 0.5]]).repeat(1, 2)  # eight codes fill three bytes
     narrow = quantize(IntScaling(3, narrow=True), x)  # codes -3..3, steps of 4/3 and 1, halves to even
-    assert unpack(narrow.parts[0], 3).tolist() == [[-3, 1, 0, 2], [0, 1, 3, 0]]
+    assert unpack(narrow.parts[0], 3).tolist() == [[-3, 1, 0, 2] * 2, [0, 1, 3, 0] * 2]
     assert_bit_equal(narrow.parts[1], torch.tensor([4.0, 3.0]) / 3)
     wide = quantize(IntScaling(3, symmetric=False), x)  # codes -4..3, steps of 6.5/7 and 3/7
-    assert unpack(wide.parts[0], 3).tolist() == [[-4, 1, 0, 3], [-4, -2, 3, -3]]
+    assert unpack(wide.parts[0], 3).tolist() == [[-4, 1, 0, 3] * 2, [-4, -2, 3, -3] * 2]
     assert wide.parts[2].tolist() == [0, -4] and wide.parts[2].dtype == torch.int8
     assert_bit_equal(wide.parts[1], torch.tensor([6.5, 3.0]) / 7)
 
@@ -108,7 +144,7 @@ def test_narrow_codes_are_odd_and_landmarks_are_one_and_the_largest():
     x = matrix(0, 8, 64)
     assert torch.equal(quantize(IntScaling(narrow=True), -x).payload, -quantize(IntScaling(narrow=True), x).payload)
     assert (Int().landmarks, Int(4).landmarks, Int(2).landmarks) == ((1, 127), (0x99, 0xFF), (0xFF, 0xFF))
-    assert Int(symmetric=False).landmarks is None
+    assert Int(symmetric=False).landmarks is Int(3).landmarks is None
 
 
 @pytest.mark.parametrize(
@@ -121,7 +157,7 @@ def test_narrow_codes_are_odd_and_landmarks_are_one_and_the_largest():
         (lambda: IntScaling(4, 48).cast(torch.zeros(2, 64), None), "contraction size that is a multiple of 48; got 64"),
         (
             lambda: IntScaling(3).cast(torch.zeros(2, 63), torch.ones(2)),
-            "contraction size that is a multiple of 2; got 63",
+            "contraction size that is a multiple of 8; got 63",
         ),
     ],
 )

@@ -30,7 +30,7 @@ from torch import Tensor
 from dlp.quant.fp8 import CurrentScaling, Fp8Tensor
 from dlp.quant.fp8_block import BlockScaling, Fp8Block
 from dlp.quant.fp8_rowwise import Fp8Rowwise, RowwiseScaling
-from dlp.quant.integers import Int, IntScaling, pack, unpack
+from dlp.quant.integers import Int, IntScaling, pack, pack_bits, unpack, unpack_bits
 from dlp.quant.mxfp8 import Mxfp8, MxScaling
 from dlp.quant.nvfp4 import FACTOR, Nvfp4
 from dlp.quant.quantizer import Quantizer
@@ -110,11 +110,11 @@ def _encode_integers(
     if _plain_int8(fmt, x_in_codes):
         return {"weight": codes, "weight_scale": scales}
     made = {
-        "weight_packed": pack_dense(unpack(codes, fmt.bits), fmt.bits), "weight_scale": scales,
+        "weight_packed": pack_words(unpack(codes, fmt.bits), fmt.bits), "weight_scale": scales,
         "weight_shape": torch.tensor(shape),
     }  # fmt: skip
     if zero:
-        made["weight_zero_point"] = pack_dense(zero[0].reshape(scales.shape).t(), fmt.bits).t()
+        made["weight_zero_point"] = pack_words(zero[0].reshape(scales.shape).t(), fmt.bits).t()
     return made
 
 
@@ -122,25 +122,15 @@ def _plain_int8(fmt: Int, x_in_codes: bool) -> bool:
     return fmt.bits == 8 and fmt.symmetric and not fmt.group and x_in_codes
 
 
-def pack_dense(codes: Tensor, bits: int) -> Tensor:
-    """Signed codes int8 [rows, C] -> int32 [rows, ceil(C bits / 32)]: code i, minus the smallest code, at bit i * bits of the
-    row, least significant bit first, without gaps."""
-    counted = (codes.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
-    counted = F.pad(counted, (0, -counted.shape[1] % 32))  # 32 codes fill `bits` words
-    rows, groups = counted.shape[0], counted.shape[1] // 8
-    places = torch.arange(bits, device=codes.device, dtype=torch.uint8)
-    stream = ((counted[..., None] >> places) & 1).reshape(rows, groups * bits, 8)
-    packed = (stream << torch.arange(8, device=codes.device, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
-    return packed.view(torch.int32)[:, : -(-codes.shape[1] * bits // 32)].contiguous()
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Signed codes int8 [rows, C] -> int32 [rows, ceil(C bits / 32)]: the bytes of `pack_bits`, padded to complete words."""
+    packed = pack_bits(codes, bits)
+    return F.pad(packed, (0, -packed.shape[1] % 4)).view(torch.int32)
 
 
-def unpack_dense(packed: Tensor, bits: int, columns: int) -> Tensor:
-    """The inverse of `pack_dense`: int8 [rows, columns]."""
-    stored = packed.contiguous().view(torch.uint8)
-    stream = ((stored[..., None] >> torch.arange(8, device=packed.device, dtype=torch.uint8)) & 1).flatten(1)
-    stream = stream[:, : columns * bits].reshape(len(packed), columns, bits)
-    counted = (stream << torch.arange(bits, device=packed.device, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
-    return (counted.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
+def unpack_words(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """The inverse of `pack_words`: int8 [rows, columns]."""
+    return unpack_bits(packed.contiguous().view(torch.uint8), bits, columns)
 
 
 def decode(tensors: Mapping[str, Tensor], weights: Mapping[str, Any], exact: Mapping[str, float]) -> QuantizedTensor:
@@ -175,12 +165,12 @@ def _decode_integers(tensors: Mapping[str, Tensor], weights: Mapping[str, Any]) 
     fmt, scale = Int(bits, group, bool(weights["symmetric"])), tensors["weight_scale"].float()
     rows = scale.shape[0]
     if "weight_packed" in tensors:
-        codes = unpack_dense(tensors["weight_packed"], bits, int(tensors["weight_shape"][1]))
+        codes = unpack_words(tensors["weight_packed"], bits, int(tensors["weight_shape"][1]))
     else:
         codes = tensors["weight"]
     parts = [pack(codes, bits), scale if group else scale.reshape(-1)]
     if not fmt.symmetric:
-        zero = unpack_dense(tensors["weight_zero_point"].t(), bits, rows).t()
+        zero = unpack_words(tensors["weight_zero_point"].t(), bits, rows).t()
         parts.append((zero if group else zero.reshape(-1)).contiguous())
     return QuantizedTensor(fmt, tuple(parts))
 

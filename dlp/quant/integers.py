@@ -1,18 +1,19 @@
 """Integers of 2 to 8 bits: codes, and one scale per row or per group of the contraction, with or without a zero point.
 
-Casts compute `dlp.quant.affine` on x in fp32. A byte holds 8 // bits codes, the first code in the lowest bits. Ranks agree on
-the scales of rows if the contraction is sharded, as for rowwise FP8; scales of groups need no agreement. A row or group with a
-non-finite value decodes to non-finite values.
+Casts compute `dlp.quant.affine` on x in fp32. Codes of fewer than 8 bits are stored without gaps: eight codes of 3 bits fill
+three bytes (`pack_bits`). Ranks agree on the scales of rows if the contraction is sharded, as for rowwise FP8; scales of
+groups need no agreement. A row or group with a non-finite value decodes to non-finite values.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property
-from math import lcm
+from math import gcd, lcm
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dlp.quant import affine
@@ -22,11 +23,10 @@ from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 @dataclass(frozen=True)
 class Int(Format):
-    """Format of integer codes [rows, contraction / (8 // bits)] with fp32 `scale_inv` [rows] or [rows, contraction / group],
-    and an int8 `zero_point` of the same shape if not symmetric. Values are (code - zero_point) * scale_inv.
+    """Format of integer codes [rows, contraction * bits / 8] with fp32 `scale_inv` [rows] or [rows, contraction / group], and
+    an int8 `zero_point` of the same shape if not symmetric. Values are (code - zero_point) * scale_inv.
 
-    bits    2 to 8. Codes of 5 to 8 bits are int8. A byte holds several codes of 2 to 4 bits, as differences to the smallest
-            code
+    bits    2 to 8. Codes of 8 bits are int8, other codes are packed into bytes
     group   number of elements that share a scale along the contraction; 0: the whole row
 
     Raises ValueError for other bits, and for a negative group.
@@ -51,7 +51,7 @@ class Int(Format):
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         along = 1 if self.group else SHARED
-        codes = Part("codes", torch.int8 if self.elements_per_code == 1 else torch.uint8, rows=0, contraction=1)
+        codes = Part("codes", torch.int8 if self.bits == 8 else torch.uint8, rows=0, contraction=1)
         scale, zero = (
             Part(*what, rows=0, contraction=along)
             for what in (("scale_inv", torch.float32), ("zero_point", torch.int8))
@@ -68,19 +68,18 @@ class Int(Format):
 
     @cached_property
     def multiple(self) -> tuple[int, int]:
-        return 1, lcm(self.group or 1, self.elements_per_code)
+        return 1, lcm(self.group or 1, _unit(self.bits))
 
     @property
     def gemm_kind(self) -> str:
-        return "int8_rowwise" if self.symmetric and not self.group and self.elements_per_code == 1 else "decode"
+        return "int8_rowwise" if self.symmetric and not self.group and self.bits == 8 else "decode"
 
     @property
     def factors(self) -> str | None:
         return None if self.group else "row"
 
-    @cached_property
-    def elements_per_code(self) -> int:
-        return 8 // self.bits
+    def elements(self, entries: int) -> int:
+        return entries * 8 // self.bits
 
     @cached_property
     def codes(self) -> tuple[int, int]:
@@ -89,15 +88,15 @@ class Int(Format):
 
     @cached_property
     def landmarks(self) -> tuple[int, int] | None:
-        if not self.symmetric:
+        if not self.symmetric or 8 % self.bits:
             return None
-        one, largest = (pack(torch.full((1, self.elements_per_code), n), self.bits) for n in (1, self.codes[1]))
+        one, largest = (pack(torch.full((1, 8 // self.bits), n), self.bits) for n in (1, self.codes[1]))
         return int(one), int(largest)
 
     def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
         rows, contraction = shape
         scales = (rows, contraction // self.group) if self.group else (rows,)
-        return ((rows, contraction // self.elements_per_code), scales, scales)[: len(self.parts)]
+        return ((rows, contraction * self.bits // 8), scales, scales)[: len(self.parts)]
 
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         codes, scale_inv, *zero = q.parts
@@ -111,25 +110,49 @@ class Int(Format):
         return (counted - zero[0].to(torch.bfloat16)[:, None] if zero else counted), scale_inv
 
 
+def _unit(bits: int) -> int:
+    """The smallest number of codes that fill complete bytes."""
+    return 8 // gcd(bits, 8)
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack int8 codes [rows, C] into uint8 [rows, C / (8 // bits)]; codes of 5 to 8 bits are returned unchanged."""
-    each = 8 // bits
-    if each == 1:
-        return codes
-    counted = (codes - affine.code_range(bits)[0]).to(torch.uint8).unflatten(1, (-1, each))
-    packed = counted[..., 0]
-    for i in range(1, each):
-        packed = packed | (counted[..., i] << (bits * i))
-    return packed
+    """Pack int8 codes [rows, C] as `Int` stores them: codes of 8 bits are returned unchanged, else `pack_bits`."""
+    return codes if bits == 8 else pack_bits(codes, bits)
 
 
 def unpack(stored: Tensor, bits: int) -> Tensor:
-    """Unpack stored codes: the inverse of `pack`."""
-    each = 8 // bits
-    if each == 1:
-        return stored
-    counted = torch.stack([(stored >> (bits * i)) & (2**bits - 1) for i in range(each)], -1)
-    return counted.flatten(1).to(torch.int8) + affine.code_range(bits)[0]
+    """Unpack stored codes of a multiple of the smallest number that fills complete bytes: the inverse of `pack`."""
+    return stored if bits == 8 else unpack_bits(stored, bits, stored.shape[1] * 8 // bits)
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Pack int8 codes [rows, C] into uint8 [rows, ceil(C * bits / 8)]: code i, as the difference to the smallest code, at bit
+    i * bits of the row, least significant bit first, without gaps. Unused bits are 0."""
+    unit, columns = _unit(bits), codes.shape[1]
+    counted = F.pad(codes.to(torch.int16) - affine.code_range(bits)[0], (0, -columns % unit)).unflatten(1, (-1, unit))
+    packed = counted.new_zeros(*counted.shape[:2], unit * bits // 8)
+    for i in range(unit):
+        byte, shift = divmod(i * bits, 8)
+        shifted = counted[..., i] << shift
+        packed[..., byte] |= shifted & 0xFF
+        if shift + bits > 8:
+            packed[..., byte + 1] |= shifted >> 8
+    return packed.to(torch.uint8).flatten(1)[:, : -(-columns * bits // 8)].contiguous()
+
+
+def unpack_bits(stored: Tensor, bits: int, columns: int) -> Tensor:
+    """Unpack int8 codes [rows, columns]: the inverse of `pack_bits`."""
+    unit = _unit(bits)
+    bytes_ = (
+        F.pad(stored, (0, -stored.shape[1] % (unit * bits // 8))).to(torch.int16).unflatten(1, (-1, unit * bits // 8))
+    )
+    codes = []
+    for i in range(unit):
+        byte, shift = divmod(i * bits, 8)
+        word = bytes_[..., byte] | (bytes_[..., byte + 1] << 8) if shift + bits > 8 else bytes_[..., byte]
+        codes.append((word >> shift) & (2**bits - 1))
+    counted = torch.stack(codes, -1).flatten(1)[:, :columns]
+    return (counted + affine.code_range(bits)[0]).to(torch.int8)
 
 
 _format = cache(Int)

@@ -41,7 +41,7 @@ class Use:
     def values_shape(self, parts: Sequence[Tensor]) -> tuple[int, int]:
         """Return [N, K] of the decoded values of the parts."""
         rows, columns = parts[0].shape
-        return self.shape or (rows, columns * self.format.elements_per_code)
+        return self.shape or (rows, self.format.elements(columns))
 
 
 _NUMBERS: dict[Use, int] = {}  # argument of the opaque ops

@@ -81,7 +81,7 @@ class QuantizedTensor:
     @property
     def shape(self) -> tuple[int, int]:
         rows, columns = self.payload.shape
-        return rows, columns * self.format.elements_per_code
+        return rows, self.format.elements(columns)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the values [rows, contraction], rounded once to `dtype`, in the basis of the format (`Format.basis`)."""
@@ -172,6 +172,10 @@ class Format:
     def elements_per_code(self) -> int:
         """Number of elements along the contraction in one entry of the payload."""
         return 1
+
+    def elements(self, entries: int) -> int:
+        """Return the number of elements along the contraction in this number of entries of the payload."""
+        return entries * self.elements_per_code
 
     @property
     def keeps_source(self) -> bool:
