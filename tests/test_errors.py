@@ -25,7 +25,7 @@ PAGE = ROOT / "docs" / "errors.md"
 OURS = ("AssertionError", "NotImplementedError")  # mistakes in dlp, not of its users
 FOLDERS = ("dlp", "launch", "bench")
 VERBS = (
-    "add ask assign attach begin build call check choose construct convert copy correct create cut declare decode "
+    "add ask assign attach begin build call check choose compute construct convert copy correct create cut declare decode "
     "dequantize disable drop encode exclude export fetch get give install leave let load make match merge move name "
     "norm omit pad parametrize pass pip prepare quantize quote register remove rename repeat replace restore resume "
     "return save set shard split start step take untie use wait write"
