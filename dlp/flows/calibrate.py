@@ -152,7 +152,7 @@ class _Observed:
         """The numbers that the observer computes from all batches, fp32 [slots]; read after the last batch."""
         slots = self.table.state_dict()
         window = torch.stack([slots[name]["history"][1:] for name in self.table.names], 1)
-        found: Tensor = window.amax(0) if self.algorithm == "max" else self.algorithm(window)  # type: ignore[operator]
+        found: Tensor = window.amax(0) if self.algorithm == "max" else self.algorithm(window)
         return found
 
 
@@ -201,8 +201,8 @@ def calibrate(
     hooks = []
     for name, module in linears.items():
         if "x" in observed:
-            hook = _records_x(partial(observed["x"].record, name))
-            hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            records = _records_x(partial(observed["x"].record, name))
+            hooks.append(module.register_forward_pre_hook(records, with_kwargs=True))
         if "y" in observed:
             hooks.append(module.register_forward_hook(_records_y(partial(observed["y"].record, name))))
     hooks.append(model.register_forward_hook(lambda *_: _close(observed)))

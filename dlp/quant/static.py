@@ -41,7 +41,7 @@ class StaticScaling(Wrapped):
             )
 
     @cached_property
-    def caps(self) -> QuantizerCaps:  # type: ignore[override]
+    def caps(self) -> QuantizerCaps:
         return replace(caps_of(self.inner), slot=SlotOptions(1.0, 0, 1, unchanged))
 
     def observe(self, x: Tensor) -> Tensor | None:
