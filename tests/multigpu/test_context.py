@@ -37,6 +37,7 @@ from launch.training import wire_bytes
 from launch.training.gradient_norm import GradientNorm
 from tests import pool as worker
 from tests import training
+from tests.cases import nightly
 from tests.metrics import relative_error
 from tests.pool import Pool
 from tests.recorded_casts import recording
@@ -150,11 +151,6 @@ def trained(config: Config, fault: str = "none", steps: int = STEPS) -> Found:
     return Found(gradients, norm, losses, {name: full(p) for name, p in model.named_parameters()})
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.shards(tmp_path_factory.mktemp("data"))
-
-
 BF16, FP8 = ["--recipe=bf16"], ["--recipe=fp8_current"]
 
 
@@ -188,6 +184,7 @@ MESHES = {
     "cp2 tp2 sp fp8": (4, ["--mesh.tp=2", "--mesh.amax_group=tp+cp"], FP8),
     "cp2 dp_shard2 fp8": (4, ["--mesh.tp=1", "--mesh.amax_group=world"], FP8),
 }
+DEFAULT = ("cp2", "cp2 tp2 sp", "cp2 dp_shard2", "cp2 fp8")  # without `--all-cases`
 FOR_ONE = ("--model.family",)
 
 
@@ -200,10 +197,7 @@ def errors(found: Found, expected: Found) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("name", "world"),
-    [
-        pytest.param(name, world, marks=[pytest.mark.slow] if "compiled" in name else [])
-        for name, (world, _, _) in MESHES.items()
-    ],
+    [(name, world) if name in DEFAULT else nightly(name, world) for name, (world, _, _) in MESHES.items()],
 )
 def test_a_mesh_with_cp_trains_as_one_rank(ranks, one_rank, tmp_path, data, name, world):
     _, mesh, options = MESHES[name]

@@ -253,6 +253,7 @@ def test_what_does_not_fit_a_folder_is_refused_by_name(tmp_path: Path, monkeypat
         ([*given, "--model.layers", "3"], "[model] layers: given together with --model"),
         (["--model", folder], "[train] sequence: expected at most max_position_embeddings = 64"),
         ([*given, "--mesh.tp", "2", "--mesh.sequence_parallel", "true"], "[mesh] sequence_parallel: expected false"),
+        ([*given, "--mesh.cp", "2"], "[mesh] cp: expected 1 with --model"),
         ([*given, "--data.reset_attention", "true"], "[data] reset_attention: expected false"),
         ([*given, "--train.attention", "flash"], "[train] attention: expected auto"),
         ([*given, "--train.init_from", "x"], "[train] init_from: expected none"),
