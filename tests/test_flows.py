@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dlp.quant.parameter import QuantizedParameter
 from dlp.runtime import capture as kernels_captured
 from tests.emulated import emulation
 from tests.metrics import assert_bit_equal
+from tests.ops_models import Watched
 
 FROZEN = ["fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "int8"]
 STATIC = ["fp8_current", "fp8_rowwise", "int8"]
@@ -307,8 +309,9 @@ def test_what_cannot_be_done_is_refused():
     assert model[0].weight.isfinite().all(), "nothing was changed"
     dlp.freeze(model, "0", "fp8_current")
     x = batch().requires_grad_()
-    with pytest.raises(RuntimeError, match="backward reached a frozen layer"):
-        model(x).sum().backward()
+    for mode in (nullcontext(), Watched()):  # eager, and through the opaque ops
+        with mode, pytest.raises(RuntimeError, match="backward reached a frozen layer"):
+            model(x).sum().backward()
 
 
 def test_a_filter_chooses():
