@@ -129,7 +129,7 @@ EIGHT = ("tp8+sp", "tp4xdp2+sp", "tp2xhsdp2x2+sp")
 @pytest.mark.parametrize(
     ("recipe", "model", "world", "names"),
     [
-        ("fp8_current", SMALL, 2, TWO),
+        pytest.param("fp8_current", SMALL, 2, TWO, marks=pytest.mark.full),  # as the runs below
         pytest.param("bf16", QWEN3, 2, TWO, marks=pytest.mark.full),
         pytest.param("fp8_block", BLOCKS, 2, TWO, marks=pytest.mark.full),
         ("nvfp4", SMALL, 2, ("tp2+sp", "dp2")),  # stochastic rounding

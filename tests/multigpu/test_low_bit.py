@@ -116,7 +116,7 @@ def test_codes_of_eight_bits_train_as_fp32_does(ranks, tmp_path, data):
 CONVERTED = [
     nightly("adamw8bit", 2, [], "adamw", 1, ["--mesh.tp=1"], id="8bit-tp2-to-fp32"),
     pytest.param("adamwfp8", 1, ["--mesh.tp=1"], "adamwfp8", 4, [], id="fp8-1-to-dp2-tp2"),
-    pytest.param("adamw", 2, [], "adamw4bit", 2, ["--mesh.tp=1"], id="fp32-tp2-to-4bit-dp2"),
+    nightly("adamw", 2, [], "adamw4bit", 2, ["--mesh.tp=1"], id="fp32-tp2-to-4bit-dp2"),
 ]
 
 

@@ -39,7 +39,18 @@ from dlp.parallel.overlap.chunked import pieces
 from dlp.quant.gemm import Gemm
 from dlp.quant.quantizer import KeepHighPrecision
 from tests import pool as worker
-from tests.cases import EPSILON, IN_STYLES, STYLE_KEYS, LinearCase, few, in_styles, linear_cases, matrix, style_id
+from tests.cases import (
+    EPSILON,
+    IN_STYLES,
+    STYLE_KEYS,
+    LinearCase,
+    few,
+    in_styles,
+    linear_cases,
+    matrix,
+    nightly,
+    style_id,
+)
 from tests.metrics import relative_error
 from tests.multigpu.test_linear import Full, build, cut, make_full, run, whole_partials
 from tests.shared_slot import SharedSlot
@@ -203,7 +214,7 @@ SEQUENCE_PARALLEL = [("column", True), ("row", True)]
 
 @pytest.mark.parametrize(
     ("world", "recipe"),
-    few([(2, "bf16"), (2, "fp8_current"), (2, "fp8_block"), (2, "nvfp4"), (4, "fp8_block")], ("fp8_block",)),
+    few([(2, "bf16"), (2, "fp8_current"), (2, "fp8_block"), (2, "nvfp4"), nightly(4, "fp8_block")], ("fp8_block",)),
 )
 def test_memory_that_ranks_map_is_serial(ranks, device_type, world, recipe):
     """Chunked through it, and serial, whose bits are those of collectives."""

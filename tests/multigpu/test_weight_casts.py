@@ -109,7 +109,7 @@ CASES += [
 ]
 CASES += [nightly({"name": name, "amax_scope": "all"}, "dtensor", "fused") for name in ("fp8_current", "nvfp4")]
 CASES += [({"name": "fp8_rowwise", "amax_scope": "all"}, "dtensor", "fused")]
-CASES += [({"name": "nvfp4", "disable_2d_quantization": True}, "fsdp", "fused")]
+CASES += [nightly({"name": "nvfp4", "disable_2d_quantization": True}, "fsdp", "fused")]
 
 
 @pytest.mark.ranks(2)
