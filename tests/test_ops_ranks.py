@@ -22,6 +22,7 @@ from tests.cases import KINDS, RECIPES, few
 from tests.metrics import assert_bit_equal, assert_close, factor, relative_error
 from tests.ops_programs import PROGRAMS, WIDTH, codes_only
 from tests.restored_tables import restored_fusions
+from tests.test_ops_handed import Halved
 
 H, FFN, M = 64, 128, 64
 
@@ -273,6 +274,31 @@ def test_codes_that_came_are_gathered_as_they_are(recipe: str, ranks: Any):
             assert "the ranks must share scales" in said and "give Quantize process_group=" in said
         else:  # a scale of each block is a rank's own
             assert said == ""
+
+
+def of_a_user(recipe: str, sp: bool, quantizes: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """A step of a column- and a row-parallel linear, each behind an op of a user; the types that the ops returned."""
+    mesh = worker.mesh(dp_shard=1, tp=2)
+    model = block(mesh["tp"], recipe, sp, siblings=False)
+    first, last = Halved(quantizes), Halved(quantizes)
+    sequence = ops.Sequential(first, model[1], last, model[3])
+    tokens = (
+        slice(torch.distributed.get_rank() * M // 2, (torch.distributed.get_rank() + 1) * M // 2) if sp else slice(None)
+    )
+    return step(sequence, tokens), [kind.__name__ for op in (first, last) for kind in op.returned]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_rowwise", "mxfp8"])
+def test_an_op_of_a_user_casts_as_the_parallel_linear_behind_it(recipe: str, sp: bool, ranks: Any):
+    """With scales on which the ranks agree; codes are gathered unchanged."""
+    for (mine, returned), (expected, _) in zip(
+        ranks(2).run(of_a_user, recipe, sp, True), ranks(2).run(of_a_user, recipe, sp, False), strict=True
+    ):
+        for name, tensor in expected.items():
+            assert_bit_equal(mine[name], tensor, name)
+        assert returned[0] == returned[2] == "Handed", returned
 
 
 def refused() -> list[str]:

@@ -40,7 +40,18 @@ def group_plan(fuser: OperationFuser) -> str:
     named = list(zip(fuser.names, fuser.basic_ops, strict=True))
     notes += [f"{name} {note}" for name, op in named for note in op.plan_notes]
     notes += [f"compiled or watched, {name} {op.traced_note}" for name, op in named if op.traced_note]
+    notes += _without_quantizers(fuser)
     return "\n".join([*lines, *[f"  {note}" for note in dict.fromkeys(notes)]])
+
+
+def _without_quantizers(fuser: OperationFuser) -> list[str]:
+    """Lines for user-defined ops that receive quantizers only in eager calls (`quantize_for`)."""
+    receivers = [] if fuser.last is None else zip(fuser.names, fuser.basic_ops, fuser.last.quantizers, strict=True)
+    return [
+        f"compiled or watched, {name} receives no quantizers: the neighbouring linears cast high precision"
+        for name, op, neighbours in receivers
+        if op.takes_keywords and any(each is not None and not each.keeps_source for each in neighbours)
+    ]
 
 
 def _name_of(op: Any) -> str:
