@@ -156,7 +156,7 @@ def some_cases(items: Sequence[pytest.Item], cases: int) -> list[pytest.Item]:
 
 
 def fast_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Those of a daily run (`--fast`)."""
+    """Tests of a daily run (`--fast`)."""
     quick = [item for item in items if item.get_closest_marker("slow") is None]
     first = {item.nodeid.partition("[")[0]: item for item in reversed(quick) if 0 < world_of(item) <= 2}
     kept = {*some_cases([item for item in quick if not world_of(item)], 1), *first.values()}
@@ -220,7 +220,7 @@ def no_process_group_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def device_type(request: pytest.FixtureRequest) -> str:
-    """Where the workers' tensors live: "cpu" or "cuda"."""
+    """Device of the workers' tensors: "cpu" or "cuda"."""
     return request.config.getoption("--device")
 
 

@@ -48,7 +48,7 @@ def assert_bit_equal(actual: Tensor, expected: Tensor, name: str = "tensor") -> 
 
 
 def bit_difference(actual: Tensor, expected: Tensor) -> str | None:
-    """What differs first between two tensors (index, values, bytes most significant first), or None."""
+    """First difference between two tensors (index, values, bytes most significant first), or None."""
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         return f"{actual.dtype} {tuple(actual.shape)} is not {expected.dtype} {tuple(expected.shape)}"
     a, b = _bytes(actual), _bytes(expected)

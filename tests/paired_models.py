@@ -94,7 +94,7 @@ def forward_backward(model: nn.Module, seed: int, shape: tuple[int, ...] = (M,),
 
 
 def programs(model: nn.Module) -> dict[str, list[CapturedLaunches | str]]:
-    """What there is for each direction."""
+    """State of each direction."""
     found: dict[str, list[CapturedLaunches | str]] = {way: [] for way in DIRECTIONS}
     for core in cores(model):
         calls = [*core.bound.calls.values(), *(core.weights.parts.calls.values() if core.weights.parts else ())]

@@ -58,7 +58,7 @@ class SeededDropout(nn.Dropout):
 
 
 class Here(NamedTuple):
-    """Where a fault is planted."""
+    """Place of a planted fault."""
 
     model: Any
     optimizer: torch.optim.Optimizer

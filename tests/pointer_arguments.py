@@ -24,7 +24,7 @@ def words(said: str, agreed: int = 8) -> frozenset[int]:
 
 @functools.cache
 def addresses() -> dict[str, tuple[Kind, ...]]:
-    """Of each step of a program, by name, the kinds of its arguments without the stream."""
+    """Return the kinds of the arguments of each step of a program, by name, without the stream."""
     sources = [(CSRC / name).read_text() for name in ("kernels.h", "steps.h")]
     masks = {name: words(said) for source in sources for name, said in _STRUCT.findall(source)}
     found: dict[str, tuple[Kind, ...]] = {"transpose_bytes": TRANSPOSE, "transpose_nibbles": TRANSPOSE}

@@ -48,7 +48,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back from one rank: a pickled result, a traceback, or the news that the process is gone."""
+    """Reply of one rank: a pickled result, a traceback, or the end of the process."""
 
     kind: str  # "result", "raised" or "died"
     when: float  # time.monotonic(), the same clock in all processes of a machine

@@ -1,4 +1,4 @@
-"""What quantizers declare beside observe and cast, what is refused, and what wrappers and subclasses hand on. No ranks."""
+"""Capabilities that quantizers declare, refused declarations, and the capabilities of wrappers and subclasses. No ranks."""
 
 from __future__ import annotations
 

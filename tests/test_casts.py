@@ -64,7 +64,7 @@ def matrices(pair, seed: int) -> dict[str, Tensor]:
 
 
 def ways(pair, x):
-    """What the two quantizers make one by one, and what staging holds then."""
+    """Operands that the two quantizers produce separately, and the staged amaxes after both casts."""
     at = origin(x, 3, 32)
     (one, staging), (other, _) = quantized(pair[0], x, at), quantized(pair[1], x.t(), at_t(x))
     return one, other, staging

@@ -89,7 +89,7 @@ def test_page(page, world, ranks, tmp_path):
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link to a heading of the page ends in, as GitHub spells it."""
+    """Anchors of the headings of a page, as GitHub spells them."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

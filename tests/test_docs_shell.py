@@ -228,7 +228,7 @@ def check_settings(typed: str) -> None:
 
 @pytest.fixture(scope="module")
 def presupposed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What pages take for granted: texts, data, a tokenizer, published weights, and a run of tiny at its step 200."""
+    """Files that the pages assume: texts, data, a tokenizer, published weights, and a run of tiny at step 200."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     folder = tmp_path_factory.mktemp("pages")
     rows = [f"a row of text with the number {number % 50}" for number in range(1200)]

@@ -45,7 +45,7 @@ def train(config: Any) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(pools: Any, device_type: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float]:
-    """Of a run of four steps, and its validation loss."""
+    """Checkpoint of a run of four steps, and the validation loss of the run."""
     folder = tmp_path_factory.mktemp("run")
     config = training.config(folder, training.shards(folder), "--train.steps=4", "--train.eval_every=4")
     pools.setdefault(2, worker.Pool(2, device_type)).run(train, config)

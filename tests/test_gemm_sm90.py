@@ -1,4 +1,4 @@
-"""Which GEMMs of blocks our own kernel takes, decided from sizes and layouts alone: no device is needed."""
+"""Choice of block-scaled GEMMs for our own kernel, from sizes and layouts alone: no device is needed."""
 
 from __future__ import annotations
 

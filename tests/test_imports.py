@@ -237,7 +237,7 @@ def circles(edges: Graph) -> list[set[str]]:
 
 
 def reached(edges: Graph, module: str) -> set[str]:
-    """What a module imports, over however many others."""
+    """Modules that a module imports, directly or indirectly."""
     found: set[str] = set()
     todo = [module]
     while todo:

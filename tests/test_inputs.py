@@ -1,4 +1,4 @@
-"""What layers are called with: plain tensors, in the dtype of torch.autocast where that is on."""
+"""Inputs of layers: plain tensors, in the dtype of torch.autocast if autocast is enabled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer keeps and returns by choice, on one rank: `save_original_input` and `return_bias`, and their refusals."""
+"""Options for saved and returned tensors on one rank: `save_original_input` and `return_bias`, and their refusals."""
 
 from __future__ import annotations
 

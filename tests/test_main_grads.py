@@ -64,7 +64,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 class Adds:
-    """How many wgrads added to a gradient themselves."""
+    """Number of wgrad GEMMs that accumulate into a gradient."""
 
     def __init__(self) -> None:
         self.count, contract = 0, functional.contract_gemm

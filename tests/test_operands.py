@@ -69,7 +69,7 @@ def make_bound(row: Any, recipe: Recipe, amax_group: Any = None, **options: Any)
 
 
 def agreements(bound: BoundSpec, operand: str) -> Agreements:
-    """What quantizing one operand, in both orientations, asks the ranks to agree on."""
+    """Amaxes that ranks agree on when one operand is quantized in both orientations."""
     agreed = Agreements()
     with patch.object(cast_engine, "agree", agreed):
         operands.quantize(bound, operand, [torch.randn(SIZE, SIZE)], BOTH)

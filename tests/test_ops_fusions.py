@@ -98,7 +98,7 @@ def test_a_fusion_is_told_the_recipe_of_the_first_linear():
 
 
 def test_extra_tensors_pass_groups_in_their_order():
-    """Of two fusers, with a plain module and an op with hooks between."""
+    """Results of two fusers, separated by a plain module and an op with hooks."""
     hooked = ops.AddExtraInput()
     hooked.register_forward_hook(lambda *args: None)
     model = ops.Sequential(

@@ -52,7 +52,7 @@ def parquet(path: Path) -> Path:
 
 
 def saved(folder: Path) -> Path:
-    """What `datasets.Dataset.save_to_disk` writes."""
+    """Write files as `datasets.Dataset.save_to_disk` does."""
     pa = pytest.importorskip("pyarrow")
     folder.mkdir()
     names = [f"data-{number:05}-of-00002.arrow" for number in range(2)]
@@ -138,7 +138,7 @@ def test_a_tokenizer_of_a_file(tmp_path: Path) -> None:
 
 
 def refused(tmp_path: Path, *arguments: str) -> str:
-    """What a preparation that is refused says; it leaves nothing."""
+    """Message of a refused preparation; no files are left."""
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError) as caught:
         main(["prepare", "--out", str(tmp_path / "out"), "--validation", "0.2", *arguments])

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def record(folder: Path, names: list[str], begin: int, steps: int) -> None:
-    """What a run records from step `begin`."""
+    """Records of a run from step `begin`."""
     config = load("tiny", ["--run.metrics", json.dumps(names)])
     run = Namespace(path=folder, leader=True, say=print)
     recorder = Recorder(config, cast(RunDir, run), CPU, 1)

@@ -1,4 +1,4 @@
-"""How a process ends: SIGTERM as a flag, patience when no step boundary comes, refusals; no ranks, no torch."""
+"""End of a process: SIGTERM as a flag, a time limit if no step boundary follows, refusals. No ranks, no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plan says of the wire, against bytes written out here. No ranks."""
+"""Compare the planned bytes on the wire with bytes that are written out here. No ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which updates are skipped as spikes, beside the same rule in plain Python."""
+"""Compare the updates that are skipped as spikes with the same rule in plain Python."""
 
 from __future__ import annotations
 

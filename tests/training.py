@@ -107,7 +107,7 @@ def run(config: Config, *, plots: bool = False) -> None:
 
 
 def metrics(config: Config, key: str = "loss") -> dict[int, Any]:
-    """What a run recorded, by step."""
+    """Records of a run, by step."""
     records = read_metrics(Path(config.run.dir) / "metrics.jsonl")  # without the line that is being written
     return {record["step"]: record[key] for record in records if key in record}
 

@@ -72,7 +72,7 @@ def translate(text: str) -> str:
 
 
 def _cuda_headers(nvcc: str) -> str:
-    """Where nvcc takes CUDA's headers from."""
+    """Folder of the CUDA headers of nvcc."""
     said = subprocess.run([nvcc, "--dryrun", "-c", "none.cu"], capture_output=True, text=True).stderr
     found = re.search(r'^#\$ INCLUDES="-I([^"]+)"', said, re.MULTILINE)
     if found is None:
@@ -87,7 +87,7 @@ def translated(only: Sequence[str] = ()) -> list[Path]:
 
 
 def flags(tools: loader.Toolchain, folder: Path) -> list[str]:
-    """What a C++ compiler takes to compile the kernels that lie, translated, in a folder."""
+    """Arguments of a C++ compiler for the translated kernels in a folder."""
     folders = (HERE / "include", HERE, folder, *tools.includes, _cuda_headers(tools.nvcc))
     return [*FLAGS.split(), *[f"-I{each}" for each in folders], "-include", f"{HERE}/emulator.h"]
 

@@ -23,7 +23,7 @@ GATHERED = [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn, tor
 
 
 def of_rank(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What `rank` holds: random bits, so that a byte in the wrong place shows."""
+    """Tensor of `rank`: random bits, so that a byte in the wrong place is detected."""
     generator = torch.Generator().manual_seed(100 + rank)
     if dtype.itemsize == 1:
         return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(dtype)
@@ -177,7 +177,7 @@ SHAPES: list[list[tuple[int, ...]]] = [[(), (5,), (1, 3), ()], [(3,)], [(each,) 
 
 @pytest.mark.parametrize(("world", "shapes"), [(1, SHAPES[0]), (4, SHAPES[0]), *[(2, shapes) for shapes in SHAPES]])
 def test_agree_is_one_reduction_to_the_elementwise_maximum(ranks, world, shapes):
-    """Of several tensors, of one, and of more than a kernel takes."""
+    """Agreements on several tensors, of one tensor, and of more tensors than a kernel accepts."""
     for agreed, untouched, launches in ranks(world).run(agree_on, shapes):
         for value, shape in zip(agreed, shapes, strict=True):
             expected = torch.stack([of_rank(rank, shape, torch.float32) for rank in range(world)]).amax(0)
@@ -244,7 +244,7 @@ def test_what_is_written_into_its_segment_is_gathered_in_place(ranks, world):
 
 
 def value(rank: int, step: int, shape: tuple[int, ...]) -> Tensor:
-    """What `rank` gives to operation `step`."""
+    """Input of `rank` for operation `step`."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 

@@ -252,7 +252,7 @@ def test_ops_that_communicate_compile(ranks, kind):
 
 
 def graphs_of_blocks(config: Config) -> int:
-    """How many graphs three steps of a run make, its blocks compiled one by one."""
+    """Number of graphs of three steps of a run whose blocks are compiled separately."""
     trainer, _ = training.trainer(config)
     for block in trainer.built.model.model.layers:
         block.compile(backend="eager", fullgraph=True)

@@ -92,7 +92,7 @@ def groups(sequence_parallel: bool = False, vocabulary: bool = False, siblings: 
 
 
 class Setup(NamedTuple):
-    """How the model is converted and run."""
+    """Settings of the conversion and the run."""
 
     sequence_parallel: bool = False
     vocabulary: bool = False
@@ -200,7 +200,7 @@ def test_a_converted_model_is_the_model(ranks, setup, world):
 
 
 class Facts(NamedTuple):
-    """What conversion did to the modules."""
+    """Changes that the conversion made to the modules."""
 
     names: list[str]
     classes: dict[str, str]

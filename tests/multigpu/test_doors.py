@@ -1,4 +1,4 @@
-"""What cannot become codes, or a layer, is refused with the same sentence wherever it comes in."""
+"""Every entry point refuses unsupported weights and modules with the same sentence."""
 
 from __future__ import annotations
 

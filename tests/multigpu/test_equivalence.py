@@ -82,7 +82,7 @@ class Run(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How many ranks, and what they do."""
+    """Number of ranks, and parallelism of the ranks."""
 
     dp_replicate: int = 1
     dp_shard: int = 1

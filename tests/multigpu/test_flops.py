@@ -1,4 +1,4 @@
-"""What torch's FlopCounterMode sees of a linear: its GEMMs, as its rank multiplies them."""
+"""torch's FlopCounterMode counts the GEMMs of a linear as the rank computes them."""
 
 from __future__ import annotations
 

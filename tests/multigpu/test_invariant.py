@@ -48,7 +48,7 @@ BATCH = 4  # sequences and microbatches of a step
 
 
 class Bits(NamedTuple):
-    """What one rank tells of a run: hashes of tensors by name, and the losses of its microbatches by (step, piece)."""
+    """Report of one rank about a run: hashes of tensors by name, and the losses of its microbatches by (step, piece)."""
 
     tensors: dict[str, str]
     losses: dict[tuple[int, int], float]

@@ -48,7 +48,7 @@ def steps(config: Config, count: int = WARM + 1) -> Trainer:
 
 
 def shares(config: Config) -> tuple[list[float], list[float]]:
-    """Of the gathers of x and dy over tp, and of those of weights over dp_shard."""
+    """Return the shares of bf16 bytes of the gathers of x and dy over tp, and of weights over dp_shard."""
     made = steps(config)
     seen, plan, load = made.wire.seen(), plan_of(made.built.model), made.wire.load()
     ours, bf16 = planned(plan, load), planned(in_bf16(plan), load)

@@ -1,4 +1,4 @@
-"""What was not finite is told by the rank that has it: scales are agreed, flags are not."""
+"""The rank with a non-finite value reports the value: ranks agree on scales, not on flags."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def step(model: Net, optimizer: torch.optim.Optimizer, into: str, value: float) 
 
 
 def told(recipe: str, held: str, into: str, value: float) -> list[str]:
-    """What this rank says of a step into which such a value gets, the first of its tensors."""
+    """Message of this rank about a step with a non-finite value, for the first affected tensor."""
     with ExitStack() as kernels:
         if worker.device().type == "cpu":
             kernels.enter_context(emulation())

@@ -39,7 +39,7 @@ Trained = tuple[list[float], dict[str, Tensor], dict[str, int]]
 
 
 def count(model: torch.nn.Module) -> dict[str, int]:
-    """How many programs there are for each direction."""
+    """Number of programs of each direction."""
     return {way: sum(not isinstance(made, str) for made in found) for way, found in programs(model).items()}
 
 

@@ -52,7 +52,7 @@ def test_held_weights_compute_what_cast_ones_do(recipe):
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Of all tensors that a model reaches, each memory once."""
+    """Bytes of all tensors of a model; shared memory counts once."""
     cores = [module.core for module in model.modules() if hasattr(module, "core")]
     parts = [*model.parameters(), *(part for core in cores for weight in core.weights for part in weight.parts)]
     return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())

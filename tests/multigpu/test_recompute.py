@@ -69,7 +69,7 @@ def test_what_runs_again_changes_no_bit_and_sends_what_was_planned(ranks, losses
 
 
 def runs(config: Config) -> dict[str, int]:
-    """How often linears and blocks run in one step, after two."""
+    """Number of forwards of linears and blocks in one step, after two steps."""
     mesh = worker.mesh(tp=config.mesh.tp)
     built = build(config, mesh, torch.device(worker.device()))
     tokens = torch.zeros(1, config.train.sequence, dtype=torch.int64, device=built.device)

@@ -81,7 +81,7 @@ def test_dp_ranks_that_train_alone_are_stopped(ranks, sizes, attached):
 
 
 def partial_step(way: str) -> str:
-    """What the first step says of a model that is not attached."""
+    """Message of the first step of a model that is not attached."""
     torch.manual_seed(3)
     model: nn.Module
     if way == "norm behind columns":

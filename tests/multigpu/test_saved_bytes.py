@@ -1,4 +1,4 @@
-"""What linears keep for backward: at most 0.55 of bf16 in 8-bit recipes, 0.30 in nvfp4; counted in a real block as well."""
+"""Bytes that linears save for backward: at most 0.55 of bf16 in 8-bit recipes, 0.30 in nvfp4; also counted in a full block."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_metrics_have_every_number(ranks, tmp_path, data):
 
 
 def printed(config: Config) -> str:
-    """What a rank prints of a run that is not on a terminal."""
+    """Output of a rank of a run that is not on a terminal."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
         training.run(config)
     return out.getvalue()
@@ -319,7 +319,7 @@ def test_the_check_is_read_one_step_late(ranks, tmp_path, data):
 
 
 def begun(config: Config) -> tuple[str, int]:
-    """How many steps were begun when the NaN of step 4 was noticed."""
+    """Number of steps that had begun when the NaN of step 4 was detected."""
     counted: list[int] = []
 
     class Counting(Poisoned):

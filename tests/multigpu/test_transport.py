@@ -79,7 +79,7 @@ def gathered(moves: Transport, seed: int, kinds: Kinds) -> list[Tensor]:
 
 
 def outgoing(moves: Transport, seed: int, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:
-    """What a rank sends to all, [R, *shape]."""
+    """Tensor that a rank sends to all ranks, [R, *shape]."""
     return torch.stack([content(seed, shape, dtype, rank, to) for to in range(moves.world)])
 
 
