@@ -27,7 +27,7 @@ LAYERS = ("q, k, v", "o", "gate, up", "down")
 
 
 def linears(model: Model, recipe: Any, dtype: torch.dtype) -> dict[str, Linear]:
-    """The linears of a block; those that read the same x as one."""
+    """The linears of a block; linears that read the same x count as one linear."""
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     sizes: Sequence[tuple[int, Any]] = [
         (model.hidden, (q, kv, kv)), (q, model.hidden), (model.hidden, (model.ffn, model.ffn)), (model.ffn, model.hidden)

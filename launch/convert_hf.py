@@ -80,13 +80,13 @@ recipe = "bf16"
 
 
 def parameters_of(model: Model) -> dict[str, Tensor]:
-    """All parameters by name, without memory; a tied one once."""
+    """Return all parameters by name, on the meta device; a tied parameter occurs once."""
     with torch.device("meta"):
         return {name: parameter.detach() for name, parameter in Llama(model).named_parameters()}
 
 
 def import_folder(folder: Path, out: Path) -> str:
-    """Returns what was done, in a sentence."""
+    """Convert a published folder into a checkpoint, and return one sentence about the result."""
     model, config = read_config(folder)
     theirs, found = dict(their_names(model.layers)), safetensors_folder.entries(folder)
     tensors = {}
@@ -125,13 +125,13 @@ def import_folder(folder: Path, out: Path) -> str:
 
 
 def progress(what: str, tensors: Mapping[str, Tensor]) -> tqdm[NoReturn]:
-    """A bar of the bytes of tensors, on a terminal."""
+    """Return a progress bar of bytes, which is shown only on a terminal."""
     total = sum(tensor.nbytes for tensor in tensors.values())
     return tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=None)
 
 
 def _check_tied(model: Model, found: Mapping[str, safetensors_folder.Entry]) -> None:
-    """ValueError where a folder whose config.json ties the head has another one, which would be lost."""
+    """Raise ValueError if config.json ties the head, but the folder has a separate head, which would be lost."""
     if not (model.tie_embeddings and HEAD in found):
         return
     head, embedding = (safetensors_folder.read(found[name], name) for name in (HEAD, EMBEDDING))
@@ -143,7 +143,7 @@ def _check_tied(model: Model, found: Mapping[str, safetensors_folder.Entry]) -> 
 
 
 def finite(entry: safetensors_folder.Entry, name: str) -> Tensor:
-    """A tensor of a folder. ValueError for one with a NaN or Inf, which no run could start from."""
+    """Read a tensor of a folder. Raises ValueError for a tensor with a NaN or Inf, since no run can start from such weights."""
     tensor = safetensors_folder.read(entry, name)
     bad = tensor.numel() - int(tensor.isfinite().sum())
     if bad:
@@ -154,7 +154,7 @@ def finite(entry: safetensors_folder.Entry, name: str) -> Tensor:
 
 
 def start_config(model: Model, folder: Path, out: Path, config: dict[str, object]) -> str:
-    """A run's config, which starts from the checkpoint."""
+    """Return the text of a config whose run starts from the checkpoint."""
     positions = config.get("max_position_embeddings")
     sequence = min(2048, positions if isinstance(positions, int) else 2048, model.sliding_window or 2048)
     shape = "\n".join(["[model]", *toml_lines(model)])
@@ -164,7 +164,7 @@ def start_config(model: Model, folder: Path, out: Path, config: dict[str, object
 
 
 def sha256(path: Path) -> str | None:
-    """Of a file; None where there is none."""
+    """Return the SHA-256 of a file; None if the file does not exist."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
@@ -182,7 +182,7 @@ def export(
         codes: Write the weights of linears whose recipe quantizes weights as compressed-tensors.
 
     Returns:
-        What was done, in a sentence.
+        One sentence about the result.
     """
     reader = weights_only.Reader(checkpoint)
     if "model_type" in reader.opened.manifest["model"]:
@@ -245,13 +245,13 @@ def export_pretrained(reader: weights_only.Reader, folder: Path, dtype: str | No
 
 
 def _one_dtype(found: set[torch.dtype]) -> str:
-    """The name of the only dtype of tensors; of several, the one that holds the values of all."""
+    """Return the name of the dtype of the tensors; if dtypes differ, the dtype that represents the values of all tensors."""
     names = {str(each).removeprefix("torch."): each for each in found}
     return next((short for short, name in NAMES.items() if names.keys() == {name}), "fp32")
 
 
 def longest(model: Model, config: str) -> int:
-    """The longest context that its positions were made for, or else that it was trained with."""
+    """Return the longest context of the position embeddings, or the sequence length of the training."""
     scaling = model.rope_scaling or {}
     if ORIGINAL in scaling:
         return int(scaling["factor"] * scaling[ORIGINAL])

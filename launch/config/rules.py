@@ -309,7 +309,7 @@ def _misfit(config: Settings, ranks: int, tp: int) -> ValueError | None:
 
 
 def sizes_of_tp(config: Settings, arguments: Sequence[str]) -> list[int]:
-    """The sizes of tp to try: the one of the command line alone, or that of the config and its divisors, largest first."""
+    """Sizes of tp to try: only the size on the command line, or the size in the config and its divisors, largest first."""
     tp = config.mesh.tp
     asked = any(each.partition("=")[0] == "--mesh.tp" for each in arguments)
     return [tp] if asked else [size for size in range(tp, 0, -1) if tp % size == 0]

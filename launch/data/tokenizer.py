@@ -135,7 +135,7 @@ def _separator(path: Path, vocabulary: dict[str, int], asked: str | None) -> str
 
 
 class KnownTokens:
-    """Check that a tokenizer knows the text: a tokenizer that does not maps it to the unknown token again and again."""
+    """Check that a tokenizer fits the text: an unsuitable tokenizer maps much of the text to the unknown token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._unknown, self._all = tokenizer, 0, 0

@@ -63,10 +63,10 @@ SETTLED = WARM + 2  # steps after which it is known which directions are capture
 
 @dataclass
 class Step:
-    """A step whose numbers are still on their way: mean loss x tp, ranks that were asked to stop, ranks with
-    a flag set, gradient norm, its limit, whether the update was skipped, this rank's flags.
-    `began`, `ended`: host clock; the end is the next step's beginning, or when the numbers were waited for. `wire`: bytes
-    this rank sent in it, by group. `remarks`: what is to be said of it, after its numbers."""
+    """A launched step whose results the host has not read: mean loss x tp, number of ranks with a stop request, number of
+    ranks with a flag set, gradient norm, limit of the norm, whether the update was skipped, flags of this rank.
+    `began`, `ended`: host clock; a step ends when the next step begins, or when the host waits for the results. `wire`:
+    bytes that this rank sent in the step, by group. `remarks`: lines to print after the results."""
 
     number: int
     numbers: OnTheWay
@@ -83,7 +83,7 @@ class NotFinite(Exception):
 
 
 class Trainer:
-    """One run on this rank: the constant parts and the loop. Raises ValueError for data that does not fit."""
+    """Run of this rank: the constant parts and the loop. Raises ValueError for data that does not fit the config."""
 
     def __init__(self, config: Config, built: Built, run: RunDir, stop: StopFlag) -> None:
         self.config, self.built, self.run, self.stop = config, built, run, stop
@@ -142,7 +142,7 @@ class Trainer:
             self.run.say(remark)
 
     def place(self) -> Place:
-        """Return the place of this rank in the program, for a watching thread."""
+        """Return the current activity of this rank, for the thread that detects hangs."""
         last, direction, doing = self.recipes.last, self.recipes.direction, self.doing
         layer = "none yet" if last is None else f"{', '.join(last.members)} in {direction}"
         text = f"step {self.recipes.steps + 1}, {doing + ', ' if doing else ''}last layer {layer}"
