@@ -308,7 +308,7 @@ def test_what_conversion_refuses_it_leaves_alone(ranks):
     for rank, found in enumerate(ranks(2).run(refused_conversions)):
         expected = {
             "no batch": "blocks.0.attn.q: sequence parallelism needs the shape of a microbatch",
-            "unknown amax group": "amax_group must be auto, tp, tp+dp, world or a process group; got 'everyone'",
+            "unknown amax group": "amax_group must be auto, tp, tp+cp, tp+dp, world or a process group; got 'everyone'",
             "narrow amax group": f"blocks.0.attn.q and siblings: the amax group has ranks [{rank}], but sequence",
             "indivisible": "blocks.1.up: COLUMN shards out_features over tp 2, which does not divide 31",
             "unknown name": "layer group 'typo': pattern 'blocks.*.atn.*' matches no layer; nearest: 'blocks.0.attn.",

@@ -43,7 +43,7 @@ def _weight_operands(
     """The operands of the `used` weights in one orientation: `cached` at the step boundary, or gathered by FSDP; empty if the
     pass casts the weights."""
     if cached:
-        parts = WeightParts(bound.spec, cached, bound.spec.weight_formats[1])
+        parts = WeightParts(bound, cached, bound.spec.weight_formats[1])
         return parts.columnwise_operands(used) if columnwise else parts.operands[0]
     gathered: list[QuantizedTensor] = bound.weights.read(
         bound, used, weights, dtype, columnwise=columnwise, record=record

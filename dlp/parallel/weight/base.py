@@ -32,6 +32,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -261,18 +262,22 @@ class WeightParts:
     number               unique among all WeightParts
     parts                for each weight, parts of the rowwise operand, then parts of the columnwise operand
     rowwise, columnwise  parts of one orientation
-    operands             rowwise operands of all weights, then columnwise operands
+    operands             rowwise operands of all weights, then columnwise operands; none of a frozen layer
     calls                `BoundCall`s whose captured launches hold the addresses of these parts
     """
 
-    def __init__(self, spec: LinearSpec, parts: Sequence[Tensor], sizes: tuple[int, int]) -> None:
+    def __init__(self, layer: BoundSpec | LayerState, parts: Sequence[Tensor], sizes: tuple[int, int]) -> None:
         self.number = next(_NUMBERS)
-        self.parts, self._sizes, both = parts, sizes, sum(sizes)
+        self._layer, self.parts, self._sizes, both = layer, parts, sizes, sum(sizes)
         self.rowwise = [part for i, part in enumerate(parts) if i % both < sizes[0]]
         self._columnwise = [part for i, part in enumerate(parts) if i % both >= sizes[0]]
-        columnwise = spec.weight_operands(self._columnwise, columnwise=True) if self._columnwise else []  # frozen: none
-        self.operands = spec.weight_operands(self.rowwise, columnwise=False), columnwise
         self.calls: dict[Any, Any] = {}
+
+    @cached_property
+    def operands(self) -> tuple[list[QuantizedTensor], list[QuantizedTensor]]:
+        spec = self._layer.spec  # a layer that is being copied has no spec yet
+        columnwise = spec.weight_operands(self._columnwise, columnwise=True) if self._columnwise else []
+        return spec.weight_operands(self.rowwise, columnwise=False), columnwise
 
     @property
     def columnwise(self) -> list[Tensor]:
@@ -344,7 +349,7 @@ class LayerWeights:
         if self.parts is None or list(map(id, parts)) != list(map(id, self.parts.parts)):
             complete, rowwise = all(weight.parts for weight in self.members), self.members[0].num_rowwise
             sizes = rowwise, len(parts) // len(self.members) - rowwise
-            self.parts = WeightParts(self.layer.spec, parts, sizes) if complete else None
+            self.parts = WeightParts(self.layer, parts, sizes) if complete else None
 
     def operands_for(self, bound: BoundSpec, dtype: torch.dtype) -> WeightParts | None:
         """Operands from the step boundary, if they fit a pass under this spec with x of `dtype`; None: use `read`."""
