@@ -50,7 +50,7 @@ TINY = ["--model.layers", "1", "--model.hidden", "64", "--model.ffn", "128", "--
 SHORT = {  # for programs that take minutes
     "launch.evaluate": ["--batches", "2"],
     "launch.generate": ["--tokens", "8"],
-    "launch.prove": ["--meshes", "tp2", "--layers", "1", "--width", "64", "--steps", "1"],
+    "launch.prove": ["--meshes", "tp2", "--layers", "3", "--width", "64", "--steps", "1"],
 }
 
 
@@ -242,7 +242,7 @@ def presupposed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "bench").symlink_to(ROOT / "bench")
     tokenizer(folder / "models" / "mine", words=" ".join(rows))
     for name in ("Llama-3.2-1B", "Llama-3.1-8B"):
-        published(folder / name)
+        published(folder / name, max_position_embeddings=4096)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(folder / "models" / "mine" / file, folder / name / file)
     convert_hf.import_folder(folder / "Llama-3.1-8B", folder / "weights" / "llama3_8b")

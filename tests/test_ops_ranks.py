@@ -278,14 +278,18 @@ def test_codes_that_came_are_gathered_as_they_are(recipe: str, ranks: Any):
 
 def of_a_user(recipe: str, sp: bool, quantizes: bool) -> tuple[dict[str, Tensor], list[str]]:
     """A step of a column- and a row-parallel linear, each behind an op of a user; the types that the ops returned."""
-    mesh = worker.mesh(dp_shard=1, tp=2)
-    model = block(mesh["tp"], recipe, sp, siblings=False)
+    torch.manual_seed(0)
+    tp = {"tensor_parallel_group": worker.mesh(dp_shard=1, tp=2)["tp"], "sequence_parallel": sp, "recipe": recipe}
     first, last = Halved(quantizes), Halved(quantizes)
-    sequence = ops.Sequential(first, model[1], last, model[3])
+    sequence = ops.Sequential(
+        first, ops.Linear(H, FFN, tensor_parallel_mode="column", **tp),
+        last, ops.Linear(FFN, H, tensor_parallel_mode="row", **tp),
+    )  # fmt: skip
     tokens = (
         slice(torch.distributed.get_rank() * M // 2, (torch.distributed.get_rank() + 1) * M // 2) if sp else slice(None)
     )
-    return step(sequence, tokens), [kind.__name__ for op in (first, last) for kind in op.returned]
+    found = {name: whole(tensor) for name, tensor in step(sequence, tokens).items()}
+    return found, [kind.__name__ for op in (first, last) for kind in op.returned]
 
 
 @pytest.mark.ranks(2)
