@@ -306,8 +306,10 @@ class _Estimate:
         return self.found.logits + self._block_work() / 2
 
     def _block_work(self) -> float:
-        """Gradients of activations inside of an MLP's backward."""
-        widest = max(max(p.shape[0], 1) for row, p in self.linears.values() if block_of(p.name, self.units))
+        """Gradients of activations inside of an MLP's backward. Without linears in blocks, the largest dimension of a matrix
+        stands for the features of an MLP."""
+        of_linears = [max(p.shape[0], 1) for row, p in self.linears.values() if block_of(p.name, self.units)]
+        widest = max(of_linears or [max(p.shape, default=1) for block in self.blocks for p in self.units[block]])
         return 4.0 * self.load.tokens * widest * self.wide
 
 

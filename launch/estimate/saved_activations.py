@@ -118,13 +118,13 @@ class _Linear(nn.Module):
 
 
 class _Embedding(nn.Module):
-    """Stand-in for an embedding, vocab-parallel or not."""
+    """Stand-in for an embedding, vocab-parallel or not; of tokens, or of positions with further arguments."""
 
     def __init__(self, row: OtherPlan, hidden: int, dtype: torch.dtype, tp: int, count: _Count) -> None:
         super().__init__()
         self.row, self.hidden, self.dtype, self.tp, self.count = row, hidden, dtype, tp, count
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, *_: Any, **__: Any) -> Tensor:
         cut = self.row.style == "vocab" and self.row.sequence_parallel
         shape = (tokens.numel() // self.tp, self.hidden) if cut else (*tokens.shape, self.hidden)
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)

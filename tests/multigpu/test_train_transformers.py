@@ -216,11 +216,14 @@ def exported(config: Config, folder: str) -> list[float]:
 
 def test_the_plan_of_a_folder(tmp_path: Path, shards: Path):
     saved("MixtralForCausalLM", tmp_path, attention_dropout=0.1)
-    said = plan_text(config(tmp_path, shards, "--mesh.tp", "2"), 4, "sm_90")
+    said = plan_text(config(tmp_path, shards, "--mesh.tp", "2", "--train.dtype", "bf16"), 4, "sm_90")
     assert "model: MixtralForCausalLM" in said and "FSDP units: 2 MixtralDecoderLayer" in said
     assert "model.layers.*.mlp.experts" in said and "has no counterpart" in said
     assert "dropout is not applied (attention_dropout = 0.1 in config.json)" in said
-    assert "\nmemory: " in said and "cuda graph: steps are launched one by one" in said
+    assert "\nmemory: each rank needs" in said and "cuda graph: steps are launched one by one" in said
+    for architecture in ("GPT2LMHeadModel", "OPTForCausalLM"):  # no linears in blocks; embeddings that read a mask
+        saved(architecture, tmp_path)
+        assert "\nmemory: each rank needs" in plan_text(config(tmp_path, shards), 4, "sm_90"), architecture
     saved("LlamaForCausalLM", tmp_path)
     said = plan_text(config(tmp_path, shards, "--mesh.tp", "2"), 4, "h200")
     assert "memory: each rank needs" in said and "time: not predicted: mine.toml: --model" in said, said
