@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from dlp.tp_plan import block_modules
 from launch import convert_hf
 from launch.checkpoint.manifest import complete
 from launch.config.run_config import Config, command_line, load, make_parser
@@ -21,7 +22,7 @@ from launch.data.sources import open_sources
 from launch.data.token_stream import TokenStream
 from launch.settings.schema import ConfigError
 from launch.train import plan_text
-from launch.training.build import plan_for
+from launch.training.build import check_ties, plan_for
 from launch.training.learning_rate import learning_rate
 from tests import hf_models, training
 from tests.multigpu.test_groups_for import ARCHITECTURES, ON_TP
@@ -30,6 +31,7 @@ transformers = pytest.importorskip("transformers")
 
 FEW = ("LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM")
 WITHOUT_LINEARS = ("gpt2",)  # Conv1D
+TIED = "BertLMHeadModel"  # of which the embeddings, tied to the head, are a block
 STEPS = 5
 NEAR = 1e-6  # of a loss in fp32
 NEAR_BF16 = 3e-4  # a converted linear rounds wgrad once less
@@ -152,10 +154,17 @@ def test_on_one_rank(ranks, architecture: str, tmp_path: Path, shards: Path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("architecture", some(ARCHITECTURES, FEW[:1]))
+@pytest.mark.parametrize("architecture", some([each for each in ARCHITECTURES if each != TIED], FEW[:1]))
 def test_on_two_fsdp_ranks(ranks, architecture: str, tmp_path: Path, shards: Path):
     saved(architecture, tmp_path)
     trains(ranks, 2, tmp_path, shards)
+
+
+def test_a_parameter_that_a_block_shares_is_refused():
+    check_ties(llama := hf_models.make("LlamaForCausalLM", tie_word_embeddings=True), block_modules(llama))
+    model = hf_models.make(TIED)
+    with pytest.raises(ValueError, match=r"word_embeddings.weight and cls.*decoder.weight are one parameter, and FSDP"):
+        check_ties(model, block_modules(model))
 
 
 @pytest.mark.ranks(2)
