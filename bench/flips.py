@@ -1,6 +1,6 @@
 """Bit flips in training steps on two CPU ranks, and what `[train] sentinel` says of them.
 
-    python -m bench.flips [--flips 1000] [--clean 10000] [--first 0] [--out FILE.csv]
+    python -m bench.flips [--flips 1000] [--clean 10000] [--first 0] [--clean-from 0] [--out FILE.csv]
 
 A flip is one random bit of one random element on one rank, between or inside the two passes of a sentinel step of a small
 Llama on the mesh tp2+sp or dp2:
@@ -213,8 +213,8 @@ def _flipped(draw: random.Random, grad: Tensor, found: dict[str, Any]) -> Tensor
     return changed
 
 
-def flip_all(rank: int, ranks: int, out: Path, numbers: Sequence[int], clean: int) -> None:
-    """On all ranks: the flips, then the clean steps."""
+def flip_all(rank: int, ranks: int, out: Path, numbers: Sequence[int], clean: range) -> None:
+    """On all ranks: the flips, then the clean steps, which read the tokens of their numbers."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     alarms = 0
@@ -231,11 +231,13 @@ def flip_all(rank: int, ranks: int, out: Path, numbers: Sequence[int], clean: in
                 _append(out, row)
             if rank == 0 and number % 100 == 99:
                 print(f"{number + 1} flips", flush=True)
-    for step in range(clean):
+    for subject in subjects.values():
+        subject.steps += clean.start
+    for done, step in enumerate(clean, 1):
         said = subjects[list(MESHES)[step % len(MESHES)]].step()
         alarms += bool(said)
-        if rank == 0 and (said or step % 500 == 499):
-            print(f"{step + 1} clean steps: {alarms} alarms {said}", flush=True)
+        if rank == 0 and (said or done % 500 == 0 or done == len(clean)):
+            print(f"{done} clean steps: {alarms} alarms {said}", flush=True)
 
 
 def _append(out: Path, row: dict[str, Any]) -> None:
@@ -262,6 +264,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--clean", type=int, default=10000, help="clean steps after the flips")
     parser.add_argument("--first", type=int, default=0, help="number of the first flip")
+    parser.add_argument("--clean-from", type=int, default=0, help="number of the first clean step, whose tokens follow it")
     parser.add_argument("--out", type=Path, default=Path("runs/flips.csv"))
     options = parser.parse_args(arguments)
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -270,7 +273,8 @@ def main(arguments: Sequence[str]) -> int:
             csv.DictWriter(file, COLUMNS).writeheader()
     done = {int(row["flip"]) for row in rows_of(options.out)}
     numbers = [number for number in range(options.first, options.first + options.flips) if number not in done]
-    start(flip_all, WORLD, options.out, numbers, options.clean)
+    clean = range(options.clean_from, options.clean_from + options.clean)
+    start(flip_all, WORLD, options.out, numbers, clean)
     print_table(rows_of(options.out))
     return 0
 
