@@ -264,7 +264,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--clean", type=int, default=10000, help="clean steps after the flips")
     parser.add_argument("--first", type=int, default=0, help="number of the first flip")
-    parser.add_argument("--clean-from", type=int, default=0, help="number of the first clean step, whose tokens follow it")
+    parser.add_argument(
+        "--clean-from", type=int, default=0, help="number of the first clean step, whose tokens follow it"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/flips.csv"))
     options = parser.parse_args(arguments)
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from tests import pool as worker
 from tests.metrics import assert_bit_equal
 
 pytest.importorskip("torchao")
-KINDS = ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Muon")
+KINDS = ("AdamW8bit", "AdamW4bit", "AdamWFp8", "InvariantAdamW", "Muon")
 
 
 def made(kind: str, model: nn.Module) -> Any:
@@ -145,3 +145,25 @@ def resumed_on_shards(folder: str, kind: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["AdamW4bit", "Muon"])
 def test_a_run_resumes_from_torchs_checkpoints_bit_for_bit(ranks, kind: str, tmp_path):
     assert ranks(2).run(resumed_on_shards, str(tmp_path), kind) == [[], []]
+
+
+def test_the_update_of_an_element_does_not_depend_on_the_cut():
+    """As shards of 1 to 13 elements; the fused AdamW of torch has other bits in shards of 4 and 12."""
+
+    def trained(kind: type[torch.optim.Optimizer], cut: int) -> Tensor:
+        draw = torch.Generator().manual_seed(0)
+        parts = [nn.Parameter(part.clone()) for part in torch.randn(416, generator=draw).split(cut)]
+        options = {"fused": True} if kind is torch.optim.AdamW else {}
+        optimizer = kind(parts, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), **options)
+        for _ in range(20):
+            for part, grad in zip(parts, torch.randn(416, generator=draw).split(cut), strict=True):
+                part.grad = grad.clone()
+            optimizer.step()
+        return torch.cat([part.detach() for part in parts])
+
+    whole = trained(dlp.optim.InvariantAdamW, 416)
+    for cut in (1, 2, 4, 8, 12, 13):
+        assert_bit_equal(trained(dlp.optim.InvariantAdamW, cut), whole, f"shards of {cut}")
+    fused = trained(torch.optim.AdamW, 416)
+    torch.testing.assert_close(whole, fused, rtol=2e-6, atol=2e-6)
+    assert not torch.equal(trained(torch.optim.AdamW, 4), fused), "then launch.train needs no optimizer of its own"

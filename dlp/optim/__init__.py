@@ -1,6 +1,7 @@
 """dlp.optim: optimizers for custom training loops (docs/optimizers.md).
 
     AdamW8bit, AdamW4bit, AdamWFp8   AdamW with averages stored in 8 or 4 bits, in torchao's encodings
+    InvariantAdamW                   AdamW with the same bits wherever a parameter is cut, for `invariant=True` on CPUs
     Muon                             orthogonalized momentum for matrices, AdamW for other parameters
 
 All step on shards, replicated parameters and plain tensors. A step divides gradients by the attribute `grad_scale` and leaves
@@ -9,7 +10,8 @@ every bit of parameters and states where `found_inf` is 1, both fp32 [] on the d
 """
 
 from dlp.optim.clip import clip_, clip_grad_norm_
+from dlp.optim.invariant_adamw import InvariantAdamW
 from dlp.optim.low_bit_adamw import AdamW4bit, AdamW8bit, AdamWFp8
 from dlp.optim.muon import Muon, muon_groups
 
-__all__ = ["AdamW4bit", "AdamW8bit", "AdamWFp8", "Muon", "clip_", "clip_grad_norm_", "muon_groups"]
+__all__ = ["AdamW4bit", "AdamW8bit", "AdamWFp8", "InvariantAdamW", "Muon", "clip_", "clip_grad_norm_", "muon_groups"]

@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from dlp import Plan
 from dlp.optim.encodings import ENCODINGS, Encoding
+from dlp.optim.invariant_adamw import InvariantAdamW
 from dlp.optim.low_bit_adamw import LowBitAdamW
 from dlp.optim.muon import MUON, Muon, is_matrix_of_block
 from launch.config.run_config import Config
@@ -27,8 +28,10 @@ FP32 = 8.0  # bytes of two averages of an element
 Rate = float | torch.Tensor  # a tensor on the device where a CUDA graph reads it
 
 
-def adamw(groups: Groups, train: Train, lr: Rate) -> AdamW:
-    """Return the fused AdamW of torch."""
+def adamw(groups: Groups, train: Train, lr: Rate) -> Optimizer:
+    """Return the fused AdamW of torch, or, for invariant runs on CPUs, an AdamW whose bits do not depend on shards."""
+    if train.invariant and groups[0]["params"][0].device.type == "cpu":
+        return InvariantAdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps)
     capturable = isinstance(lr, torch.Tensor)
     return AdamW(groups, lr=lr, betas=train.betas, eps=train.eps, fused=True, capturable=capturable)
 
