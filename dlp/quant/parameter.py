@@ -458,18 +458,18 @@ def _gather(func: Any, w: QuantizedParameter, size: int, group: Any) -> Any:
 
 
 @_runs(torch.ops.c10d.scatter_.default)
-def _scatter(func: Any, outputs: list[Any], inputs: list[list[Any]], *how: Any) -> Any:
+def _scatter(func: Any, outputs: list[Any], inputs: list[list[Any]], group: Any, root: int, *_: Any) -> Any:
     """Scatter shards, for `distribute_tensor` and `parallelize_module`."""
     if not _alike([*outputs, *[each for given in inputs for each in given]]):
         return NotImplemented
     return _by_part(
-        lambda i, mine: func([mine], [[_sent(each, i) for each in given] for given in inputs], *how), outputs
+        lambda i, mine: func([mine], [[_sent(each, i) for each in given] for given in inputs], group, root), outputs
     )
 
 
 @_runs(torch.ops.c10d.broadcast_.default)
-def _broadcast(func: Any, tensors: list[Any], *how: Any) -> Any:
-    return _by_part(lambda i, mine: func([mine], *how), tensors) if _alike(tensors) else NotImplemented
+def _broadcast(func: Any, tensors: list[Any], group: Any, root: int, at: int, *_: Any) -> Any:
+    return _by_part(lambda i, mine: func([mine], group, root, at), tensors) if _alike(tensors) else NotImplemented
 
 
 def _alike(given: Sequence[Any]) -> bool:
@@ -483,13 +483,13 @@ def _sent(w: QuantizedParameter, i: int) -> Tensor:
 
 
 def _by_part(collective: Callable[[int, Tensor], tuple[Any, Any]], into: list[QuantizedParameter]) -> tuple[Any, Any]:
-    """Run a collective for each plain tensor of the output."""
+    """Run a collective for each plain tensor of the output. Collectives are asynchronous and waited for: NCCL returns no work
+    for others, and torch 2.11 ends the process where Python asks such an operator for its work."""
     (w,) = into
     for i, part in enumerate(w.inside):
         mine = _sent(w, i)
         _, work = collective(i, mine)
-        if work is not None:
-            work.wait()
+        work.wait()
         if mine.data_ptr() != part.data_ptr():
             part.copy_(mine.view(part.dtype))
     return into, work

@@ -257,7 +257,7 @@ def test_fsdp_gathers_scales_in_any_layout(ranks):
 
 def cut_blocks() -> None:
     quantizer = recipes.load("nvfp4").w.rowwise
-    layer, x = nn.Linear(32, 48, bias=False), torch.randn(4, 32)
+    layer, x = nn.Linear(32, 48, bias=False).to(worker.device()), torch.randn(4, 32, device=worker.device())
     layer.weight = nn.Parameter(QuantizedParameter.from_float(layer.weight, quantizer), requires_grad=False)
     values = layer.weight.dequantize()
     fully_shard(layer, mesh=worker.mesh()["dp_shard"])
