@@ -75,9 +75,17 @@ class Session(StepState):
         self.stale.cast(weights)
 
     def hook_first(self, model: nn.Module) -> None:
+        """Put `meet` before all forward pre-hooks of the model.
+
+        Hooks are stored in the order of calls: guards of torch 2.11's compiler read an OrderedDict in the order of storage, which
+        `prepend=True` does not change."""
         if self.meets is not None:
             self.meets.remove()
-        self.meets = model.register_forward_pre_hook(self.meet, prepend=True, with_kwargs=True)
+        hooks: dict[int, Any] = model._forward_pre_hooks
+        others = list(hooks)
+        self.meets = model.register_forward_pre_hook(self.meet, with_kwargs=True)
+        for key in others:
+            hooks[key] = hooks.pop(key)
 
     # ---- hooks of the model
 
