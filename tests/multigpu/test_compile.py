@@ -180,8 +180,8 @@ class Language(nn.Module):
         return dlp.cross_entropy(self.head(x).flatten(0, -2), targets.flatten(), tp) / targets.numel()
 
 
-def whole_model(recipe: str, borders: bool) -> list[list[bool]]:
-    """Whether loss and gradients of two steps are equal, compiled as one graph and not."""
+def whole_model(recipe: str, borders: bool) -> list[list[float]]:
+    """Errors of loss and gradients of two steps, compiled as one graph beside not compiled."""
     mesh = worker.mesh(tp=2)
     tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1)).to(worker.device())
     vocabulary = {"name": "vocabulary", "match": ["embed"], "style": "column"}
@@ -204,7 +204,7 @@ def whole_model(recipe: str, borders: bool) -> list[list[bool]]:
             loss.backward()
             steps[-1].append([loss.detach(), *[getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]])
     torch._dynamo.reset()
-    return [[torch.equal(a, b) for a, b in zip(*step, strict=True)] for step in zip(*steps, strict=True)]
+    return [[relative_error(a, b) for a, b in zip(*step, strict=True)] for step in zip(*steps, strict=True)]
 
 
 @pytest.mark.ranks(2)
@@ -212,7 +212,7 @@ def whole_model(recipe: str, borders: bool) -> list[list[bool]]:
 def test_a_whole_model_is_one_graph(ranks, recipe, borders):
     """With token shards or a cut vocabulary, and with microbatches that are counted for stochastic rounding."""
     for steps in ranks(2).run(whole_model, recipe, borders):
-        assert all(map(all, steps)), steps
+        assert max(map(max, steps)) == 0, steps
 
 
 def out_of_range() -> bool:
@@ -346,8 +346,8 @@ def test_the_ops_pass_opcheck(ranks, recipe, features, style, sequence_parallel)
 def kept_and_promised(recipe: str) -> tuple[list[Any], list[Any]]:
     """Of a layer that sends x, where new scales lie as on a Hopper: what forward keeps is like, and what the plan says."""
     with patch("dlp.kernels.registry.kind_of", lambda device: "sm_90"):
-        layer = ColumnParallelLinear(160, 64, **options_of(recipe, True))
-        x = torch.randn(128, 160).bfloat16()
+        layer = ColumnParallelLinear(160, 64, **options_of(recipe, True)).to(worker.device())
+        x = torch.randn(128, 160, device=worker.device()).bfloat16()
         _, kept = linear_forward(layer.core.bound, x, [layer.weight.detach().to_local()], [None], (), True, True)
         promised = layer.core.bound.plan(len(x)).saved(x)
         return tuple([(each.shape, each.dtype, each.stride()) for each in given] for given in (kept, promised))

@@ -494,7 +494,7 @@ def clipped(mesh: Any) -> tuple[list[float], list[Tensor], str]:
         with pytest.raises(RuntimeError) as raised:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         error = str(raised.value)
-        optimizer = dlp.optim.AdamWFp8(model.parameters(), lr=1e-3)
+        optimizer = dlp.optim.InvariantAdamW(model.parameters(), lr=1e-3)
         norms = [dlp.optim.clip_(optimizer, 0.5).item(), dlp.optim.clip_grad_norm_(model, 0.5).item()]
     grads = [p.grad for p in model.parameters()]
     return norms, [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads], error
