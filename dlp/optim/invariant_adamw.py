@@ -22,8 +22,8 @@ from dlp.parallel.weight.local import local_values
 class InvariantAdamW(Optimizer):
     """AdamW for runs with `invariant=True` on CPUs, where shards must have the bits of the whole parameter.
 
-    A step divides gradients by `grad_scale` and leaves every bit unchanged where `found_inf` is 1, fp32 [] each, as torch's fused
-    AdamW does. On GPUs the fused AdamW of torch computes every element by the same instructions, and is faster.
+    A step divides gradients by `grad_scale` and keeps every bit where `found_inf` is 1, fp32 [] each, as in the fused
+    AdamW of torch, which computes every element by the same instructions on GPUs, and is faster there.
 
     Args:
         params: fp32 parameters, or groups of them, on one device; sharded and replicated parameters as well.

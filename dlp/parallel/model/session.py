@@ -77,8 +77,8 @@ class Session(StepState):
     def hook_first(self, model: nn.Module) -> None:
         """Put `meet` before all forward pre-hooks of the model.
 
-        Hooks are stored in the order of calls: guards of torch 2.11's compiler read an OrderedDict in the order of storage, which
-        `prepend=True` does not change."""
+        Hooks are stored in the order of calls: the compiler of torch 2.11 reads an OrderedDict in the order of storage,
+        which `prepend=True` does not change."""
         if self.meets is not None:
             self.meets.remove()
         hooks: dict[int, Any] = model._forward_pre_hooks
