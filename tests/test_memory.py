@@ -43,6 +43,20 @@ def small(*changes: str) -> Config:
     ])  # fmt: skip
 
 
+def test_a_step_with_a_sentinel_is_eager_beside_the_graph():
+    deterministic = "--train.deterministic=true"
+    with_graph, eager = (
+        small(deterministic, "--train.sentinel=64", f"--train.cuda_graph={each}") for each in ("auto", "false")
+    )
+    memory = held(with_graph, 1)
+    of_step = {
+        m: sum(memory.rows[name][m] for name in ("gradients", "saved activations", "gathered", "at work"))
+        for m in MOMENTS
+    }
+    assert row(with_graph, 1, "sentinel")["update"] == max(of_step.values()) > 0
+    assert not any(row(eager, 1, "sentinel").values()) and not any(row(small(deterministic), 1, "sentinel").values())
+
+
 T, H, F, Q, KV = 128, 256, 1024, 256, 128
 NORM = T * H * 2 + T * 4  # x and rstd
 SUMS = T * 4 * 4  # attention's log-sum-exp

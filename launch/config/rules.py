@@ -215,8 +215,6 @@ def cannot_capture(config: Settings) -> str:
         return "modules of transformers may read device memory on the host; set [train] cuda_graph = false or auto"
     if config.train.invariant:
         return "the sums of invariant = true read checksums of gradients on the host; set [train] invariant = false"
-    if config.train.sentinel:
-        return "the sentinel looks at each module of some steps; set [train] sentinel = 0"
     return ""
 
 

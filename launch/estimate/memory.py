@@ -2,7 +2,7 @@
 cannot fit.
 
     static      parameters, cached operands of the step boundary, optimizer, accumulated gradients, workspaces, symmetric
-                memory, and, with a CUDA graph of the step, the memory of a validation
+                memory, and, with a CUDA graph of the step, the memory of a validation and of a step with a sentinel
     temporary   saved activations, gathered weights, and the working memory of a moment
 
 The peak of a step is at one of four moments:
@@ -45,8 +45,10 @@ WORKSPACES = 4 * 32 * 2**20  # bytes of the workspaces of cuBLASLt and cuBLAS, o
 MOMENTS = ("loss", "last block", "first block", "update")
 ROWS = (
     "parameters", "cached operands", "optimizer", "gradients", "saved activations", "gathered", "at work",
-    "symmetric memory", "validation", "workspaces",
+    "symmetric memory", "validation", "sentinel", "workspaces",
 )  # fmt: skip
+
+OF_STEP = ("gradients", "saved activations", "gathered", "at work")  # memory that a step takes and gives back
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,9 @@ class _Estimate:
         rows["gradients"] |= self._gradients()
         rows["gathered"] |= self._gathered()
         rows["at work"] |= self._work()
+        if self.config.train.sentinel and replays_steps(self.config, self.plan.device_type):
+            of_step = [rows[name] for name in OF_STEP]  # an eager step next to the reserved memory of the graph
+            stays("sentinel", max(sum(row[moment] for row in of_step) for moment in MOMENTS))
         return Memory(rows)
 
     def _states(self, p: ParameterPlan) -> float:

@@ -227,7 +227,8 @@ class Trainer:
             batches, lr = list(self.batches(self.train_data, step)), learning_rate(step, self.config.train)
         watch.lap("data")
         self.set_learning_rate(lr)
-        graph = self.built.graph and self.replays.next()
+        # a sentinel looks at modules, which a replay does not call
+        graph = self.built.graph and self.replays.next() and not self.sentinel.due(self.recipes.steps + 1)
         numbers = self.replay(batches) if graph else self.compute(batches, watch.lap)
         flags = torch.cat([torch.zeros_like(numbers[:0]), *self.recipes.flags.closed])
         wish = torch.full_like(numbers[0], float(self.stop.requested))
