@@ -81,7 +81,9 @@ class WireChecks(Observer):
             return super().__torch_dispatch__(func, types, args, kwargs)
         to_each = received == "output"  # each rank is sent a chunk of its own
         sent = _sums(given[source], group.size()) if to_each else checksum(given[source]).expand(group.size())
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        # NCCL returns no work for a synchronous transfer, and torch 2.11 ends the process where Python waits for it
+        waited = next(name for name in names if name in ("async_op", "asyncOp"))
+        result = super().__torch_dispatch__(func, types, (), {**given, waited: True})
         work = result[-1] if isinstance(result, tuple | list) else result
         work.wait()
         arrived = _sums(self.arrived(given[received]), group.size())
