@@ -185,7 +185,8 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group, ctx.shape = group, x.shape
-        return _slice(x.reshape(-1, x.shape[-1]), group)
+        # no view of x: a compiler of torch 2.11 loses the gradient of a function that returns a view
+        return _slice(x.reshape(-1, x.shape[-1]), group).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
