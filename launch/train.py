@@ -51,6 +51,7 @@ from launch.training.build import Built, attention_of, build, check_device, meta
 from launch.training.cuda_graph import describe_graph
 from launch.training.optimizer import describe as describe_optimizer
 from launch.training.recipe_schedule import planned_swaps
+from launch.training.recomputation import describe as describe_compilation
 from launch.training.sentinel import SentinelError
 from launch.training.trainer import NotFinite, Trainer
 
@@ -80,7 +81,7 @@ def plan_text(config: Config, world: int, device: str, timeline: Path | None = N
     averages = describe_optimizer(config, found.plan, found.dims.shards)
     kind = kind_of(device)
     layers = [str(found.plan), *config.architecture.describe(config.mesh.tp), "", attention_of(config, kind).describe()]
-    layers.append(describe_graph(config, kind))
+    layers += [describe_graph(config, kind), *describe_compilation(config.train)]
     saves = describe_saves(config.checkpoint)
     time = forecast_or_reason(config, world, device, found)
     if timeline is not None:
@@ -147,7 +148,8 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         run.say(attention_of(config, device_kind(mesh.device_type)).describe())
         if mesh.device_type == "cuda" and built.dims.tp > 1:
             run.say(f"transport: {transport.describe(TP, mesh[TP].get_group())}")
-        run.say(describe_graph(config, mesh.device_type))
+        for line in (describe_graph(config, mesh.device_type), *describe_compilation(config.train)):
+            run.say(line)
         load = wire_bytes.workload(config, mesh.size(), built.accumulation.reductions)
         slow = wire_bytes.warn_of_tp(built.plan, load, config.train.optimizer, ranks_of_host())
         gradients = wire_bytes.describe_gradients(built.plan, load, built.accumulation)

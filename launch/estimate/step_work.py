@@ -39,11 +39,17 @@ from launch.estimate.rates import Rates
 from launch.estimate.timeline import COMPUTE, DP_LINK, TP_LINK, Program
 from launch.models.architecture import block_of
 from launch.ranks.links import NETWORK, leaves_host, transport_name
+from launch.training.attention_backend import FASTEST
+from launch.training.build import attention_of
 from launch.training.optimizer import state_bytes
+from launch.training.recomputation import compiles_blocks
 
 CAST, ATTENTION, POINTWISE, LOSS = "casts", "attention", "norms, rope, activations", "loss"
 OPTIMIZER, BOUNDARY, SUMS, COPIES = "optimizer", "weight casts", "sums", "FSDP's copies"
 TRANSFER = "transfer"
+OTHER_ATTENTION = (
+    1.7  # factor of the time of attention of torch, which cuDNN computes in 0.53 to 0.66 (bench.attention)
+)
 UNCOMPILED = 2.5  # factor of bytes of pointwise kernels without torch.compile, which fuses them
 WIDE = 2  # bytes per element of an activation
 
@@ -53,6 +59,8 @@ class StepWork:
 
     def __init__(self, config: Config, found: Planned, rates: Rates, device: str) -> None:
         self.config, self.plan, self.load, self.rates = config, found.plan, found.load, rates
+        by_ranks = self.load.ranks(CP) > 1  # chunks of a context axis call torch's flash kernel
+        self.attention = None if by_ranks else attention_of(config, kind_of(device)).backend
         self.model, self.train, blocks = config.family, config.train, frozenset(config.architecture.blocks)
         self.tp, self.shards = self.load.ranks(TP), self.load.shards
         self.tokens = self.load.tokens
@@ -190,6 +198,7 @@ class StepWork:
         rate = self.rates.attention_rate(sequence, m.head_dim)
         work = 2.0 * self.tokens * sequence * m.heads * m.head_dim / self.tp
         seconds = work / rate.forward if forward else 2.5 * work / rate.backward
+        seconds *= 1.0 if self.attention == FASTEST else OTHER_ATTENTION
         direction = "forward" if forward else "backward"
         gathered = self._keys(block) if forward else ()
         self._compute(f"{block} attention {direction}", ATTENTION, seconds, kernels=2 if forward else 4, waits=gathered)
@@ -408,7 +417,7 @@ class StepWork:
         return state_bytes(self.train.optimizer, parameter.name, parameter.shape, self.shards)
 
     def _pointwise(self, name: str, moved: float, kernels: int = 1, waits: Sequence[int] = ()) -> None:
-        moved *= 1.0 if self.train.compile else UNCOMPILED
+        moved *= 1.0 if compiles_blocks(self.train) else UNCOMPILED
         self._compute(name, POINTWISE, moved / self.rates.memory, kernels=kernels, waits=waits)
 
     def _compute(self, name: str, kind: str, seconds: float, *, kernels: int = 1, waits: Sequence[int] = ()) -> None:

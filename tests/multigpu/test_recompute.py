@@ -14,8 +14,9 @@ import torch
 
 import dlp
 from dlp.parallel.linear import autograd, opaque
-from launch.config.run_config import Config
+from launch.config.run_config import Config, load
 from launch.training.build import build
+from launch.training.recomputation import describe, recompute
 from launch.training.wire_bytes import WARM
 from tests import pool as worker
 from tests import training
@@ -34,6 +35,7 @@ CASES = [
     nightly(FSDP, [SELECTIVE, "--train.recompute_every=2"], id="fsdp-every-2nd"),
     pytest.param(FSDP, [FULL, "--train.recompute_every=2"], id="fsdp-full-every-2nd", marks=pytest.mark.slow),
     pytest.param(FSDP, ["--mesh.reshard_after_forward=false"], id="fsdp-gathered"),
+    nightly(["--train.compile=true"], [FULL], id="tp-compiled-full"),
     nightly(
         [*FSDP, "--recipe=mxfp8", "--model.hidden=128", "--model.ffn=256"],
         ["--mesh.reshard_after_forward=false", FULL], id="fsdp-gathered-full",
@@ -103,3 +105,14 @@ def test_linears_do_not_run_again_where_their_results_are_kept(ranks, tmp_path, 
     """Of 2 blocks, each 4 linears or sets of siblings, and the head."""
     config = training.config(tmp_path, data, "--model.layers=2", "--mesh.tp=1", "--train.global_batch=1", *changed)
     assert ranks(1).run(runs, config) == [{"linears": linears, "norms": norms}]
+
+
+@pytest.mark.parametrize(("checkpointing", "compiled"), [("full", 1), ("selective", 0)])
+def test_recomputed_blocks_are_compiled_or_the_plan_says_why_not(monkeypatch, checkpointing: str, compiled: int):
+    """`checkpoint` turns the compiler off for functions that are not compiled yet."""
+    given: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda forward: given.append(forward) or forward)
+    train = load("tiny", ["--train.compile=true", f"--train.checkpointing={checkpointing}"]).train
+    recompute([torch.nn.Linear(2, 2)], train)
+    assert len(given) == compiled
+    assert [line[:8] for line in describe(train)] == ["compile:"] * (1 - compiled)
