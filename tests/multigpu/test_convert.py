@@ -278,7 +278,7 @@ def refusal(action: Callable[[], Any]) -> str:
 
 
 def refused_conversions() -> dict[str, tuple[str, bool]]:
-    """What conversion says, and whether it left the model as it was."""
+    """Message of each refused conversion, and whether the model is unchanged."""
     mesh, batch_shape = worker.mesh(tp=2), (BATCH, SEQUENCE)
     sp, plain = groups(sequence_parallel=True), groups()
     alone = mesh["dp_shard"].get_group()
@@ -321,7 +321,7 @@ def test_what_conversion_refuses_it_leaves_alone(ranks):
 
 
 def wrong_tokens() -> dict[str, str]:
-    """What a converted model says in its first forward when tokens are not scattered as its groups promise."""
+    """Messages in the first forward of converted models whose tokens are not scattered as the layer groups declare."""
     mesh, tokens = worker.mesh(tp=2), batch()[0]
     sp, plain = groups(sequence_parallel=True), groups()
     no_norms = {"name": "sp", "match": ["blocks.*.{up,down}", "blocks.*.attn.*"], "sequence_parallel": True}
@@ -357,17 +357,14 @@ def test_tokens_that_are_not_scattered_are_noticed_by_name(ranks):
         assert found["no scatter"].startswith(
             f"blocks.0: {expects} [12, H]; got x of shape (3, 8, 32). Split the tokens"
         )
-        assert found["no scatter, linear"].startswith(
-            "blocks.0.up: sequence parallelism over tp 2 expects token shards [12, K]"
-        )
+        assert found["no scatter, linear"].startswith(f"blocks.0.up: {expects} [12, K]; got x of shape")
         assert found["other batch"].startswith(
             f"blocks.0: {expects} [16, H]; got x of shape (12, 32). If x is a shard of a microbatch of 24 tokens: "
             f"dlp.convert was called with batch = (B, S) of 32 tokens"
         )
         assert "drop_last=True" in found["other batch"] and "drop_last" not in found["no scatter"]
         assert found["other batch, linear"].startswith(
-            "0: sequence parallelism over tp 2 expects token shards [16, K]; got x of shape (12, 8). If x is a shard "
-            "of a microbatch of 24 tokens"
+            f"0: {expects} [16, K]; got x of shape (12, 8) with tp 2. If x is a shard of a microbatch of 24 tokens"
         )
         assert found["norms left out"].startswith(
             "blocks.0: the module is called with token shards (12, 32), so its gradients must be summed"

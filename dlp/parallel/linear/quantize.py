@@ -234,8 +234,8 @@ def plan_of(bound: BoundSpec, shape: torch.Size) -> LinearPlan:
         expected = "B*S/tp" if spec.tokens is None else f"{spec.tokens // spec.tp}"
         other = len(shape) == 2 and spec.tokens is not None and tokens != spec.tokens
         raise ValueError(
-            f"{spec.name}: sequence parallelism over tp {spec.tp} expects token shards [{expected}, K]; got x of shape "
-            f"{tuple(shape)}. {other_microbatch(tokens * spec.tp, spec.tokens or 0) if other else ''}Split the tokens with "
+            f"{spec.name}: sequence parallelism expects token shards [{expected}, K]; got x of shape {tuple(shape)} with "
+            f"tp {spec.tp}. {other_microbatch(tokens * spec.tp, spec.tokens or 0) if other else ''}Split the tokens with "
             f"dlp.scatter_tokens before the first sequence-parallel layer, join them with dlp.gather_tokens after the last, "
             f"and view heads with B and S from configuration"
         )
