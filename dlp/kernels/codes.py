@@ -203,19 +203,7 @@ register(KernelEntry(operation="delayed_update", name=REFERENCE, run=_update_by_
                      prepare=lambda slots: partial(_update_by_reference, slots)))  # fmt: skip
 
 
-@operation
-def sum_in_order(
-    contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None, divisor: int = 1,
-    out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return the fp32 sum of contributions [R, ...], added from the first to the last, divided by `divisor` and rounded once to
-    `dtype`, by default the dtype of the contributions.
-
-    own   index of a contribution that is stored elsewhere, and that contribution
-    out   contiguous memory for the result
-    """
-    total = reference.sum_in_order(contributions, dtype, own, divisor)
-    return total if out is None else out.copy_(total)
+sum_in_order = operation(reference.sum_in_order)
 
 
 def takes_sum_in_order(

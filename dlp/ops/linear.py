@@ -35,7 +35,7 @@ from dlp.parallel.linear import modules
 from dlp.parallel.linear.autograd import check_features, check_given, leave_wgrads, num_left, parts_of
 from dlp.parallel.linear.capture import obstacle
 from dlp.parallel.linear.functional import NO_FINISH, Finish, linear_backward, linear_forward
-from dlp.parallel.linear.plan import GradsWanted, keeps_x, to_save
+from dlp.parallel.linear.plan import GradsWanted, keeps_x, reads_w, to_save
 from dlp.parallel.linear.quantize import accepted
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, waits
@@ -288,7 +288,8 @@ class BasicLinear(BasicOperation, modules.Linear):
             return torch.zeros(ctx.x_shape, dtype=ctx.x_dtype, device=weights[0].device), dws
         dys, ws = [self._dy(grads[i], bound) for i in used], [weights[i] for i in used]
         needs_dw = tuple([ctx.needs_dw[i] for i in used])
-        wanted = GradsWanted(used, ctx.needs_dx, needs_dw, (False,) * len(used), ctx.x_dtype, ctx.x_shape)
+        reads = reads_w(bound.spec.recipe, ctx.needs_dx, any(needs_dw))
+        wanted = GradsWanted(used, ctx.needs_dx, needs_dw, (False,) * len(used), ctx.x_dtype, reads, ctx.x_shape)
         bound.session.resume(bound.spec, ctx.scales)
         size = len(ctx.pass_tensors) // count
         parts = [part for i in used for part in ctx.pass_tensors[i * size : (i + 1) * size]]

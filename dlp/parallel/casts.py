@@ -192,11 +192,11 @@ class Cast(NamedTuple):
             return read.both.observe(matrix)
         if read.rowwise is not None:
             return read.rowwise.observe(matrix), None
-        return None, None if read.columnwise is None else read.columnwise.observe(matrix.t())
+        return None, read.quantizer.observe(matrix.t())
 
     def make(self, amaxes: Amaxes) -> Wanted:
         """Return the operands, cast with these agreed amaxes."""
-        read, matrix, slot, at, (out, out_t), flag = self
+        read, matrix, slot, at, into, flag = self
         more: dict[str, Any] = {}
         if flag is not None:
             more = {"flag": flag} if read.takes_flag else flagged(read.quantizer, matrix, flag)
@@ -205,19 +205,17 @@ class Cast(NamedTuple):
         if at:
             more["at"] = at if read.both is not None else at[0]
         if read.both is not None:
+            out, out_t = into
             if out is not None or out_t is not None:
                 more["outs"] = self._both_storages()
             row, col = read.both.cast(matrix, amaxes, **more)
             return row if out is None else placed(row, out), col if out_t is None else placed(col, out_t)
-        if read.rowwise is not None:
-            if out is not None:
-                more["out"] = out
-            operand = read.rowwise.cast(matrix, amaxes[0], **more)
-            return operand if out is None else placed(operand, out), None
-        if out_t is not None:
-            more["out"] = out_t
-        operand = read.quantizer.cast(matrix.t(), amaxes[1], **more)
-        return None, operand if out_t is None else placed(operand, out_t)
+        turned = read.rowwise is None
+        if (given := into[turned]) is not None:
+            more["out"] = given
+        operand = read.quantizer.cast(matrix.t() if turned else matrix, amaxes[turned], **more)
+        operand = operand if given is None else placed(operand, given)
+        return (None, operand) if turned else (operand, None)
 
     def _both_storages(self) -> tuple[QuantizedTensor, QuantizedTensor]:
         """`into`, with contiguous storage for the operand that has none: a read of both operands takes storage for both or for

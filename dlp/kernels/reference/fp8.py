@@ -204,15 +204,21 @@ def delayed_update(
 
 
 def sum_in_order(
-    contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None, divisor: int = 1
-) -> Tensor:
+    contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None, divisor: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return the fp32 sum [...] of contributions [R, ...] in order, divided by `divisor` and rounded once to `dtype`, by
-    default the dtype of the contributions. `own`: index of a contribution that is stored elsewhere, and that contribution."""
+    default the dtype of the contributions.
+
+    own   index of a contribution that is stored elsewhere, and that contribution
+    out   contiguous memory for the result
+    """
     first, *others = with_own(contributions, own)
     total = first.float()
     for contribution in others:
         total = total + contribution
-    return (total / divisor).to(dtype or contributions.dtype)
+    total = (total / divisor).to(dtype or contributions.dtype)
+    return total if out is None else out.copy_(total)
 
 
 def with_own(contributions: Tensor, own: tuple[int, Tensor] | None) -> list[Tensor]:

@@ -89,8 +89,11 @@ class BoundCall:
         places = [0] * needs_dx
         places += [1 + i for i, need in zip(used, now, strict=False) if need]
         places += [1 + count + i for i, need in zip(used, db, strict=True) if need]
-        shape = self.x_shape if len(self.x_shape) != 2 else None
-        found = self.wanted[needs, has_dy] = GradsWanted(used, needs_dx, dw, db, self.x_dtype, shape), places
+        shape, reads = (
+            self.x_shape if len(self.x_shape) != 2 else None,
+            reads_w(self.bound.spec.recipe, needs_dx, any(dw)),
+        )
+        found = self.wanted[needs, has_dy] = GradsWanted(used, needs_dx, dw, db, self.x_dtype, reads, shape), places
         return found
 
 
@@ -261,16 +264,15 @@ def _gradients(
         return _gradients_by_op(run, wanted, dys, weights, saved)
     session.in_layer_backward(bound)
     ws: Sequence[QuantizedTensor] = ()
-    reads_weights = reads_w(bound.spec.recipe, wanted.dx, any(wanted.dw))
-    if reads_weights and cast_weights is not None:
+    if wanted.reads_w and cast_weights is not None:
         ws = cast_weights.columnwise_operands(used)
-    elif reads_weights:
+    elif wanted.reads_w:
         ws = bound.weights.read(bound, used, weights, call.x_dtype, columnwise=True, record=True)
     if call.captured.possible[BACKWARD]:
         key: Key = (*wanted, *[layout_key(tensor) for tensor in (*dys, *saved)])
         parts = parts_of(ws)
         key += tuple(map(shape_key, parts)) if cast_weights is None else ()
-        reads = [*dys, *saved, *((parts or weights) if reads_weights else ())]
+        reads = [*dys, *saved, *((parts or weights) if wanted.reads_w else ())]
         if into:
             key += tuple([None if t is None else (*shape_key(t.tensor), t.overwrite) for t in into])
             reads += [t.tensor for t in into if t is not None]

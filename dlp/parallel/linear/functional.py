@@ -39,13 +39,14 @@ from dlp.comm.collectives import Pending
 from dlp.kernels.ops import LazyMatrix, Summed, rounded
 from dlp.parallel.casts import COLUMNWISE, ROWWISE
 from dlp.parallel.linear import canonical
-from dlp.parallel.linear.plan import WIRES, GradsWanted, LinearPlan, Reduction, reads_w
+from dlp.parallel.linear.plan import WIRES, GradsWanted, LinearPlan, Reduction
 from dlp.parallel.linear.quantize import (
     Columnwise,
     LayerInput,
     Rowwise,
     as_matrix,
     cast_weights,
+    outliving,
     plan_of,
     quantize_route,
     saved_x,
@@ -153,7 +154,7 @@ def linear_backward(
         with plan.scope["cast_dy"]():
             quantized = quantize_route(bound, plan, plan.dys[wanted.dx, any_dw], rows, members)
         dy_rows, dy_cols, _ = zip(*quantized, strict=True)
-        if not ws and reads_w(spec.recipe, wanted.dx, any_dw):
+        if wanted.reads_w and not ws:
             ws = cast_weights(bound, members, weights, wanted.dtype, COLUMNWISE, True)
 
         # dgrad first: the reduction of dx runs under wgrad
@@ -170,8 +171,11 @@ def linear_backward(
         grads += [rounded(sums(dy), w.dtype) for dy, w, db in zip(rows, weights, wanted.db, strict=True) if db]
         if dx is None:
             return grads  # without dx no wgrad is delayed (`waits`)
-        arrived = trimmed(dx if isinstance(dx, Tensor) else dx.wait(), weights[0].shape[1])
-    return [_finish_dx(bound, arrived, saved, wanted), *grads, *operands]
+        dx = trimmed(dx if isinstance(dx, Tensor) else dx.wait(), weights[0].shape[1])
+    if bound.changes_dx:
+        dx = _changed_dx(bound, dx, saved)
+    dx = dx if dx.dtype == wanted.dtype else rounded(dx, wanted.dtype)
+    return [dx if wanted.shape is None else dx.view(wanted.shape), *grads, *operands]
 
 
 def _dgrad(
@@ -212,22 +216,20 @@ def _operands_of_wgrads(
     bound: BoundSpec, dy_cols: Sequence[Columnwise | None], x_col: Columnwise, wanted: GradsWanted
 ) -> list[Tensor]:
     """The parts of the operands of delayed wgrads: each wanted dy_i, then x, in memory that outlives this direction."""
-    x = whole(x_col, bound.spec.group)
-    dys = [whole(dy_col, bound.spec.group) for dy_col, needed in zip(dy_cols, wanted.dw, strict=True) if needed]
+    x = outliving(x_col, bound.spec.group)
+    dys = [outliving(dy_col, bound.spec.group) for dy_col, needed in zip(dy_cols, wanted.dw, strict=True) if needed]
     return [part for operand in (*dys, x) for part in operand.parts]
 
 
-def _finish_dx(bound: BoundSpec, dx: Tensor, saved: Sequence[Tensor], wanted: GradsWanted) -> Tensor:
-    """dx [M, K] of the GEMM -> dx for autograd: 0 where x was clipped, rounded by the recipe's quantizer of dx, in the dtype
-    and shape of x."""
+def _changed_dx(bound: BoundSpec, dx: Tensor, saved: Sequence[Tensor]) -> Tensor:
+    """dx [M, K] of the GEMM -> dx with 0 where x was clipped, rounded by the recipe's quantizer of dx."""
     recipe = bound.spec.recipe
-    if bound.clips:
+    if recipe.x.clips:
         clipped = recipe.x.rowwise.format.wrap(saved).parts[-1]
         dx = dx.masked_fill_(trimmed(clipped, dx.shape[1]), 0)
     if recipe.dx is not None:
         dx = through_format(bound, "dx", bound.spec.members[0], dx)
-    dx = dx if dx.dtype == wanted.dtype else rounded(dx, wanted.dtype)
-    return dx if wanted.shape is None else dx.view(wanted.shape)
+    return dx
 
 
 # GEMMs

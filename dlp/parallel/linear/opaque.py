@@ -23,7 +23,7 @@ from dlp.parallel.linear.active import check_compiled
 from dlp.parallel.linear.autograd import check_features, forward_reads, leave_wgrads, parts_of
 from dlp.parallel.linear.capture import of_layer
 from dlp.parallel.linear.functional import linear_backward, linear_forward
-from dlp.parallel.linear.plan import GradsWanted, Result, reads_w, to_save, x_tokens_of
+from dlp.parallel.linear.plan import GradsWanted, Result, to_save, x_tokens_of
 from dlp.parallel.linear.spec import spec_of
 from dlp.parallel.linear.state import BoundSpec, bound_of, plan_for, waits
 from dlp.parallel.weight.base import WeightParts
@@ -74,17 +74,17 @@ def linear_bwd(
     dtype: torch.dtype, flags: list[int],
 ) -> list[Tensor]:  # fmt: skip
     """`linear_backward` as an op; flags: see `flags_of`."""
-    bound, wanted = bound_of(spec_id), GradsWanted.of_flags(flags, dtype)
+    bound = bound_of(spec_id)
+    wanted = GradsWanted.of_flags(flags, dtype, bound.spec.recipe)
     bound.session.in_layer_backward(bound)
     used = wanted.used
-    reads_weights = reads_w(bound.spec.recipe, wanted.dx, any(wanted.dw))
     ws: Sequence[QuantizedTensor] = ()
-    if reads_weights:
+    if wanted.reads_w:
         ws = _weight_operands(bound, used, weights, cached, dtype, columnwise=True, record=True)
     parts = parts_of(ws)
     key = (*wanted, *map(shape_key, (*dys, *saved, *weights, *parts)))
     run = partial(linear_backward, bound, dys, saved, weights, ws, wanted)
-    reads = [*dys, *saved, *((parts or weights) if reads_weights else ())]
+    reads = [*dys, *saved, *((parts or weights) if wanted.reads_w else ())]
     grads = _captured_of(bound, dys[0]).backward(key, run, reads)
     bound.session.end_layer_backward()
     return leave_wgrads(bound, wanted, weights, grads) if bound.spec.options.delay_wgrad else grads
@@ -117,7 +117,8 @@ def _linear_bwd_fake(
     dtype: torch.dtype, flags: list[int],
 ) -> list[Tensor]:  # fmt: skip
     """Empty tensors with the shapes and dtypes of the results, by the plan."""
-    spec, dy, wanted = spec_of(trace_id), dys[0], GradsWanted.of_flags(flags, dtype)
+    spec, dy = spec_of(trace_id), dys[0]
+    wanted = GradsWanted.of_flags(flags, dtype, spec.recipe)
     grads: list[Result] = []
     if wanted.dx:
         tokens = x_tokens_of(spec.style, spec.tp, dy.numel() // dy.shape[-1])
@@ -148,7 +149,8 @@ def _backward_flops(
 ) -> int:  # fmt: skip
     """FLOPs of dgrad and wgrad; a delayed wgrad is counted here."""
     _, _, trace_id, dtype, flags = args
-    spec, wanted = spec_of(trace_id), GradsWanted.of_flags(flags, dtype)
+    spec = spec_of(trace_id)
+    wanted = GradsWanted.of_flags(flags, dtype, spec.recipe)
     tokens = prod(dys[0][:-1]) * (spec.tp if spec.style.gathers == "dy" else 1)
     return sum(2 * tokens * prod(weight) * (wanted.dx + dw) for weight, dw in zip(weights, wanted.dw, strict=True))
 

@@ -362,6 +362,7 @@ class GradsWanted(NamedTuple):
     used     the members whose y has a gradient; a sibling whose y is not used has none
     dx       whether the gradient of x is wanted, in `dtype`, the dtype of x
     dw, db   by used member, whether the gradient of the weight and of the bias is wanted
+    reads_w  whether the backward reads the weights (`reads_w`)
     shape    the shape of dx; None: [M, K]
     """
 
@@ -370,6 +371,7 @@ class GradsWanted(NamedTuple):
     dw: tuple[bool, ...]
     db: tuple[bool, ...]
     dtype: torch.dtype
+    reads_w: bool
     shape: tuple[int, ...] | None = None
 
     def flags(self, count: int) -> list[int]:
@@ -381,11 +383,11 @@ class GradsWanted(NamedTuple):
         return flags
 
     @classmethod
-    def of_flags(cls, flags: Sequence[int], dtype: torch.dtype) -> GradsWanted:
-        """The record that has these `flags`."""
-        used = tuple([i for i, each in enumerate(flags[1:]) if each])
+    def of_flags(cls, flags: Sequence[int], dtype: torch.dtype, recipe: Recipe) -> GradsWanted:
+        """The record that has these `flags`, of a layer with this recipe."""
+        used, dx = tuple([i for i, each in enumerate(flags[1:]) if each]), bool(flags[0])
         dw, db = (tuple([bool(flags[1 + i] & bit) for i in used]) for bit in (2, 4))
-        return cls(used, bool(flags[0]), dw, db, dtype)
+        return cls(used, dx, dw, db, dtype, reads_w(recipe, dx, any(dw)))
 
 
 def keeps_x(recipe: Recipe, dx: bool, dw: bool) -> bool:

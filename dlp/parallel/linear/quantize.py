@@ -198,14 +198,19 @@ def saved_x(bound: BoundSpec, plan: LinearPlan, saved: Sequence[Tensor]) -> Colu
     return started.whole if gathered.columnwise else partial(_transposed, started)
 
 
-def whole(operand: Columnwise | None, outlives: ProcessGroup | None = None) -> QuantizedTensor:
-    """Wait for an operand. `outlives`: the group of the gather, where the operand is read after this direction: the operand is
-    then copied out of memory that the transport will use for the next gather."""
+def whole(operand: Columnwise | None) -> QuantizedTensor:
+    """Wait for an operand."""
     assert operand is not None, "this orientation was not requested"
-    if isinstance(operand, QuantizedTensor):
-        return operand
-    arrived = operand()
-    return arrived if outlives is None else arrived.format.wrap(transport.kept(outlives, arrived.parts))
+    return operand if isinstance(operand, QuantizedTensor) else operand()
+
+
+def outliving(operand: Columnwise | None, group: ProcessGroup | None) -> QuantizedTensor:
+    """Wait for an operand that is read after this direction: copied out of the memory that the transport of the gather over
+    `group` will use for the next gather."""
+    arrived = whole(operand)
+    if isinstance(operand, QuantizedTensor) or group is None:
+        return arrived
+    return arrived.format.wrap(transport.kept(group, arrived.parts))
 
 
 def _columnwise_of(operands: Callable[[], Operands]) -> QuantizedTensor:

@@ -393,7 +393,7 @@ class BoundSpec:
 
     session      state that the layers of the model share
     weights      `LayerWeights` of the layer
-    clips        operands of x have a clip mask (`Operand.clips`)
+    changes_dx   dx is changed after dgrad: the recipe clips x, or has a quantizer of dx
     spec_id      int64 [], identifies the bound spec to the opaque ops; trace_id: see the module
     cache        results of functions that are `remembered`
     plans        the plans of calls so far, by shape of x; plans_back: by rows of dy
@@ -412,9 +412,9 @@ class BoundSpec:
         """Register a spec_id, which is valid in this process, and start with empty caches."""
         number, spec = next(_NUMBERS), self.spec
         _BOUND[number] = self
-        self.spec_id = torch.tensor(number, device="cpu")  # whatever the default device is
+        self.spec_id = torch.tensor(number, device="cpu")  # not on the default device
         self.trace_id = trace_of(spec)
-        self.clips = spec.recipe.x.clips  # looked up here, since torch.compile cannot trace a cached_property
+        self.changes_dx = spec.recipe.x.clips or spec.recipe.dx is not None
         self.cache: dict[Any, Any] = {}
         self.calls: dict[Any, Any] = {}
         self.plans: dict[torch.Size, LinearPlan] = {}

@@ -123,6 +123,11 @@ class PartialGradients:
         self._due: list[Tensor] = []  # parameters in the queued sum
         self._there: dict[tuple[bool, ...], Tensor] = {}
 
+    @property
+    def sums_any(self) -> bool:
+        """Whether there are partial gradients, of several ranks."""
+        return bool(self.slots) and self.group.size() > 1
+
     def check_summed(self, since: int) -> int:
         """Check before an optimizer step that partial gradients are summed.
 
@@ -152,7 +157,7 @@ class PartialGradients:
     def check_announced(self) -> None:
         """Raise RuntimeError when a partial gradient is computed, unless the sum is queued, or the gradient is not left
         in the parameter."""
-        if self._task is None and self.slots and self.group.size() > 1:
+        if self._task is None and self.sums_any:
             taken = [slot for slot in self.slots if self._is_taken(slot)]
             if taken:
                 self._refuse(taken)

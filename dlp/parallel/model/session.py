@@ -65,7 +65,7 @@ class Session(StepState):
 
     def sum_partial(self, sums: Any) -> Any:
         """Use `sums`, a `dlp.parallel.model.grads.PartialGradients`, to sum partial gradients over tp."""
-        self.sums, self.check_gradients = sums, sums.check_announced
+        self.sums, self.check_gradients = sums, sums.check_announced if sums.sums_any else None
         return sums
 
     def is_moved(self, weights: Any) -> bool:
