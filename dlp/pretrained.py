@@ -59,7 +59,12 @@ def meta_model(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> nn.
         ValueError: for a folder without config.json, and for an architecture that is not a causal language model.
 
     Examples:
-        >>> model = dlp.meta_model("my/Qwen3-8B", dtype=torch.float32)  # doctest: +SKIP
+        >>> from transformers import LlamaConfig
+        >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 128}
+        >>> config = LlamaConfig(**sizes, num_hidden_layers=2)
+        >>> config.save_pretrained("my-llama")
+        >>> dlp.meta_model("my-llama", dtype=torch.float32).lm_head.weight.device
+        device(type='meta')
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -96,8 +101,14 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
         ValueError: for parameters and buffers that no file contains, tensors that the model lacks, and other shapes.
 
     Examples:
-        >>> model = dlp.meta_model("my/Qwen3-8B")  # doctest: +SKIP
-        >>> dlp.load_pretrained(model, "my/Qwen3-8B", "cuda")  # doctest: +SKIP
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 128}
+        >>> config = LlamaConfig(**sizes, num_hidden_layers=2)
+        >>> LlamaForCausalLM(config).save_pretrained("my-llama")
+        >>> model = dlp.meta_model("my-llama")
+        >>> dlp.load_pretrained(model, "my-llama", device="cpu")
+        >>> model.lm_head.weight.device
+        device(type='cpu')
     """
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         allocate(model, device)

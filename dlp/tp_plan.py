@@ -62,8 +62,13 @@ def groups_for(model: nn.Module, *, tp: int = 1, recipe: Any = None) -> list[Lay
             number of heads.
 
     Examples:
-        >>> model = AutoModelForCausalLM.from_config(config)  # doctest: +SKIP
-        >>> plan = dlp.convert(model, dlp.groups_for(model, tp=2, recipe="fp8_current"), mesh)  # doctest: +SKIP
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 128}
+        >>> config = LlamaConfig(**sizes, num_hidden_layers=2)
+        >>> model = LlamaForCausalLM(config)
+        >>> groups = dlp.groups_for(model, tp=2, recipe="fp8_current")
+        >>> print(dlp.make_plan(model, groups, tp=2))
+        plan: 15 linears (10 fp8_current column, 4 fp8_current row, 1 bf16 local)...
     """
     return list(tp_plan(model, tp=tp, recipe=recipe).groups)
 

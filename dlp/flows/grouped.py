@@ -193,7 +193,10 @@ def group_experts(model: nn.Module) -> list[str]:
         ValueError: for a model without such experts.
 
     Examples:
-        >>> dlp.group_experts(model)  # doctest: +SKIP
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 128}
+        >>> model = MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=2, num_local_experts=2))
+        >>> dlp.group_experts(model)
         ['model.layers.0.mlp.experts', 'model.layers.1.mlp.experts']
     """
     found = [name for name, module in model.named_modules() if are_experts(module)]

@@ -219,6 +219,8 @@ def graphed_step(step: Callable[..., Result], example_batch: Sequence[Any]) -> G
             changed after the capture.
 
     Examples:
+        On a GPU:
+
         >>> def step(x, target):  # doctest: +SKIP
         ...     loss = torch.nn.functional.mse_loss(model(x), target)
         ...     loss.backward()

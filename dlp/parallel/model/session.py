@@ -321,6 +321,8 @@ def graphing(model: nn.Module) -> Iterator[None]:
         ValueError: for delayed scales without `dlp.attach`, and before `dlp.convert` or `dlp.attach`.
 
     Examples:
+        On a GPU:
+
         >>> with dlp.graphing(model):  # doctest: +SKIP
         ...     model.block = torch.cuda.make_graphed_callables(model.block, (x,))
     """
