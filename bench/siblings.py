@@ -55,7 +55,11 @@ class Line:
 
 
 class Siblings:
-    """Values of one GEMM: a matrix for each sibling, and the matrix that all siblings share, of dgrad one for each sibling."""
+    """Operands of one GEMM of all siblings, in high precision.
+
+    values   for each sibling w (fprop) or dy (dgrad, wgrad)
+    shared   x (fprop, wgrad), which all siblings read; for dgrad w of each sibling
+    """
 
     def __init__(self, recipe: Recipe, which: str, tokens: int, features: int, outs: Sequence[int]) -> None:
         self.recipe, self.which = recipe, which

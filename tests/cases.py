@@ -1,4 +1,4 @@
-"""What the tests loop over. Recipes are found by listing their folder, so a new one is tested without a line here.
+"""Cases of the tests. Recipes are found by listing the folder of recipes, so a new recipe is tested without a change here.
 
 Two kinds of data. `gauss` is what training looks like: results of a sharded and an unsharded layer differ by the rounding
 of sums that cross ranks, and by scales that belong to other shards; the bound is the recipe's own error, measured on

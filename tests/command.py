@@ -18,8 +18,8 @@ class Done(NamedTuple):
 
 
 def command(module: str, *arguments: str) -> Done:
-    """What `python -m module arguments` would do: the module runs anew as __main__, what it imports is there already (that
-    each can be imported first is for test_imports.py)."""
+    """Run `python -m module arguments` in this process: the module is executed as __main__, and imports are already loaded
+    (test_imports.py checks that each program can be imported first)."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (
         patch.object(sys, "argv", [module, *arguments]), redirect_stdout(out), redirect_stderr(err),

@@ -173,7 +173,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def without_a_device(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Of tests/gpu, which are imported all the same, one test a file that says that it is skipped."""
+    """All tests, but of each file in tests/gpu only one test, which reports that the file is skipped."""
     found: dict[object, pytest.Item] = {}
     for item in items:
         needs_one = item.path.parent.name == "gpu" and "device" in getattr(item, "fixturenames", ())

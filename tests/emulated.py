@@ -47,7 +47,7 @@ def matrix(words: Sequence[int], wide: bool) -> Tensor:
 
 
 def made(words: Sequence[int], wide: bool, source: Sequence[int]) -> Tensor:
-    """What a cast makes its codes of: of its matrix, and the words of a source (csrc/kernels.h)."""
+    """Values that a cast quantizes, computed from the matrix and the packed arguments of a producer (csrc/kernels.h)."""
     x, (producer, rstd, weight, fp32, up, stride, sums, act, slope) = matrix(words, wide), source
     if producer == cuda_producers.RMS_NORM:
         factors = at(rstd, (len(x), 1), torch.float32), at(weight, x.shape[1:], TYPE[fp32]).float()

@@ -36,7 +36,7 @@ def in_order(*transports: Transport) -> Iterator[None]:
 
 
 def disorder(taken: Sequence[Sequence[Launch]]) -> list[str]:
-    """What all ranks have `named_alike` -> in words, the pairs of launches that are in no order."""
+    """Launches of all ranks, from `named_alike` -> descriptions of the pairs of launches that are unordered."""
     order = Order(taken)
     ranks = [order.run(rank, launches) for rank, launches in enumerate(taken)]
     while ranks:
@@ -54,7 +54,7 @@ TELLS = {"meet": (SENT, 1), "release_use": (UNREAD, 0), "agree": (MET, None)}
 
 
 class Word(NamedTuple):
-    """What a word is, and what who wrote it knew; which stream that was, and its how manieth launch."""
+    """Word in memory: the value, the clock and the stream of the writer, and the index of the launch on this stream."""
 
     value: int
     clock: Any

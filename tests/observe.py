@@ -1,4 +1,4 @@
-"""What really happened, seen from outside: the collectives that were launched and the tensors that were made."""
+"""Recorders of the collectives that are launched and of the tensors that are allocated."""
 
 from __future__ import annotations
 

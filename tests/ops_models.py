@@ -1,4 +1,4 @@
-"""What tests of dlp.ops share: tensors, small models, forward and backward of them."""
+"""Helpers of the tests of dlp.ops: tensors, small models, and functions that run forward and backward."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Branching(nn.Module):
 
 
 class Split(nn.Module):
-    """What travels between its sequences is quantized."""
+    """Model whose sequences pass quantized tensors to each other."""
 
     def __init__(self) -> None:
         super().__init__()

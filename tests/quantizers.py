@@ -1,4 +1,4 @@
-"""What the tests of quantizers and GEMMs loop over, and the matrices they quantize.
+"""Cases of the tests of quantizers and GEMMs, and matrices to quantize.
 
 Recipes come from their folder, each with the options that change its numbers. Matrices are drawn by seed, so that a
 failure is one number.

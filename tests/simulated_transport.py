@@ -170,7 +170,7 @@ def mark(event: int, stream: int) -> None:
 
 
 def await_mark(event: int, stream: int) -> None:
-    """Of a lane: nothing, since what it waits for has happened when it is told to wait."""
+    """Wait for an event: advance the late side streams to the event. On a side stream the event has already happened."""
     for lane in LATE.values() if stream not in LATE else ():
         if event in lane.marks:
             lane.until(lane.marks[event])

@@ -1,4 +1,4 @@
-"""What `bench.boundary` compares are the same bits, made together and one by one."""
+"""`bench.boundary` compares two ways to cast weights, together and one by one, which give equal bits."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ BLOCKS = {gemms.MX_BLOCKS: 32, gemms.NVFP4_BLOCKS: 16}
 
 
 def _values(codes: Tensor, tiles: Tensor, mode: int) -> Tensor:
-    """What the unit multiplies: codes times the scales of their blocks, in float64."""
+    """Values that the tensor core multiplies, in float64: codes times the scales of the blocks."""
     packed, lines = codes.dtype is gemms.FP4, codes.shape[0]
     assert packed == (mode == gemms.NVFP4_BLOCKS)
     values = ops.decode_e2m1(codes.view(torch.uint8)) if packed else ops.decode_fp8(codes)

@@ -22,7 +22,7 @@ DOWN = "blocks.1.down"
 
 
 def x_of_first(step: int) -> Tensor:
-    """What gate and up of the first block read in a step, on all ranks together."""
+    """Input of gate and up of the first block in a step, of all ranks together."""
     return nn.LayerNorm(64).to(worker.device())(batch(step, worker.mesh(tp=2))[0])
 
 

@@ -126,7 +126,8 @@ def test_operands_lie_where_they_were_leased(recipe, given):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_operands_have_the_shape_that_is_said_of_them(recipe):
-    """Of features and tokens that fit no block, too: the opaque ops, leases and predicted bytes go by it."""
+    """`operand_shape` also holds for features and tokens that no block divides. Opaque ops, leases and predicted bytes read
+    `operand_shape`."""
     loaded = recipes.load(recipe)
     for shape in ((40, 72), (64, 96), (1, 8)):
         (made,) = operands.quantize(make_bound(STYLES["local", False], loaded), "x", [torch.randn(shape)], BOTH)

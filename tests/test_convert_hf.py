@@ -279,7 +279,7 @@ def test_what_cannot_be_read_is_one_sentence_and_leaves_nothing(tmp_path: Path, 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    """Of each file that is written, there and back."""
+    """A full disk at each file that an import or export writes."""
     published(tmp_path / "published")
     if file == "config.json":
         convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")

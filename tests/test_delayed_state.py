@@ -130,7 +130,7 @@ def test_wrong_options_are_refused(options: dict, message: str):
 
 
 def scaling(**changed: SlotUse) -> ScalingState:
-    """Of a tensor that forward casts and ranks share, one of this rank alone, and one of backward."""
+    """Scaling state with three slots: cast in forward and shared by ranks, owned by this rank alone, and cast in backward."""
     uses = {"x": SlotUse(E4M3, True, True), "w": SlotUse(E4M3, True, False), "dy": SlotUse(E5M2, False, True)}
     return ScalingState(uses | changed)
 

@@ -1,4 +1,4 @@
-"""What layers and recipes ask of cuBLASLt, read off the plans of an emulated device, and what is refused. No ranks."""
+"""Problems that layers and recipes pass to cuBLASLt, read from plans of an emulated device, and refused problems. No ranks."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_a_missing_cublaslt_is_named(tmp_path: Path):
 
 
 def test_the_words_of_a_problem_are_those_the_binding_takes():
-    """What Python counts, C++ counts: the fields of GemmProblem and of the addresses of a run."""
+    """The C++ binding expects as many fields of GemmProblem and as many addresses of a run as Python passes."""
     a, b = torch.empty(8, 32, dtype=torch.float8_e4m3fn), torch.empty(16, 32, dtype=torch.float8_e5m2)
     one = torch.ones(())
     job = gemms.prepare(a, b, torch.bfloat16, gemms.Scales(one, one), bias=torch.empty(16, dtype=torch.bfloat16))

@@ -142,7 +142,7 @@ def found_imports(source: str, package: str) -> Iterator[tuple[int, str]]:
 
 
 def violations(source: str, module: str, package: str, choices: set[str]) -> list[str]:
-    """What `source`, the text of `module`, imports and must not; `choices` are the modules that only load may reach."""
+    """Return the forbidden imports in `source`, the text of `module`. choices: modules that only `load` may import."""
     owner = package_of(module)
     assert owner is not None
     found = []

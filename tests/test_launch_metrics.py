@@ -127,7 +127,7 @@ def test_lines_are_few_without_a_terminal_and_say_what_is_left(
 
 
 def pieces(terminal: int) -> Iterator[bytes]:
-    """What was written to a terminal that is closed on the other side; it arrives little by little."""
+    """Yield the output written to a terminal, piece by piece, until the other side closes the terminal."""
     with suppress(OSError):  # which is how its end is said
         while piece := os.read(terminal, 1 << 16):
             yield piece

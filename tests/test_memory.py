@@ -157,5 +157,5 @@ def test_a_format_that_does_not_say_its_size_is_no_reason_not_to_plan(monkeypatc
     monkeypatch.setattr("launch.estimate.memory.saved_by", lambda *given: 1 / 0)
     text = plan_text(config, 1, "sm_90")
     assert "memory: the bytes of a step in memory cannot be predicted: division by zero" in text
-    with pytest.raises(ValueError, match="give --device sm_90 for a plan without it"):
+    with pytest.raises(ValueError, match="to skip the memory check, pass --device sm_90"):
         plan_text(replace(config), 1, "h200")

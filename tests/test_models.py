@@ -32,7 +32,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 
 def angles(scaling: dict[str, object] | None) -> torch.Tensor:
-    """Of each pair of dimensions, per position; small enough that the sine tells them."""
+    """Rotation angle of each pair of dimensions for position 1. The angles are small, so that arcsin recovers them."""
     _, sin = rotary_table(torch.arange(2), 16, 10000.0, scaling)
     return sin[1, :8].asin()
 

@@ -1,4 +1,4 @@
-"""What only NVFP4 has: stochastic rounding with bits that belong to a place, and the Hadamard transform. No ranks."""
+"""Features of NVFP4 alone: stochastic rounding with random bits by position, and the Hadamard transform. No ranks."""
 
 from __future__ import annotations
 

@@ -425,7 +425,7 @@ def test_there_is_no_second_derivative():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_x_that_is_kept_as_it_is_gives_the_same_bits(recipe: str):
-    """Of what a norm makes, and of an input, which is what is kept."""
+    """x is the output of a norm, or the input of the model, which is saved unchanged."""
     for inner in ([ops.RMSNorm(H)], []):
         models = [
             ops.Sequential(*copy.deepcopy(inner), linear(recipe, save_original_input=kept)) for kept in (True, False)

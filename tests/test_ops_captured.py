@@ -99,7 +99,7 @@ def test_a_kernel_from_outside_still_casts_each_gradient_of_a_gate(launched: lis
 
 
 def test_an_op_that_torch_computes_is_called_alone():
-    """Of a sum, nothing is launched by kernels of this package: its one segment is a call."""
+    """No kernel of this package computes a sum, so the captured direction is one call of torch."""
     alone, x, extra = ops.AddExtraInput(), torch.randn(M, K), torch.randn(M, K)
     fuser = ops.Sequential(alone)
     for model in (alone, fuser):
@@ -344,7 +344,7 @@ def test_gemms_that_round_to_tf32_are_other_launches(monkeypatch: pytest.MonkeyP
 
 
 def test_a_thread_that_captures_a_direction_beside_another():
-    """Of all that have seen it called once, one is first."""
+    """If two threads are ready to capture a direction, the first captures, and the second replays."""
     model, x = mlp("fp8_current").bfloat16(), torch.zeros(M, K, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = model(x)

@@ -1,4 +1,4 @@
-"""What ops and fusions are told, and every fusion beside its basic ops."""
+"""Arguments that ops and fusions receive, and the equality of every fusion with the basic ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users of dlp.ops get wrong, or do otherwise than expected: right results, or an error that says the way out."""
+"""Wrong and unusual uses of dlp.ops give correct results, or an error that says the way out."""
 
 from __future__ import annotations
 
@@ -529,7 +529,7 @@ def test_two_outputs_in_one_place_are_not_written_to():
 
 
 def test_nothing_is_written_to_codes():
-    """What writes to a Handed would change a decoded copy of it."""
+    """An in-place write to a Handed is refused, because the write would only change a decoded copy."""
     handed = ops.Sequential(ops.Quantize(recipe="fp8_current"))(values(0))
     before = handed.tensor()
     for write in (

@@ -137,7 +137,7 @@ def test_states_of_sequences_of_ops_load_and_go_back(siblings: bool):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_q_k_and_v_of_transformer_engine_may_be_one_tensor(interleaved: bool):
-    """Of 4 heads of 8 features in 2 groups: one group behind the other, in each its q, then k, then v; or all q, k and v."""
+    """4 heads of 8 features in 2 groups. Interleaved: q, k and v of each group in turn; else all q, then all k, then all v."""
     layer, qkv = ops.TransformerLayer(H, FFN, 4, 2, bias=False), "self_attention.layernorm_qkv.weight"
     state = ops.to_te(layer, fuse_qkv_params=True, qkv_weight_interleaved=interleaved)
     q, k, v = (getattr(layer.qkv[1], f"weight_{i}").detach() for i in range(3))

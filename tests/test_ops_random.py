@@ -41,7 +41,7 @@ LINEARS: list[Callable[[], Ops]] = [
 
 
 def on_shards(tp: Any) -> list[Callable[[], Ops]]:
-    """Of token shards to token shards; a column- and a row-parallel linear, and linears between collectives of a user's."""
+    """Ops from token shards to token shards: a column- and a row-parallel linear, and linears between explicit collectives."""
     more = {"tensor_parallel_group": tp, "sequence_parallel": True}
     column, row = (partial(ops.Linear, tensor_parallel_mode=mode, **more) for mode in ("column", "row"))
     group = tp.get_group()
@@ -88,7 +88,7 @@ def results(
 
 
 def differences(seeds: range, those: Sequence[Callable[[], Ops]], watched: bool, shift: int = 0) -> list[str]:
-    """Of fused ops to basic ones, one by one, and to what torch watches; None for a gradient is as good as zeros."""
+    """Differences between fused ops, basic ops and, if `watched`, ops under a dispatch mode. None counts as a zero gradient."""
     wrong = list[str]()
     for seed in seeds:
         draw = random.Random(seed)

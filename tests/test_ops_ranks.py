@@ -222,8 +222,8 @@ def test_a_row_parallel_linear_does_not_add_a_bias_that_it_returns(ranks: Any):
 
 
 def handed_over(recipe: str) -> tuple[list[dict[str, Tensor]], str, list[str], list[list[str]]]:
-    """Of token shards, x and dy that came quantized, with scales that tp ranks agreed on, and of the values; what is said of
-    scales that are a rank's own, what travelled, and what the linears cast of each."""
+    """Gradients for token shards x and dy that arrive quantized with scales agreed over tp, and for values; the message about
+    scales that are not agreed; the gathered operands; and the casts of the linears."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     group, rank, sent, found = mesh["tp"].get_group(), mesh["tp"].get_local_rank(), list[str](), list[Any]()
     casts: list[list[str]] = []
@@ -371,7 +371,7 @@ def test_a_sharded_and_converted_sequence_trains(recipe: str, ranks: Any):
 
 
 def programs_on_shards() -> list[str]:
-    """What is not equal to the bits of one rank, of programs whose parts are sharded, and run again in backward."""
+    """Names of results with other bits than on one rank, for models with sharded parts that are recomputed in backward."""
     mesh, wrong = worker.mesh(dp_shard=2, tp=1), list[str]()
     for name, program in PROGRAMS.items():
         torch.manual_seed(0)
@@ -450,7 +450,8 @@ def test_a_converted_sequence_on_shards_sums_the_gradients_of_its_norms(ranks: A
 
 
 def adopted() -> tuple[list[Any], list[str], str, str]:
-    """Of linears that were made with their style: recipe and overlap by group; what the plan notes; a group's other style."""
+    """For linears constructed with a style: recipe and overlap set by layer groups, notes of the plan, and the message about a
+    group with another style."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     model = OnShards(mesh["tp"])
     groups = [
@@ -549,7 +550,7 @@ def shards_step(case: Shards, recipe: str, used: str, basic: bool) -> dict[str, 
 
 
 def fusions_on_shards(recipe: str) -> list[str]:
-    """What is not that of the basic ops."""
+    """Names of results that differ from those of the basic ops."""
     wrong = list[str]()
     for case in ON_SHARDS:
         for used in ("both", "output", "extra output") if "MakeExtraOutput" in case.said else ("output",):
@@ -610,7 +611,7 @@ def module_step(kind: str, model: nn.Module, rank: int | None = None) -> dict[st
 
 
 def module_on_ranks(kind: str, recipe: str, compiled: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """Of a module that has loaded whole tensors, and then its own shards; names of shards that came back otherwise."""
+    """Results of a module that has loaded full tensors, then saved shards; and names of shards that the round trip changed."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     model = MODULES[kind](tp_group=mesh["tp"], sequence_parallel=True, recipe=recipe)
     model.load_state_dict(ops.from_te(model, te_state(kind)))

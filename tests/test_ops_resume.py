@@ -73,7 +73,7 @@ def flat(run: Run) -> dict[str, Tensor]:
 
 
 def trained(folder: Path, mesh: Mapping[str, int], first: int, dies: bool = False) -> dict[str, Tensor]:
-    """What the programs have after all steps, from `first` on. `dies`: rank 1, one step behind a checkpoint."""
+    """State of the programs after all steps from `first` on. dies: rank 1 is killed one step after a checkpoint."""
     found: dict[str, Tensor] = {}
     runs = {name: Run(program(name, mesh, seed=first)) for name in RECIPES}
     for name, run in runs.items():

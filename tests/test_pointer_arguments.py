@@ -1,4 +1,4 @@
-"""What a program exchanges in each run is what the structs of csrc hold pointers in."""
+"""A replay replaces every argument that the structs of csrc use as a pointer."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class _Recomputed(nn.Module):
 
 @COMPILED
 def test_a_swap_a_load_and_new_operands(compiled: bool):
-    """What programs read moves: another recipe, other scales, weights that are cast anew."""
+    """Captured launches are discarded when inputs move: after a recipe change, with new scales, and with newly cast weights."""
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_delayed"))
     if compiled:
         compiles(pair.model)
@@ -393,7 +393,8 @@ def test_a_function_that_does_more_than_launch_is_no_program():
 
 
 def test_a_copy_is_no_view_though_its_operation_may_be_one():
-    """Below autograd, where the first call of a compiled graph runs, `to`, `reshape` and `contiguous` come as they are."""
+    """The recorder recognizes copies below autograd too, where the first call of a compiled graph runs, and where `to`,
+    `reshape` and `contiguous` are not decomposed."""
     x = values(0, 64, 64)
 
     def run(copied: Callable[[Tensor], Tensor]) -> list[Tensor]:

@@ -35,7 +35,7 @@ def cast_shards(quantizer: Quantizer, shards: list[Tensor], x: Tensor, dim: int)
 
 
 def gathered(shards: list[QuantizedTensor], dim: int) -> QuantizedTensor:
-    """What an all-gather along `dim` of the operand makes, by the rules of the parts."""
+    """Result of an all-gather along `dim` of the operand, according to the declarations of the parts."""
     fmt = shards[0].format
     parts = []
     for i, part in enumerate(fmt.parts):

@@ -1,4 +1,4 @@
-"""What a forward in an autocast region leaves to its own backward and recomputation, and to nobody else. No ranks."""
+"""State that a forward in an autocast region keeps for its own backward and recomputation alone. No ranks."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_a_reentrant_checkpoint_in_a_region_is_refused_and_one_outside_is_not():
 
 
 def played_graph(model: nn.Module, x: Tensor) -> None:
-    """What `torch.cuda.make_graphed_callables` does: it warms up, with gradients that are whatever lies in memory."""
+    """Warm up as `torch.cuda.make_graphed_callables` does, with gradients in uninitialized memory."""
     for _ in range(3):
         y = model(x)
         torch.autograd.grad(y, list(model.parameters()), torch.full_like(y, float("inf")))

@@ -94,7 +94,7 @@ def test_a_pair_is_decoded_to_bf16_where_that_is_exact(kernel, left, right, dtyp
     [("fp8_current", True, "bfloat16"), ("fp8_rowwise", False, "float32"), ("mxfp8", False, "bfloat16")],
 )
 def test_scales_beside_bf16_values_are_in_the_problem(weights, alpha, out):
-    """Of a tensor as the factor of the sums; those of rows are applied to fp32 sums."""
+    """A scale per tensor is the factor `alpha` of the GEMM; scales per row are applied to fp32 sums."""
     plan = dlp.make_plan(
         nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16)),
         [{"name": "all", "match": ["*"], "recipe": replace(load_recipe("bf16"), w=load_recipe(weights).w)}], tp=1,

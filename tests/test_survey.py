@@ -1,4 +1,4 @@
-"""What conversion refuses to take for a linear, leaves out, or warns of; from the plan, without ranks."""
+"""Modules that conversion refuses, skips or warns about, read from the plan, without ranks."""
 
 from __future__ import annotations
 

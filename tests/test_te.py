@@ -60,7 +60,7 @@ def rows(heading: str) -> dict[str, list[str]]:
 
 
 def requested(argument: Argument) -> Any:
-    """A value of an argument that is not neutral."""
+    """Return a value that is not one of the neutral values of the argument."""
     assert argument.neutral is not None
     return next(value for value in (True, "mxfp8", 3) if value not in argument.neutral)
 
@@ -430,7 +430,7 @@ def test_activations_and_their_gradients_are_those_of_float64(name: str, alone: 
 
 
 def parallel_layers() -> list[Tensor]:
-    """On two ranks: the output of a layer of dlp.te that is cut over them, and of a full one with the same parameters."""
+    """Outputs, on two ranks, of a TransformerLayer of dlp.te sharded over tp, and of an unsharded one with equal parameters."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     group = mesh["tp"].get_group()
     torch.manual_seed(0)

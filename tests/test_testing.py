@@ -93,7 +93,7 @@ class Unturned(Fp8Tensor):
 
 @dataclass(frozen=True)
 class Unfactored(Fp8Tensor):
-    """What a GEMM multiplies is not what is decoded: the scale is counted twice."""
+    """Faulty format: a GEMM applies the scale twice, so that products differ from those of decoded values."""
 
     def factored(self, q):
         values, scale = super().factored(q)

@@ -1,4 +1,4 @@
-"""What travels, as a value: decided from recipe, style and tokens alone, before there are tensors or ranks."""
+"""LinearPlan as a value: transfers are decided from recipe, style and tokens alone, without tensors or ranks."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ WAITS = "transfer 1 of up in forward, a slot of 65536 bytes: rank 0 waits for ra
 
 
 class Waits:
-    """Of a transport: what it waits for, and how often that was read."""
+    """Stand-in for a transport: the current waits, and the number of times they were read."""
 
     def __init__(self) -> None:
         self.now, self.asked = [WAITS], 0

@@ -33,7 +33,7 @@ def block_amax(x: Tensor) -> Tensor:
 
 
 def bound(x: Tensor) -> Tensor:
-    """Of the decoded value: half a step of E4M3 above its subnormals, or half a step of those; scales are fp32."""
+    """Bound on the error of decoded values: half a step of E4M3, for subnormals half a subnormal step; scales are fp32."""
     return (x.double().abs() * 2**-4 + block_amax(x) / 448 * 2**-10) * (1 + 2**-20)
 
 

@@ -61,7 +61,9 @@ def check_fits(config: Config, world: int, device: str, found: Planned) -> None:
     if device not in BOARDS:
         return
     if isinstance(found.memory, Unpredictable):
-        raise ConfigError(f"{config.source}: {found.memory}; give --device {BOARDS[device].kind} for a plan without it")
+        raise ConfigError(
+            f"{config.source}: {found.memory}; to skip the memory check, pass --device {BOARDS[device].kind}"
+        )
     if found.memory.peak <= BOARDS[device].usable:
         return
     board = BOARDS[device]

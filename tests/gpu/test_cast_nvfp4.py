@@ -32,7 +32,7 @@ def outputs(poisoned, shape, amaxes, tile=False, wanted=(True, True), offset=0) 
 
 
 def draws(device: str, counter: int = (1 << 33) + 5) -> tuple[PhiloxState, PhiloxState]:
-    """Of a shard in the middle of a matrix whose blocks are more than 32 bits count."""
+    """Random states of a shard in the middle of a matrix with more blocks than 32 bits can count."""
     count = torch.tensor(counter, device=device)
     return PhiloxState(1 << 30, 64, 4096, 0, count, (123, -7)), PhiloxState(
         77, 1 << 20, 1 << 21, 1, count, (1 << 40, 9)

@@ -1,4 +1,4 @@
-"""What is no cast, against the reference: decoding to bf16, transposes of codes, delayed scaling's update, ordered sums."""
+"""Kernels other than casts, against the reference: decoding to bf16, transposes, updates of delayed scales, ordered sums."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_fp8_blocks_decode_to_the_reference(device, poisoned, code, height):
 
 @pytest.mark.parametrize("each", [1, 16, 32, 128])
 def test_scales_are_swizzled(device, poisoned, each):
-    """What a block-scaled GEMM would read; there are none on Hopper."""
+    """Scales in the layout of block-scaled GEMMs, which Hopper does not have."""
     for lines, blocks in [(128, 4), (256, 512), (1, 1), (300, 7), (77, 6), (129, 33), (0, 4), *random_sizes(3)]:
         scale = some_bytes(-(-lines // each), blocks)
         want = reference.swizzle_128x4(scale, lines, each)

@@ -195,7 +195,7 @@ def test_cublaslt_knows_block_scaled_problems_and_says_that_hopper_has_no_units_
 
 
 def test_candidates_agree(device):
-    """What a measured choice chooses among: every algorithm is a correct one."""
+    """Every algorithm among which a measurement chooses gives correct results."""
     recipe = load("fp8_current")
     a, b = operands(recipe, "dgrad", 512, 512, 1024)
     left, right = a.dequantize().double(), b.dequantize().double()

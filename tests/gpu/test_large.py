@@ -51,7 +51,7 @@ def last(q: Any, columnwise: bool) -> list[Tensor]:
 
 
 def origin(x: Tensor, row: int) -> Origin:
-    """Of a matrix that begins at this row of one of ROWS."""
+    """Origin of a matrix that begins at this row of a matrix with ROWS rows."""
     return Origin(row, 0, ROWS, x.shape[1], seed=1, tensor_id=2, counter=torch.tensor(11, device=x.device))
 
 
@@ -113,7 +113,7 @@ def test_what_is_made_of_rows_of_more_than_2_to_the_31_elements(large, name):
 
 
 def test_sums_of_more_than_2_to_the_31_elements(large):
-    """Of columns, and in the gradient of a norm's weight, whose order depends on the number of rows: one of them counts."""
+    """Sums of columns, and the gradient of a norm's weight, whose order of summation depends on the number of rows."""
     sparse, tail = torch.zeros_like(large), large[-LAST:].contiguous()
     sparse[-LAST:] = tail
     assert_bit_equal(ops.column_sums(sparse).cpu(), ops.column_sums(tail).cpu(), "sums of columns")

@@ -94,7 +94,7 @@ def kernels(run: Callable[[], object]) -> list[str]:
 
 
 def kind(kernel: str) -> str:
-    """Of a kernel of a linear: "cast", "gemm", "sum" of the parts of a GEMM; any other is its name."""
+    """Kind of a kernel of a linear: "cast", "gemm", "sum" (of the parts of a GEMM), or the name of any other kernel."""
     for word, found in (("cast_block", "cast"), ("splitkreduce", "sum"), ("gemm", "gemm"), ("nvjet", "gemm")):
         if word in kernel.lower():
             return found

@@ -61,7 +61,7 @@ def test_the_sum_is_that_of_the_reference(device, shape, ranks, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_codes_off_alignment_are_refused_where_they_are_read_by_eight(device, dtype):
     def moved(x: Tensor, offset: int) -> Tensor:
-        """x, `offset` bytes behind an aligned address, and as many bytes more from rank to rank."""
+        """Copy of x that begins `offset` bytes after an aligned address, with `offset` more bytes between ranks."""
         memory = torch.zeros(len(x), offset + x[0].nbytes, dtype=torch.uint8, device=x.device)
         memory[:, offset:] = x.view(torch.uint8).flatten(1)
         return memory[:, offset:].view(x.dtype).unflatten(1, x.shape[1:])

@@ -1,4 +1,4 @@
-"""What `attach` takes, what the steps of attached optimizers check, and that an old graph does not meet new weights."""
+"""Arguments of `attach`, checks in the steps of attached optimizers, and backwards of graphs older than the weights."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_an_optimizer_from_before_convert_is_refused(ranks):
 
 
 def stale_in_part(by: str) -> str:
-    """What `attach` says of an optimizer that was made between two calls that replace parameters."""
+    """Message of `attach` about an optimizer that was created between two calls that replace parameters."""
     torch.manual_seed(0)
     model, mesh = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(worker.device()), worker.mesh(tp=1)
     dlp.convert(model, [], mesh)
@@ -336,7 +336,7 @@ def test_replicas_are_looked_at_when_they_first_have_gradients(ranks, closure, z
 
 
 def drifted() -> tuple[str, str]:
-    """What `dlp.state_dict` says of replicas that are equal, and after one of them has moved."""
+    """Results of `dlp.state_dict` with equal replicas, and after one replica has changed."""
     model, mesh = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)).to(worker.device()), worker.mesh(tp=2)
     dlp.convert(model, [], mesh)
     said = []

@@ -611,7 +611,7 @@ TAKE = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a+'), fcntl.LOCK_EX | 
 
 
 def second(config: Config) -> str:
-    """What another process gets that wants the lock of a run that has begun."""
+    """Error of another process that requests the lock of a running run."""
     trainer, _ = training.trainer(config)
     if not trainer.run.leader:
         return ""

@@ -136,7 +136,7 @@ def refused(function: Any, *args: Any, **options: Any) -> str:
 
 
 def out_of_range(token: int) -> list[str]:
-    """What the cross entropy over tp, the one of this rank alone and the embedding say of a token."""
+    """Messages about an out-of-range token: of the cross entropy over tp and on one rank, and of the embedding."""
     logits, targets = logits_and_targets(8, torch.float32)
     targets[3] = token
     tp = worker.mesh(tp=dist.get_world_size())["tp"]

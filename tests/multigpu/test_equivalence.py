@@ -74,7 +74,7 @@ MANY = ("fp32", "fp8")  # compared over all steps in one layout; what lies betwe
 
 
 class Run(NamedTuple):
-    """What a run shows: full gradients of the first step by name, their global norm, the loss of each step."""
+    """Results of a run: full gradients of the first step by name, the global norm of these gradients, the loss of each step."""
 
     gradients: dict[str, Tensor]
     norm: float

@@ -125,7 +125,7 @@ def test_a_module_that_reads_another_ones_weight_is_named(ranks):
 
 
 def kept() -> dict[str, Any]:
-    """What was hung on a linear, its weight and an embedding, after conversion."""
+    """Hooks and attributes of a linear, its weight and an embedding that exist after conversion."""
     model = nn.ModuleDict({"table": nn.Embedding(VOCABULARY, SIZE), "up": nn.Linear(SIZE, SIZE)}).to(worker.device())
     called: list[str] = []
     up, table = model["up"], model["table"]
@@ -259,7 +259,7 @@ def test_layers_made_by_hand_join_a_converted_model(ranks):
 
 
 def refused() -> list[str]:
-    """What conversion says of layers made by hand otherwise, of parts, and of what FSDP has sharded."""
+    """Messages of conversion about explicitly constructed layers in another style, parts of models, and FSDP modules."""
     mesh, column = worker.mesh(tp=2), {"name": "column", "match": "both", "style": "column"}
     part, within = (nn.ModuleDict({"part": nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))}) for _ in range(2))
     dlp.convert(part["part"], [], mesh)
@@ -452,7 +452,7 @@ def test_whole_plain_tensors_are_loaded(ranks):
 
 
 def with_a_head() -> list[str]:
-    """What is logged of a model to which a head is added after conversion."""
+    """Log lines about a model to which a head is added after conversion."""
     said = []
     for late in (True, False):
         model, head = nn.Sequential(nn.Linear(SIZE, SIZE)).to(worker.device()), nn.Linear(SIZE, 4).to(worker.device())

@@ -427,8 +427,8 @@ def test_delayed_scales_of_weights_are_shared_though_ranks_share_no_others(ranks
 
 
 def staged_after_loading() -> tuple[dict[str, float], dict[str, float]]:
-    """What delayed scaling has staged after a microbatch, and after another one, of a tenth of it, with weights that were
-    loaded in between: halves of those before."""
+    """Staged amaxes of delayed scaling after a first microbatch, and after a second microbatch with a tenth of the input.
+    Halved weights are loaded in between."""
     mesh = worker.mesh(dp_shard=2)
     model = shardnet({"name": "fp8_delayed", "amax_history_len": 2}, mesh)
     train(model, mesh, range(1))
@@ -562,7 +562,7 @@ def test_a_model_that_is_let_go_frees_its_memory(ranks, on):
 
 
 def unattached() -> list[list[str]]:
-    """What is noted of an evaluation, and of a training."""
+    """Notes logged by an evaluation and by training."""
     mesh = worker.mesh(dp_shard=2)
     model = nn.Sequential(nn.Linear(32, 32)).to(worker.device())
     dlp.convert(model, [{"name": "all", "match": ["*"], "recipe": "fp8_current"}], mesh)

@@ -328,7 +328,7 @@ class Attention(nn.Module):
 
 
 def head_norm(tp: int, sequence_parallel: bool, told: bool) -> tuple[str, dict[str, Tensor]]:
-    """What the first step says, and the gradients before it. `told`: a group says that the norm reads cut features."""
+    """Message of the first step, and the gradients before it. told: a group declares that the norm reads sharded features."""
     torch.manual_seed(3)
     model = Attention()
     for parameter in model.parameters():

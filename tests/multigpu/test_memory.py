@@ -1,5 +1,5 @@
-"""What stays in a rank's memory between steps is, tensor by tensor, what was planned; `bench.memory` measures the rest on
-GPUs."""
+"""The memory that a rank holds between steps equals the plan, tensor by tensor; `bench.memory` measures the rest
+on GPUs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def mapped(config: Config) -> int:
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_no_more_is_mapped_than_was_planned(ranks, device_type):
-    """Of dy two orientations travel, of which one is read piece by piece; scales are agreed on: all slots that there can be."""
+    """The run needs every peer buffer: dy is sent in both orientations, one is read in chunks, and scales are agreed."""
     if device_type == "cuda":
         pytest.skip("emulated on CPU ranks")
     options = ["--mesh.transport=mapped", "--recipe=nvfp4", "--groups.default.overlap=chunked:4", "--model.layers=1"]

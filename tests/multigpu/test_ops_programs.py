@@ -58,7 +58,7 @@ def between_collectives(recipe: str, group: Any) -> ops.Sequential:
 
 
 def states(model: ops.Sequential) -> dict[str, list[str]]:
-    """What there is for each direction: the segments of what is captured, or why it is not."""
+    """For each direction the segments of captured launches, or the reason why nothing is captured."""
     found: dict[str, list[str]] = {}
     for plan in model._groups_now()[0].plans.values():
         for direction in plan.captured:
@@ -136,7 +136,7 @@ def test_ops_that_communicate_by_themselves(ranks):
 
 
 def test_collectives_of_the_users_send_through_mapped_memory(ranks):
-    """Of a group that the fused op alone knows."""
+    """Only the fused op knows the process group."""
     (mapped, said), _ = check(ranks, "fp8_current", explicit=True)
     assert "L" in mapped["forward"] and "L" in mapped["backward"], mapped
     assert "GatheredLinear" in said and "ReducedLinear" in said

@@ -58,7 +58,7 @@ def early(name: str) -> Callable[[list[Launch]], list[Launch]]:
 
 
 def renamed(name: str) -> Callable[[list[Launch]], list[Launch]]:
-    """What waits by its name does not."""
+    """Replace the launches of this name, which wait, by launches that only read."""
     return lambda launches: [each._replace(name="reads") if each.name == name else each for each in launches]
 
 

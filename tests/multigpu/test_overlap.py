@@ -63,7 +63,7 @@ def strategy(name: str) -> Overlap:
 
 @contextmanager
 def memory(group: dist.ProcessGroup, *names: str) -> Iterator[None]:
-    """What these strategies need of it; others send by NCCL or gloo."""
+    """Provide mapped memory for strategies whose names begin with "mapped"; all others send by NCCL or gloo."""
     mapped = any(name.startswith("mapped") for name in names)
     if mapped and worker.device().type == "cuda":
         transport.ask_for(group, "cuda")
@@ -121,7 +121,7 @@ def bound(case: LinearCase, device_type: str) -> float:
 
 
 def check(cases: list[LinearCase], of_ranks: list[list[Compared]], device_type: str) -> None:
-    """Of the first choice of strategies."""
+    """Check the results of the first choice of strategies against the bound of each case."""
     for case, *ranks_of_case in zip(cases, *(chosen[0] for chosen in of_ranks), strict=True):
         for name in ranks_of_case[0]:
             equal, squared, norm = zip(*(found[name] for found in ranks_of_case), strict=True)
@@ -250,7 +250,7 @@ def test_rows_that_do_not_divide_over_ranks_are_summed_too(ranks, device_type, w
 
 
 def gathered_error(strategy_name: str, axis: str) -> float:
-    """Of x gathered over tp with amaxes agreed over `axis`; the other ranks of dp_shard have the same shard."""
+    """Error of x gathered over tp with amaxes agreed over `axis`. All ranks of dp_shard have the same shard."""
     mesh = worker.mesh(dp_shard=2, tp=2)
     options: dict[str, Any] = {"tp": mesh["tp"], "sequence_parallel": True, "device": worker.device()}
     bound = ColumnParallelLinear(64, 64, recipe="fp8_current", **options).core.bound
@@ -273,7 +273,7 @@ REDUCTIONS = [("scatter", 16), ("all", 16), ("all", 13)]
 
 
 def said_and_sent() -> dict[tuple[str, str, str, int], tuple[int, int]]:
-    """What each strategy says a reduction sends, and what was counted."""
+    """Bytes that each strategy predicts for a reduction, and bytes that the observer counted."""
     mesh, found = worker.mesh(tp=dist.get_world_size()), {}
     device, group, quantizer = worker.device(), mesh["tp"].get_group(), KeepHighPrecision()
     w = quantizer.cast(torch.ones(24, 8, device=device), None)

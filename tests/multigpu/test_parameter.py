@@ -142,7 +142,8 @@ def test_adapters_of_codes_train_under_fsdp(ranks):
 
 @torch.no_grad()
 def as_torch_sends(quantizer: Any) -> bool:
-    """Of rank 0's weight, by torch's own: shards of a parallel module, a broadcast; what cannot be done raises."""
+    """Whether torch sends rank 0's weight as codes: in a broadcast, and as shards of a parallel module. An all-reduce of
+    codes is refused."""
     torch.manual_seed(dist.get_rank())
     tp, cast = worker.mesh(tp=2)["tp"], static()
 
@@ -212,7 +213,7 @@ def test_torchs_tensor_parallelism_multiplies_codes(ranks, compiled):
 
 
 def cut_unevenly(rows: int) -> list[str]:
-    """What each rank says where shards of codes are not equal: in the first forward, and in a save."""
+    """Messages of a rank about unequal shards of codes: in the first forward, and in a save."""
     layer = dlp.quantize_(nn.Sequential(nn.Linear(32, rows)), "fp8_rowwise")
     fully_shard(layer, mesh=worker.mesh(dp_shard=dist.get_world_size())["dp_shard"])
     assert isinstance(layer[0].weight.to_local(), QuantizedParameter)

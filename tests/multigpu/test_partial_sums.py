@@ -67,7 +67,7 @@ class Choosing(nn.Module):
 
 
 def ranks_that_differ() -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """The gradients after two backwards, this rank's own contribution, and whose it is."""
+    """Gradients after two backwards, the contribution of this rank, and the index of this rank."""
     model, mesh, rank = Choosing().to(worker.device()), worker.mesh(tp=2), dist.get_rank()
     dlp.convert(model, [{"name": "sp", "match": ["norms.*"], "sequence_parallel": True}], mesh, batch=(1, 8))
     rows = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(worker.device())
@@ -81,7 +81,7 @@ def ranks_that_differ() -> tuple[dict[str, Tensor], Tensor, Tensor]:
 
 @pytest.mark.ranks(2)
 def test_gradients_are_paired_by_name(ranks):
-    """And who has none gets that of the others; a parameter that nobody used keeps none."""
+    """A rank without a gradient gets the gradient of the other rank. A parameter that no rank used has no gradient."""
     results = ranks(2).run(ranks_that_differ)
     for found, _, _ in results:
         assert found.keys() == {"norms.0.weight", "norms.1.weight"}
@@ -91,7 +91,7 @@ def test_gradients_are_paired_by_name(ranks):
 
 @dataclass
 class Wrapped:
-    """What pytree takes for a leaf."""
+    """Output of a model that pytree treats as a leaf."""
 
     y: Tensor
 

@@ -153,7 +153,7 @@ def test_a_gradient_is_cast_along():
 
 
 def test_loading_decoded_values_changes_nothing():
-    """Of the layers that share a core, too: columnwise codes are made of the values, not of decoded ones."""
+    """Columnwise codes come from the original values, not from decoded rowwise codes, also in layers that share a core."""
     model = held("mxfp8", True)
     parts = [part.clone() for part in model[0].core.weights.parts.parts]
     initial = next(iter(model[0].core.weights)).initial
@@ -259,7 +259,7 @@ def test_gathered_codes_refuse_calls_that_need_values(ranks):
 
 
 def held_on_tp() -> list[str]:
-    """What a held weight on tp says of calls that need values."""
+    """Messages of a quantized-only weight on tp about calls that need values."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64)).to(worker.device())
     with dlp.quantized_model_init():

@@ -196,8 +196,8 @@ DIRECTIONS = [
     ],
 )
 def test_directions_that_communicate(ranks, kind: str, sequence_parallel: bool, recipe: str):
-    """Through mapped memory transfers, agreements and sums are launches like others: both directions are one call, with the
-    bits of collectives; by collectives it is a few calls, with those between."""
+    """With mapped memory, transfers, agreements and sums are launches, so that each direction is replayed as one call. With
+    collectives, a direction is replayed as a few calls, with the collectives in between. The bits are equal."""
     for mapped, plain, pairs in ranks(2).run(over_two_ranks, kind, recipe, sequence_parallel):
         assert min(mapped.values()) > 0, mapped
         assert min(plain.values()) > 0, plain
@@ -248,7 +248,7 @@ def in_a_graph(kind: str, recipe: str, overlap: str) -> list[tuple[Tensor, Tenso
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block"])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_directions_in_a_cuda_graph(ranks, device_type: str, kind: str, recipe: str, overlap: str):
-    """What ranks tell each other is part of the graph, and counts on where launches have left it."""
+    """Signals between ranks are part of the graph, and epochs continue where eager launches stopped."""
     if device_type != "cuda":
         pytest.skip("needs GPUs: CUDA graphs")
     for pairs in ranks(2).run(in_a_graph, kind, recipe, overlap):
@@ -320,7 +320,7 @@ def test_a_strategy_that_sends_otherwise_is_not_captured(ranks, device_type, sha
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block"])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_wgrads_that_wait_keep_what_came(ranks, kind: str, recipe: str):
-    """What a slot holds when the direction ends is copied, by a launch."""
+    """A launch copies the operands of delayed wgrads out of peer buffers before the direction ends."""
     for mapped, _, pairs in ranks(2).run(over_two_ranks, kind, recipe, True, "hp", "serial", 0.0, True):
         assert min(mapped.values()) > 0, mapped
         for result, expected in pairs:

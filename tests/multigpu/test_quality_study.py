@@ -92,7 +92,8 @@ def test_verdicts_are_those_of_the_interval():
 
 @pytest.mark.parametrize(("shared", "blocks", "subjects"), [(0.0, 3, 12), (0.0, 4, 4), (2.0, 4, 6)])
 def test_how_often_verdicts_are_wrong(shared, blocks, subjects):
-    """Subjects exactly at the bar: each wrong verdict in 2.5 % of studies, whatever baselines and blocks share."""
+    """Each wrong verdict occurs in about 2.5 % of studies of subjects that lie exactly at the bar, also where the subjects of a
+    block share noise."""
     draws, sd, bar, tables = np.random.default_rng(0), 0.0005, 0.0015, 400
     wrong, far = {"within": 0, "outside": 0}, {"outside": 0}
     for _ in range(tables):

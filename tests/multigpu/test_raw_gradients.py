@@ -45,7 +45,7 @@ def uneven(tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 class Found(NamedTuple):
-    """What a step computes: full gradients by name, their norm as clipping sees it, the loss summed over ranks."""
+    """Results of a step: full gradients by name, the norm that clipping computes, the loss summed over ranks."""
 
     gradients: dict[str, Tensor]
     norm: float

@@ -102,7 +102,7 @@ def runs(config: Config) -> dict[str, int]:
     ids=["none", "selective", "every 2nd", "full"],
 )
 def test_linears_do_not_run_again_where_their_results_are_kept(ranks, tmp_path, data, changed, linears, norms):
-    """Of 2 blocks, each 4 linears or sets of siblings, and the head."""
+    """The model has 2 blocks with 4 linears or sets of siblings each, and the head."""
     config = training.config(tmp_path, data, "--model.layers=2", "--mesh.tp=1", "--train.global_batch=1", *changed)
     assert ranks(1).run(runs, config) == [{"linears": linears, "norms": norms}]
 

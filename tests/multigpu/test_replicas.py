@@ -49,7 +49,7 @@ def x_of(seed: int) -> Tensor:
 
 
 def without_fully_shard(sizes: dict[str, int], attached: bool, averages: bool) -> tuple[str, str]:
-    """What the steps, and then `dlp.state_dict`, say of a model that dp ranks train on data of their own."""
+    """Messages of the steps, and then of `dlp.state_dict`, for a model that each dp rank trains on different data."""
     model, _ = two_layers(**sizes)
     optimizer = SGD(model.parameters(), lr=0.1)
     if attached:
@@ -119,7 +119,7 @@ def test_partial_gradients_stop_steps_without_attach(ranks):
 
 
 def apart(way: str) -> str:
-    """What stops the steps of a model on tp whose rank 1 goes its own way once every gradient was seen."""
+    """Message that stops the steps of a model on tp after rank 1 has diverged."""
     model, mesh = two_layers(tp=2)
     optimizer = SGD(model.parameters(), lr=1e-4)
     dlp.attach(model, optimizer)
@@ -333,7 +333,7 @@ class PartOfHeads(nn.Module):
 
 
 def cause(gate: bool, dropout: float, parts: bool) -> str:
-    """What the first step says. parts: q and o are cut, so that k has the gradient of this rank's heads."""
+    """Message of the first step. parts: tp shards q and o, so that the gradient of k covers only this rank's heads."""
     torch.manual_seed(3)
     model, mesh = PartOfHeads(gate, dropout).to(worker.device()), worker.mesh(tp=2)
     groups = [{"name": "q", "match": ["q"], "style": "column"}, {"name": "o", "match": ["o"], "style": "row"}]

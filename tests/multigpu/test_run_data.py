@@ -26,7 +26,7 @@ def random_data(folder: Path, vocabulary: int = 1000, documents: int = 1) -> Pat
 
 
 def refusal(config: Config) -> str:
-    """Of a run that does not start."""
+    """Message of the ValueError with which a run refuses to start."""
     try:
         training.run(config)
     except ValueError as error:

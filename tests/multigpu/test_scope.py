@@ -86,7 +86,7 @@ def joined(q: QuantizedTensor, dim: int | None) -> QuantizedTensor:
 
 
 def differences(name: str, style_key: tuple[str, bool]) -> list[str]:
-    """What differs between the layer on all ranks and on one, in bits of operands and beyond the bound in results."""
+    """Differences between the layer on all ranks and on one rank: operands with other bits, results beyond the bound."""
     tp = dist.get_world_size()
     results, seen = run(name, style_key, tp)
     _, expected = run(name, ("local", False), 1)

@@ -27,7 +27,7 @@ def layer(**options: Any) -> Linear:
 
 
 def weight_grad(linear: Linear, recompute: bool = False) -> Tensor:
-    """Of one more microbatch with the same x and dy."""
+    """Weight gradient of one more microbatch with the same x and dy."""
     linear.weight.grad = None
     x = matrix("gauss", SIZE, SIZE, 1).requires_grad_()
     y = checkpoint(linear, x, use_reentrant=False) if recompute else linear(x)

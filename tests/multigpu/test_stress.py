@@ -46,8 +46,8 @@ def another_mesh() -> DeviceMesh:
 
 
 def layers(draw: random.Random, meshes: list[DeviceMesh]) -> list[torch.nn.Module]:
-    """Of each recipe some, with a strategy for each GEMM, of either kind, some with siblings, some without sequence
-    parallelism, over one of the meshes."""
+    """Draw layers of every recipe: column- or row-parallel, with or without siblings and sequence parallelism, with a random
+    strategy for each GEMM, on one of the meshes."""
     made = []
     for recipe in 2 * (EMULATED if worker.device().type == "cpu" else tuple(names())):
         kind, several = draw.choice((dlp.ColumnParallelLinear, dlp.RowParallelLinear)), draw.random() < 0.3

@@ -53,7 +53,7 @@ def exchange(moves: Transport, part: Tensor, cut: int = 0) -> Tensor:
 
 
 def content(seed: int, shape: tuple[int, ...], dtype: torch.dtype, *who: int) -> Tensor:
-    """What a rank sends: the same on all ranks, from a seed and whose it is."""
+    """Content that rank `who` sends, which every rank can compute from the seed."""
     draw = torch.Generator().manual_seed(hash((seed, *who)) % (1 << 31))
     return torch.randint(0, 200, shape, generator=draw).to(dtype).to(worker.device())
 
@@ -188,7 +188,7 @@ def test_a_slot_is_not_written_before_its_readers_are_done(ranks, device_type):
 
 
 def told(ended: bool) -> str | None:
-    """What is said of a slot whose GPU ended its work, or did not."""
+    """Complaint about a peer buffer whose GPU ended its work, or did not."""
     moves = make_transport()
     moves.start("row", ("down", "backward"))
     moves.agree([torch.ones((), device=worker.device())])
@@ -437,7 +437,7 @@ def test_transfers_are_recorded_and_captured(ranks, device_type):
 
 
 def taken_down() -> list[list[tuple[Any, ...]]]:
-    """What a direction launches, taken down before and after others like it have run; without addresses."""
+    """Launches of a direction, without addresses, recorded before and after other directions have run."""
     with emulation():
         moves = Transport(dist.group.WORLD, worker.device(), SimulatedSlot, SimulatedLane())
         x, amax, found = torch.ones(moves.world, 64), torch.ones(()), []
@@ -467,7 +467,7 @@ def without_addresses(arguments: Sequence[Any]) -> list[Any]:
 
 @pytest.mark.ranks(2)
 def test_replays_need_no_number_of_the_host(ranks, device_type):
-    """What ranks wait for lies in memory: a direction that was captured, or is part of a CUDA graph, replays as it is."""
+    """Epochs are stored in device memory, so that a captured direction or a CUDA graph is replayed unchanged."""
     if device_type == "cuda":
         pytest.skip("emulated on CPU ranks; GPUs replay in test_transfers_are_recorded_and_captured")
     for first, again in ranks(2).run(taken_down):
@@ -477,7 +477,7 @@ def test_replays_need_no_number_of_the_host(ranks, device_type):
 
 
 def mapped_memory() -> list[int]:
-    """Of directions of two transfers, the first of which is whole or in two pieces."""
+    """Mapped memory after directions with two transfers, the first of which is sent at once or in two pieces."""
     moves = make_transport()
     for turn in range(30):
         moves.start()

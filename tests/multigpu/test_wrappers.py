@@ -75,8 +75,8 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> lis
 
 
 def copied(recipe: str) -> list[tuple[Tensor, Tensor]]:
-    """What a copy and its original give: as they are; trained on, each by an optimizer of its own; and the original again,
-    which the copy must not have touched."""
+    """Pairs of results of a copy and the original: unchanged; after further training, each with a separate optimizer; and of
+    the original again, which training of the copy must not change."""
     model, optimizer = small(recipe)
     steps(model, optimizer, 3)
     other, untouched = copy.deepcopy(model), copy.deepcopy(model)

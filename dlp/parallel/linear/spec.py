@@ -47,8 +47,12 @@ def _allowed(style: ParallelStyle) -> None:
 
 
 def _switch(doc: str, note: str, refused: Callable[[ParallelStyle], str | None] = _allowed) -> Any:
-    """A field of LayerOptions. `doc`: its description among the settings; `note`: the plan's note on a layer where it is on;
-    `refused(style)`: the note on a layer whose style does not support the option, None for a style that does."""
+    """Field of `LayerOptions`, None by default.
+
+    doc       description of the option in the settings
+    note      note in the plan of a layer with the option
+    refused   function that returns the note for a style that does not support the option, and None for other styles
+    """
     return field(default=None, metadata={"doc": doc, "note": note, "refused": refused})
 
 
