@@ -41,6 +41,8 @@ from tests.test_prepare import tokenizer
 from tests.test_torchrun import free_port
 
 LONG = 240.0  # seconds; ends a command that hangs
+# test_prove.py and test_train_transformers.py run the programs of these pages
+LONG_PAGES = ("prove.md", "from-transformers.md")
 NEEDS = ("gpus", "hosts", "network", "minutes")
 PROGRAMS = ("python", "make", "torchrun", "git", "pip", "nsys", "srun")
 FENCE = re.compile(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", re.MULTILINE)
@@ -177,7 +179,7 @@ def renumber(made: Path, step: int) -> None:
 
 
 def by_make(folder: Path, arguments: list[str]) -> None:
-    """What `make` would run; of the suite itself, only that make knows how."""
+    """Run the commands that `make` would run. Commands that start the test suite are only expanded."""
     made = subprocess.run(
         ["make", "-n", *arguments, "PYTHON=python", "DEVICE=cpu"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -216,7 +218,7 @@ def run_command(folder: Path, typed: str) -> None:
 
 
 def check_settings(typed: str) -> None:
-    """Of a command that cannot run here: its module exists, and its settings are some."""
+    """Check a command that cannot run here: the module exists, and the settings are valid."""
     words = shlex.split(typed)
     if "-m" not in words:
         return
@@ -251,7 +253,12 @@ def presupposed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pages() -> list[Any]:
-    return [pytest.param(page, id=page.name) for page in PAGES if list(blocks(page.read_text()))]
+    """Pages with commands; only `--all-cases` runs the commands of LONG_PAGES."""
+    return [
+        pytest.param(page, id=page.name, marks=[pytest.mark.full] if page.name in LONG_PAGES else [])
+        for page in PAGES
+        if list(blocks(page.read_text()))
+    ]
 
 
 @pytest.mark.slow
@@ -266,6 +273,16 @@ def test_the_commands_of_a_page(page: Path, presupposed: Path, tmp_path: Path) -
                 check_settings(typed) if mark else run_command(folder, typed)
             except Exception as error:
                 raise AssertionError(f"{page.name}:{line}: {typed}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG_PAGES)
+def test_the_settings_of_a_page_that_takes_long(name: str, presupposed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(presupposed)
+    (page,) = [page for page in PAGES if page.name == name]
+    for commands, _, _ in blocks(page.read_text()):
+        for typed in commands:
+            check_settings(typed)
 
 
 PAGE = """\

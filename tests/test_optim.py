@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import dlp
 from tests import pool as worker
+from tests.cases import nightly
 from tests.metrics import assert_bit_equal
 
 pytest.importorskip("torchao")
@@ -142,7 +143,7 @@ def resumed_on_shards(folder: str, kind: str) -> list[str]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["AdamW4bit", "Muon"])
+@pytest.mark.parametrize("kind", ["AdamW4bit", nightly("Muon")])
 def test_a_run_resumes_from_torchs_checkpoints_bit_for_bit(ranks, kind: str, tmp_path):
     assert ranks(2).run(resumed_on_shards, str(tmp_path), kind) == [[], []]
 

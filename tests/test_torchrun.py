@@ -4,8 +4,8 @@ One run fails on two "hosts", is resumed on one and killed, resumed and stopped,
 end; its losses must be those of a run that was left alone. Those ranks meet in one store, one run after the other, as ranks do
 that torchrun starts anew. Blocks are sequences of dlp.ops. The rest of what a run does is tested in the pool (tests/multigpu),
 where a run costs less than a second. The import of torch, dlp and launch costs a new interpreter six seconds of the CPU.
-Therefore only the run on two "hosts" has ranks that are new interpreters; torchrun starts the other ranks as forks
-(`ForkedRank`).
+Therefore torchrun starts ranks as forks (`ForkedRank`); with `--all-cases` the ranks on two "hosts" are new interpreters. The
+run that was left alone is a run in the pool.
 """
 
 from __future__ import annotations
@@ -183,13 +183,15 @@ def two_ranks(folder: Path, *arguments: str, **store: str) -> list[Run]:
     return [Run(folder, *command, output=f"rank{r}.txt", RANK=r, LOCAL_RANK=r, **place) for r in ("0", "1")]
 
 
-def hosts(folder: Path, *arguments: str) -> list[Run]:
+def hosts(folder: Path, fork_ranks: bool, *arguments: str) -> list[Run]:
     """Two "hosts" with a rank each: torchruns that meet at a store of one of them. Without restarts, of which two agents may
     count different numbers."""
     store = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     meeting = ["--rdzv-backend=c10d", store, "--rdzv-id=hosts", "--local-addr=127.0.0.1"]
     command = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", *meeting, *arguments]
-    return [Run(folder, "torch.distributed.run", *command, output=f"host{i}.txt", fork_ranks=False) for i in range(2)]
+    return [
+        Run(folder, "torch.distributed.run", *command, output=f"host{i}.txt", fork_ranks=fork_ranks) for i in range(2)
+    ]
 
 
 def local(folder: Path) -> Run:
@@ -242,10 +244,10 @@ def listening(pid: int) -> set[str]:
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
 
 
-def failed(config: Config, folder: Path) -> None:
+def failed(config: Config, folder: Path, fork_ranks: bool) -> None:
     """Rank 1, a host of its own, raises after the first checkpoint: it is the one shown, and the other host ends as well."""
     (folder / "faulty.py").write_text(FAULTY)
-    both = hosts(folder, str(folder / "faulty.py"), str(folder / "small.toml"), *SETTINGS)
+    both = hosts(folder, fork_ranks, str(folder / "faulty.py"), str(folder / "small.toml"), *SETTINGS)
     codes, outputs = zip(*[each.end() for each in both], strict=True)
     output = "".join(outputs)
     assert codes == (1, 1), output
@@ -295,19 +297,20 @@ def stopped(config: Config, folder: Path, before: int) -> int:
     return int(stop[1])
 
 
-def to_the_end(folder: Path, agent: dict[str, str], *arguments: str) -> str:
-    """What rank 0 prints; the other prints nothing."""
-    (code, output), other = [each.end() for each in two_ranks(folder, *SETTINGS, *arguments, **agent)]
+def to_the_end(folder: Path, agent: dict[str, str]) -> str:
+    """Run two ranks to the last step, and return the output of rank 0. Rank 1 prints nothing."""
+    (code, output), other = [each.end() for each in two_ranks(folder, *SETTINGS, **agent)]
     assert code == 0 and other == (0, ""), output + other[1]
     assert f"done: steps {STEPS}, validation loss " in output
     return output
 
 
-def test_failed_killed_stopped_and_resumed_to_the_end(tmp_path, data, agent):
-    whole = training.config(tmp_path, data, f"--run.dir={tmp_path}/whole")
+@pytest.mark.ranks(2)
+def test_failed_killed_stopped_and_resumed_to_the_end(ranks, tmp_path, data, agent, request):
+    whole = training.config(tmp_path, data, *SETTINGS, f"--run.dir={tmp_path}/whole")
     config = training.config(tmp_path, data)
-    to_the_end(tmp_path, agent, f"--run.dir={whole.run.dir}")
-    failed(config, tmp_path)
+    ranks(2).run(training.run, whole)
+    failed(config, tmp_path, fork_ranks=not request.config.getoption("--all-cases"))
     second = killed(config, tmp_path)
     third = stopped(config, tmp_path, second)
     assert EVERY < second < third < STEPS

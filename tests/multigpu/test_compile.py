@@ -154,10 +154,11 @@ def compiled_conversion(backend: str, whole: bool) -> tuple[list[float], int]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "whole", "world"), [nightly("aot_eager", False, 2), ("aot_eager", True, 2), ("inductor", False, 1)]
+    ("backend", "whole", "world"),
+    [nightly("aot_eager", False, 2), nightly("aot_eager", True, 2), ("inductor", False, 1)],
 )
 def test_a_converted_model_compiles(ranks, backend, whole, world):
-    """Inductor sums norms in another order, and a bit in x may change a code."""
+    """Inductor sums norms in another order, and a bit in x may change a code. Bits of aot_eager on two ranks: the next test."""
     for errors, graphs in ranks(world).run(compiled_conversion, backend, whole):
         assert max(errors) <= (0 if backend == "aot_eager" else 0.02), errors
         assert whole or graphs == 1, "equal blocks share a graph"
@@ -281,7 +282,7 @@ def test_more_blocks_of_a_model_make_no_more_graphs(ranks, tmp_path):
 
 
 def steps_within(config: Config, graphs: int) -> str:
-    """What two steps of compiled blocks raise where so many graphs are allowed."""
+    """Message of the error in two steps of compiled blocks that may have at most `graphs` graphs."""
     eager = partialmethod(nn.Module.compile, backend="eager")
     with (
         torch._dynamo.config.patch({}),
@@ -344,7 +345,7 @@ def test_the_ops_pass_opcheck(ranks, recipe, features, style, sequence_parallel)
 
 
 def kept_and_promised(recipe: str) -> tuple[list[Any], list[Any]]:
-    """Of a layer that sends x, where new scales lie as on a Hopper: what forward keeps is like, and what the plan says."""
+    """Layouts of the tensors that forward saves of a gathered x, and layouts in the plan, with the scale layout of Hopper."""
     with patch("dlp.kernels.registry.kind_of", lambda device: "sm_90"):
         layer = ColumnParallelLinear(160, 64, **options_of(recipe, True)).to(worker.device())
         x = torch.randn(128, 160, device=worker.device()).bfloat16()

@@ -170,6 +170,7 @@ def runs(folder: Path, data: Path) -> list[tuple[dict[int, Any], ...]]:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.full  # the next test compares runs on the same two meshes, one of which resumes on the other mesh
 def test_runs_record_equal_numbers(ranks, tmp_path):
     for name in ("tp", "dp"):
         (tmp_path / name).mkdir()

@@ -171,6 +171,7 @@ def test_tp_does_not_cut_groups(ranks):
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
+@pytest.mark.full  # test_compile.py compiles linears of qat, test_fsdp_gather.py compiles blocks that FSDP shards
 def test_compiled_blocks_compute_the_same_bits(ranks):
     (losses, found), (same, others) = (
         ranks(2).run(trained, {"dp_shard": 2}, 1, {"compiled": how})[0] for how in ("", "aot_eager")

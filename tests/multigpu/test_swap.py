@@ -18,6 +18,7 @@ from dlp.parallel.model.session import session_of
 from dlp.quant.custom import CustomRecipe
 from dlp.quant.fp8 import CurrentScaling
 from tests import pool as worker
+from tests.cases import nightly
 from tests.metrics import assert_bit_equal
 from tests.net import Net, net, train, weights
 
@@ -212,17 +213,16 @@ def interrupted(sizes: dict[str, int], at: int) -> tuple[dict[str, Tensor], list
 
 @pytest.mark.ranks(2)
 @pytest.mark.slow
-def test_a_run_resumed_between_swaps_continues_bit_for_bit(ranks):
+@pytest.mark.parametrize("at", [nightly(3), 5, nightly(7)])
+def test_a_run_resumed_between_swaps_continues_bit_for_bit(ranks, at):
     sizes = {"tp": 2}
-    whole_runs = ranks(2).run(uninterrupted, sizes)
-    for at in (3, 5, 7):
-        for (whole, losses, swaps), (resumed, again, swaps_again) in zip(
-            whole_runs, ranks(2).run(interrupted, sizes, at), strict=True
-        ):
-            assert swaps == swaps_again == ["2 nvfp4", "4 fp8_delayed(amax_history_len=4)", "6 bf16"]
-            assert again == losses
-            for name in whole:
-                assert_bit_equal(resumed[name], whole[name], f"{name}, resumed after {at}")
+    for (whole, losses, swaps), (resumed, again, swaps_again) in zip(
+        ranks(2).run(uninterrupted, sizes), ranks(2).run(interrupted, sizes, at), strict=True
+    ):
+        assert swaps == swaps_again == ["2 nvfp4", "4 fp8_delayed(amax_history_len=4)", "6 bf16"]
+        assert again == losses
+        for name in whole:
+            assert_bit_equal(resumed[name], whole[name], name)
 
 
 def pending(

@@ -160,6 +160,7 @@ def test_a_finished_run_says_so_and_a_fresh_one_moves_it_aside(ranks, tmp_path, 
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.full  # test_raw_gradients.py compares the gradients and the norm of a step on several meshes with one rank
 def test_the_gradient_norm_is_that_of_one_rank_on_any_mesh(ranks, tmp_path, data):
     exact = ["--train.steps=1", "--train.dtype=fp32", "--recipe=bf16"]
     norms = []
@@ -179,7 +180,7 @@ class AskedToStop(Trainer):
 
 
 class Placed(AskedToStop):
-    """What it says that it does, which a watch for hangs reads, wherever it reads data or runs a microbatch."""
+    """Trainer that records the phase reported to the hang watch whenever the trainer reads data or runs a microbatch."""
 
     said: ClassVar[list[str]]
 
@@ -481,6 +482,7 @@ def test_an_exception_is_in_the_log_of_its_rank_and_no_checkpoint_follows(ranks,
     ids=["how FSDP gathers weights", "when wgrads are made"],
 )
 @pytest.mark.slow
+@pytest.mark.full  # test_fsdp_gather.py and test_delayed_wgrad.py compare losses and gradients of steps
 def test_losses_do_not_depend_on(ranks, tmp_path, data, switch, more):
     seen = []
     for value in ("true", "false"):

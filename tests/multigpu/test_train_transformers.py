@@ -154,6 +154,7 @@ def test_on_one_rank(ranks, architecture: str, tmp_path: Path, shards: Path):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.full  # test_groups_for.py compares steps on FSDP ranks with torch, and a run below is resumed on FSDP ranks
 @pytest.mark.parametrize("architecture", some([each for each in ARCHITECTURES if each != TIED], FEW[:1]))
 def test_on_two_fsdp_ranks(ranks, architecture: str, tmp_path: Path, shards: Path):
     saved(architecture, tmp_path)
