@@ -89,10 +89,8 @@ class BoundCall:
         places = [0] * needs_dx
         places += [1 + i for i, need in zip(used, now, strict=False) if need]
         places += [1 + count + i for i, need in zip(used, db, strict=True) if need]
-        shape, reads = (
-            self.x_shape if len(self.x_shape) != 2 else None,
-            reads_w(self.bound.spec.recipe, needs_dx, any(dw)),
-        )
+        shape = self.x_shape if len(self.x_shape) != 2 else None
+        reads = reads_w(self.bound.spec.recipe, needs_dx, any(dw))
         found = self.wanted[needs, has_dy] = GradsWanted(used, needs_dx, dw, db, self.x_dtype, reads, shape), places
         return found
 
