@@ -115,7 +115,12 @@ def torch_mm(
     a: Parts, b: Parts, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None,
     options: GemmLaunchOptions, alpha: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiply in high precision by torch; `alpha`, fp32 [], multiplies the sums."""
+    """Multiply in high precision by torch; `alpha`, fp32 [], multiplies the sums. In 16 bits torch.addmm adds the bias, in fp32
+    and with the bits of F.linear."""
+    narrow = out_dtype in (torch.bfloat16, torch.float16)
+    if narrow and bias is not None and accumulate is None and alpha is None:
+        if a[0].dtype == b[0].dtype == bias.dtype == out_dtype:
+            return torch.addmm(bias, a[0], b[0].t())
     wide = out_dtype if bias is None and accumulate is None and alpha is None else torch.float32
     product = reference.gemm_hp(a[0], b[0], wide)
     return finish(product if alpha is None else product * alpha, out_dtype, bias, accumulate)
