@@ -67,6 +67,7 @@ _MODULE = {name: each for name, each in _EVERY.items() if name != "tp_size"} | {
     "seq_length": Argument("leave the argument out: nothing is warmed up for a length", None),
     "micro_batch_size": Argument("leave the argument out: nothing is warmed up for a batch size", None),
 }
+_SOFTCAP = "call torch.nn.attention.flex_attention with a score_mod that computes softcap * tanh(score / softcap)"
 _ATTENTION = {
     "tp_size": Argument("pass num_attention_heads and num_gqa_groups of one rank", (1, None)),
     "tp_group": Argument("pass num_attention_heads and num_gqa_groups of one rank", _UNSET),
@@ -79,6 +80,7 @@ _ATTENTION = {
     "cp_stream": Argument("leave the argument out: attention over cp is dlp.Context.attention", _UNSET),
     "cp_comm_type": Argument("leave the argument out: attention over cp is dlp.Context.attention", ("p2p",)),
     "softmax_type": Argument('leave the argument out: softmax is "vanilla"', ("vanilla",)),
+    "softcap": Argument(_SOFTCAP, (None, 0, 0.0)),
     "return_max_logit": Argument("leave the argument out: torch's attention does not return the largest logit", _OFF),
     "name": Argument("leave the argument out: attention has no parameters to name", None),
 }
@@ -106,6 +108,7 @@ _LAYER_OF_TRANSFORMER = _MODULE | {
     "ub_bulk_dgrad": Argument(_BULK, None),
     "ub_bulk_wgrad": Argument(_BULK, None),
     "softmax_type": _ATTENTION["softmax_type"],
+    "softcap": _ATTENTION["softcap"],
 }  # fmt: skip
 ARGUMENTS: dict[str, dict[str, Argument]] = {
     "layer": _LAYER, "op": _OP, "module": _MODULE, "attention": _ATTENTION, "transformer": _LAYER_OF_TRANSFORMER,
@@ -136,6 +139,9 @@ FORWARD: dict[str, Argument] = {
     "max_seqlen_q": Argument(_PACKED, _UNSET),
     "max_seqlen_kv": Argument(_PACKED, _UNSET),
     "pad_between_seqs": Argument(_PACKED, (None, False)),
+    "thd_attention_policies": Argument(_PACKED, _UNSET),
+    "thd_attention_policy_dispatch": Argument(_PACKED, ("auto",)),
+    "softcap": Argument(_SOFTCAP, (None, 0, 0.0)),
     "fast_zero_fill": Argument("leave the argument out: outputs are not filled before attention", None),
     "qkv_format": Argument("pass qkv_format to the constructor", _UNSET),
     "bf16_backward": Argument("leave the argument out: attention runs in the dtype of its inputs", _OFF),

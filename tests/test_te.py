@@ -18,9 +18,9 @@ import dlp.te as te
 from dlp import ops
 from dlp.ops.modules import OPTIONS
 from dlp.te import recipe as te_recipe
-from dlp.te_arguments import ARGUMENTS, FORWARD, INITIALIZE_UB, Argument
+from dlp.te_arguments import ARGUMENTS, FORWARD, INITIALIZE_UB, Argument, keywords_of
 from tests import pool as worker
-from tests import te_listings, te_signatures
+from tests import te_listings, te_rows, te_signatures
 from tests.metrics import assert_bit_equal, assert_close
 from tests.ops_models import FFN, H, M, values
 
@@ -57,6 +57,29 @@ def rows(heading: str) -> dict[str, list[str]]:
         for name in re.findall(r"`(\w+)`", row[0]):
             found[name] = row[1:]
     return found
+
+
+@pytest.mark.parametrize("heading", te_rows.ROWS)
+def test_rows_have_tests(heading: str):
+    """Each row of the other tables of the page has a test, and the test exists."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    heads = {section.splitlines()[i - 1] for i, line in enumerate(section.splitlines()) if line.startswith("|---")}
+    assert [line[2:].partition(" | ")[0] for line in lines if line not in heads] == list(te_rows.ROWS[heading])
+    for place in te_rows.ROWS[heading].values():
+        file, _, name = place.partition("::")
+        assert f"\ndef {name}(" in (Path(__file__).parent / file).read_text(), place
+
+
+@pytest.mark.parametrize("name", ["GroupedLinear", "AdaptiveLayerNorm", "ScaledSwiGLU"])
+def test_ops_without_counterpart_are_missing(name: str):
+    assert not hasattr(ops, name) and not hasattr(ops.MakeExtraOutput(), "set_extra_output_channel")
+
+
+def test_dropouts_are_those_of_the_page():
+    for layer, expected in ((te.TransformerLayer(H, FFN, 4), 0.1), (ops.TransformerLayer(H, FFN, 4), 0.0)):
+        drops = [each.p for each in layer.modules() if isinstance(each, ops.Dropout)]
+        assert layer.attention.attention_dropout == expected and drops == [expected] * (expected > 0)
 
 
 def requested(argument: Argument) -> Any:
@@ -101,6 +124,14 @@ def test_each_argument_of_a_forward_is_taken_or_refused_by_its_sentence(layer: s
         assert FORWARD[name].sentence in " ".join(page[name]), f"the row of {name} says another sentence"
 
 
+def test_attention_takes_query_key_and_value_apart():
+    attention, x = te.DotProductAttention(4, 8), values(0, 4, 2, 4, 8)
+    with pytest.raises(TypeError, match="qkv_layer: pass query_layer, key_layer and value_layer, such as views"):
+        attention(qkv_layer=x)
+    with pytest.raises(TypeError, match="query_layer, key_layer and value_layer are required"):
+        attention(x, x)
+
+
 OWN = {"layer": dlp.Linear, "op": ops.Linear}
 
 
@@ -114,6 +145,8 @@ def test_layers_of_dlp_say_what_replaces_an_argument(family: str):
                 OWN[family](H, H, **{name: requested(argument)})
         if family == "layer":
             assert argument.sentence in " ".join(page[name]), f"the row of {name} says another sentence"
+    known = {*keywords_of(dlp.Linear.__init__), *ARGUMENTS["layer"]}
+    assert not [name for name in te_signatures.CONSTRUCTORS["Linear"] if name not in known]
     with pytest.raises(TypeError, match="ColumnParallelLinear: tp_group: pass tp="):
         dlp.ColumnParallelLinear(H, H, tp_group=object())
     with pytest.raises(TypeError, match="Linear: tp_group: pass tp=.*; params_dtype: pass dtype="):
@@ -145,6 +178,18 @@ def test_a_listing_runs(name: str):
     te_listings.run(name)
 
 
+def test_recipes_of_the_page_are_equal():
+    """Each row of the first table of recipes that names a recipe of Transformer Engine."""
+    rows_of_recipes = re.findall(r"^\| `(\w+)\(\)` \| `(dlp.recipe\(.*?\))` \|$", PAGE, re.MULTILINE)
+    assert [name for name, _ in rows_of_recipes] == [
+        "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling",
+    ]  # fmt: skip
+    for name, ours in rows_of_recipes:
+        one, other = getattr(te_recipe, name)(), eval(ours, {"dlp": dlp})
+        for field in ("x", "w", "dy", "fprop", "dgrad", "wgrad"):
+            assert getattr(one, field) == getattr(other, field), (name, field)
+
+
 def test_recipes_have_the_options_of_the_same_names():
     assert te_recipe.DelayedScaling(margin=1, amax_history_len=4) == dlp.recipe(
         "fp8_delayed", margin=1, amax_history_len=4
@@ -162,10 +207,14 @@ def test_recipes_have_the_options_of_the_same_names():
         te_recipe.Float8CurrentScaling(fp8_quant_fwd_inp=params)
     with pytest.raises(ValueError, match="MXFP8BlockScaling: margin must be 0; got 1"):
         te_recipe.MXFP8BlockScaling(margin=1)
+    assert te_recipe.MXFP8BlockScaling(enable_2d_quantization=True) == dlp.recipe("mxfp8", enable_2d_quantization=True)
     for name, argument in te_recipe.ARGUMENTS.items():
         assert f"`{name}`" in PAGE
-        with pytest.raises(TypeError, match=f"DelayedScaling: {name}: {re.escape(argument.sentence)}"):
-            te_recipe.DelayedScaling(**{name: True})
+        for neutral in argument.neutral or ("all",):
+            te_recipe.NVFP4BlockScaling(**{name: neutral})
+        if argument.neutral is not None:
+            with pytest.raises(TypeError, match=f"NVFP4BlockScaling: {name}: {re.escape(argument.sentence)}"):
+                te_recipe.NVFP4BlockScaling(**{name: True})
 
 
 # What layers are given

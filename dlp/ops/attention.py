@@ -91,8 +91,8 @@ class DotProductAttention(nn.Module):
         return f"{self.heads}, {self.channels[0]}, groups={self.groups}, {self.qkv_format}, {self.attn_mask_type}"
 
     def forward(
-        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None = None, *,
-        attn_mask_type: str | None = None, window_size: tuple[int, int] | None = None,
+        self, query_layer: Tensor | None = None, key_layer: Tensor | None = None, value_layer: Tensor | None = None,
+        attention_mask: Tensor | None = None, *, attn_mask_type: str | None = None, window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None, checkpoint_core_attention: bool = False,
         core_attention_bias_type: str = "no_bias", core_attention_bias: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip  # many parameters: those of Transformer Engine's method
@@ -110,8 +110,13 @@ class DotProductAttention(nn.Module):
 
         Raises:
             ValueError: For inputs with another number of heads, and for a mask or bias that does not fit the types.
+            TypeError: For a missing input, and for an option of Transformer Engine without counterpart.
         """
         refuse("DotProductAttention.forward", FORWARD, options, keywords_of(DotProductAttention.forward))
+        if query_layer is None or key_layer is None or value_layer is None:
+            raise TypeError(
+                "DotProductAttention.forward: query_layer, key_layer and value_layer are required: pass all three"
+            )
         for name, given, heads, size in (
             ("query_layer", query_layer, self.heads, self.channels[0]),
             ("key_layer", key_layer, self.groups, self.channels[0]),

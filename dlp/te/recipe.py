@@ -10,9 +10,9 @@ from dlp.te_arguments import Argument, refuse
 
 
 class Format:
-    """Formats by operand: E4M3 for all operands, or HYBRID: E4M3 for x and w, E5M2 for dy."""
+    """Formats by operand: E4M3 for all operands, or HYBRID: E4M3 for x and w, E5M2 for dy; E2M1: the elements of nvfp4."""
 
-    E4M3, HYBRID = "E4M3", "HYBRID"
+    E4M3, HYBRID, E2M1 = "E4M3", "HYBRID", "E2M1"
 
 
 class QParams(NamedTuple):
@@ -30,6 +30,8 @@ class MMParams(NamedTuple):
 
 _NONE = (None, False)
 _OWN = "write a quantizer with dlp.CustomRecipe"
+_SIX = 'pass four_over_six to dlp.recipe("nvfp4")'
+_POWER = "pass QParams(power_2_scale={}) as fp8_quant_fwd_inp, fp8_quant_fwd_weight and fp8_quant_bwd_grad"
 ARGUMENTS: dict[str, Argument] = {
     "scaling_factor_compute_algo": Argument(_OWN, _NONE),
     "override_linear_precision": Argument("pass high_precision=[...] to dlp.recipe", ((False, False, False), None)),
@@ -37,7 +39,13 @@ ARGUMENTS: dict[str, Argument] = {
     "fp8_dpa": Argument("leave the argument out: attention runs in the dtype of its inputs", _NONE),
     "fp8_mha": Argument("leave the argument out: attention runs in the dtype of its inputs", _NONE),
     "row_scaled_activation": Argument('use dlp.recipe("fp8_rowwise")', _NONE),
-    "nvfp4_4over6": Argument('pass four_over_six to dlp.recipe("nvfp4")', _NONE),
+    "use_power_2_scales": Argument(_POWER.format(True), _NONE),
+    "use_f32_scales": Argument(_POWER.format(False), _NONE),
+    "nvfp4_4over6": Argument(_SIX, (*_NONE, "none")),
+    "nvfp4_4over6_e4m3_use_256": Argument(_SIX, None),  # without effect in TE, too, unless nvfp4_4over6 is set
+    "nvfp4_4over6_err_mode": Argument(_SIX, None),
+    "fp4_format": Argument("leave the argument out: the elements of nvfp4 are E2M1", (Format.E2M1,)),
+    "fp8_format": Argument("leave the argument out: the scales of nvfp4 are E4M3", (Format.E4M3,)),
 }
 PARAMS = {"fp8_quant_fwd_inp": "x", "fp8_quant_fwd_weight": "w", "fp8_quant_bwd_grad": "dy"}
 GEMMS = {"fp8_gemm_fprop": "fprop", "fp8_gemm_dgrad": "dgrad", "fp8_gemm_wgrad": "wgrad"}
@@ -72,12 +80,14 @@ def Float8BlockScaling(
     )  # fmt: skip
 
 
-def MXFP8BlockScaling(fp8_format: str = Format.E4M3, margin: int = 0, **options: Any) -> Recipe:
+def MXFP8BlockScaling(
+    fp8_format: str = Format.E4M3, margin: int = 0, enable_2d_quantization: bool = False, **options: Any
+) -> Recipe:
     """The recipe mxfp8. ValueError for a margin, which scales of blocks do not have."""
-    refuse("MXFP8BlockScaling", ARGUMENTS, options, ("fp8_format",))
+    refuse("MXFP8BlockScaling", ARGUMENTS, options, ("fp8_format", "enable_2d_quantization"))
     if margin:
         raise ValueError(f"MXFP8BlockScaling: margin must be 0; got {margin}: use DelayedScaling(margin=...)")
-    return load("mxfp8", fp8_format=fp8_format)
+    return load("mxfp8", fp8_format=fp8_format, enable_2d_quantization=enable_2d_quantization)
 
 
 def NVFP4BlockScaling(
