@@ -15,6 +15,7 @@ other linears of the parent would compute with features that do not fit. A model
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -189,13 +190,23 @@ def block_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def named_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a model by name, in order; of nested blocks only the outermost."""
+    """The blocks of a model by name, in order; of nested blocks only the outermost.
+
+    A module that shares a parameter with modules outside of the module is not a block, such as the embeddings of BERT, whose
+    weight the head reads: a FSDP unit of its own would make two parameters of the shared parameter."""
     classes, found = set(blocks_of(model)), dict[str, nn.Module]()
+    readers = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
-        if type(module).__name__ in classes and not inside:
+        if type(module).__name__ in classes and not inside and not _shares(module, readers):
             found[name] = module
     return found
+
+
+def _shares(module: nn.Module, readers: Mapping[nn.Parameter, int]) -> bool:
+    """Whether a parameter of the module has readers outside of the module. `readers`: number of readers by parameter."""
+    own = Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
+    return any(count < readers[parameter] for parameter, count in own.items())
 
 
 def _linears_of_blocks(model: nn.Module, blocks: Sequence[str]) -> list[str]:

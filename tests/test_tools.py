@@ -254,6 +254,8 @@ def test_a_plain_install_brings_what_compiles_the_kernels():
     """Without them a machine with a GPU runs plain-torch casts, which only a warning says."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {"ninja", "pybind11"} <= set(project["dependencies"])
+    compiler = [each.partition(">")[0] for each in project["optional-dependencies"]["gpu"]]
+    assert compiler == ["nvidia-cuda-nvcc", *loader.PARTS]
     listed = (ROOT / "docs" / "dependencies.md").read_text().partition("## Optional")[0]
     for needed in project["dependencies"]:
         assert f"`{needed.split('>')[0].split('<')[0]}`" in listed, needed

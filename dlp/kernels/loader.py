@@ -41,6 +41,12 @@ INSTALL = {  # program -> command that installs the program
 }
 INSTEAD = "without native kernels casts run the plain-torch reference, and GEMMs run torch"
 
+# Parts of PyPI's compiler beside nvcc: package -> a path that the package installs
+PARTS = {
+    "nvidia-nvvm": "nvvm/bin/cicc", "nvidia-cuda-crt": "include/crt/host_config.h",
+    "nvidia-cuda-runtime": "lib/libcudart.so.{major}", "nvidia-cuda-cccl": "include/cccl",
+}  # fmt: skip
+
 # Scales need IEEE arithmetic: no approximations, no contraction, denormals are preserved.
 NVCC_FLAGS = ("-std=c++17 -O3 -lineinfo -ftz=false -prec-div=true -prec-sqrt=true -fmad=false "
               "-Xcompiler=-fPIC,-fvisibility=hidden")  # fmt: skip
@@ -119,12 +125,8 @@ def packaged_nvcc() -> Packaged | None:
 
 
 def _check_packages(root: Path, major: str) -> None:
-    """Raise MissingError for parts of the compiler that are not installed; each part is a separate PyPI package."""
-    parts = {
-        "nvidia-nvvm": root / "nvvm" / "bin" / "cicc", "nvidia-cuda-crt": root / "include" / "crt" / "host_config.h",
-        "nvidia-cuda-runtime": root / "lib" / f"libcudart.so.{major}", "nvidia-cuda-cccl": root / "include" / "cccl",
-    }  # fmt: skip
-    lacking = [package for package, path in parts.items() if not path.exists()]
+    """Raise MissingError for parts of the compiler that are not installed."""
+    lacking = [package for package, path in PARTS.items() if not (root / path.format(major=major)).exists()]
     if lacking:
         raise MissingError(
             f"native kernels need the packages {', '.join(lacking)} for the nvcc in {root}; {INSTALL['nvcc']} installs all "

@@ -6,7 +6,6 @@ allocated and filled, on each rank with its shard.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -191,20 +190,6 @@ def carry_gradients(model: nn.Module, config: Config, wire: str) -> None:
         set_grad_wire(model, wire)
 
 
-def check_ties(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Raise ValueError for a parameter that is read inside and outside of a block, of which FSDP would make two parameters."""
-    readers = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-    for block in blocks:
-        inside = Counter(parameter for _, parameter in block.named_parameters(remove_duplicate=False))
-        tied = next((parameter for parameter in inside if inside[parameter] < readers[parameter]), None)
-        if tied is not None:
-            names = [name for name, each in model.named_parameters(remove_duplicate=False) if each is tied]
-            raise ValueError(
-                f"{' and '.join(names)} are one parameter, and FSDP would make two, since {type(block).__name__} is a "
-                f"block: use one rank with [train] dtype = 'fp32', or another model"
-            )
-
-
 def shard(
     model: nn.Module, blocks: Collection[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None, asked: Mesh
 ) -> None:
@@ -213,7 +198,6 @@ def shard(
     Blocks free gathered weights after forward if `asked`; the rest keeps them for backward."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     gather = asked.quantized_gather
-    check_ties(model, blocks)
     for block in blocks:
         frees = asked.reshard_after_forward
         dlp.fully_shard(block, mesh=mesh, mp_policy=policy, quantized_gather=gather, reshard_after_forward=frees)
