@@ -75,10 +75,14 @@ class Run:
     def case(self) -> MeshCase:
         return MeshCase.parse(self.mesh)
 
+    @property
+    def sizes(self) -> str:
+        return f"{SHAPES[self.shape]} {BLOCKS[self.shape] if self.recipe == 'fp8_block' else ''}"
+
     def config(self) -> Config:
         """Return the configuration of the run."""
-        case, sizes = self.case, f"{SHAPES[self.shape]} {BLOCKS[self.shape] if self.recipe == 'fp8_block' else ''}"
-        found = dict(f"model.{each}".split("=", 1) for each in sizes.split())
+        case = self.case
+        found = dict(f"model.{each}".split("=", 1) for each in self.sizes.split())
         found |= {f"mesh.{axis}": str(getattr(case, axis)) for axis in AXES}
         found |= {"mesh.sequence_parallel": str(case.sequence_parallel).lower(), "train.lr": "1e-2"}
         found |= {"train.invariant": str(self.invariant).lower(), "train.micro_batch": "1", "train.clip": "0.5"}
@@ -89,11 +93,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """Bits of a run as hashes by what they are of, and the median time of a step in seconds."""
+    """Bits of a run as hashes by what they are of, the median time of a step in seconds, and the sizes of the model."""
 
     run: Run
     bits: dict[str, str]
     seconds: float
+    sizes: str = ""
 
     def differs_from(self, other: Result) -> str:
         return ", ".join(name for name, bits in self.bits.items() if bits != other.bits[name])
@@ -145,7 +150,7 @@ def trained(run: Run, device: torch.device) -> Result:
     odd = [rank for rank, each in enumerate(told) if each != told[0]]
     if odd:
         bits = {name: f"other bits on ranks {odd}" for name in bits}
-    return Result(run, bits, statistics.median(times[len(times) // 4 :]))
+    return Result(run, bits, statistics.median(times[len(times) // 4 :]), run.sizes)
 
 
 def run_all(rank: int, ranks: int, out: Path, runs: Sequence[Run]) -> None:
@@ -162,12 +167,13 @@ def run_all(rank: int, ranks: int, out: Path, runs: Sequence[Run]) -> None:
 
 
 def results(out: Path) -> dict[Run, Result]:
-    """The results that a file holds."""
+    """The results that a file holds, without runs of models of other sizes."""
     found = {}
     for line in out.read_text().splitlines() if out.exists() else ():
         fields = json.loads(line)
-        run = Run(**fields.pop("run"))
-        found[run] = Result(run, **fields)
+        result = Result(Run(**fields.pop("run")), **fields)
+        if result.sizes == result.run.sizes:
+            found[result.run] = result
     return found
 
 
