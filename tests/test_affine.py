@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -61,10 +62,8 @@ def problems(draw: st.DrawFn) -> Problem:
     return Problem(x, block, affine.code_range(bits, signed=signed), draw(st.booleans()), chosen)
 
 
-@settings(max_examples=100)
-@given(problems())
-def test_bits_are_those_of_torchao(problem):
-    """Scales, zero points, codes and values, of all four functions."""
+def check_bits(problem: Problem) -> None:
+    """Compare scales, zero points, codes and values of all four functions with torchao's."""
     ao = pytest.importorskip("torchao.quantization.quant_primitives")
     x, block, codes, symmetric, chosen = problem
     mapping = ao.MappingType.SYMMETRIC if symmetric else ao.MappingType.ASYMMETRIC
@@ -83,6 +82,25 @@ def test_bits_are_those_of_torchao(problem):
     for out in (torch.float32, torch.bfloat16, torch.float16):
         values = ao.dequantize_affine(q, block, *theirs, held, *codes, output_dtype=out)
         assert_bit_equal(affine.dequantize_affine(q, block, scale, zero, out), values)
+
+
+@settings(max_examples=100)
+@given(problems())
+def test_bits_are_those_of_torchao(problem):
+    check_bits(problem)
+
+
+def test_bits_of_192_settings_are_those_of_torchao():
+    """All bits, signs and symmetries, dtypes of zero points, and smallest scales, over a matrix with a row of zeros."""
+    settings_ = list(
+        product(range(1, 9), (True, False), (True, False), (torch.int32, None, torch.float32), (None, 1e-4))
+    )
+    assert len(settings_) == 192
+    for bits, signed, symmetric, zero_dtype, eps in settings_:
+        small = torch.int8 if signed else torch.uint8
+        chosen = {"eps": eps, "scale_dtype": None, "zero_point_dtype": zero_dtype or small}
+        codes = affine.code_range(bits, signed=signed)
+        check_bits(Problem(matrix(torch.bfloat16), (1, 16), codes, symmetric, chosen))
 
 
 def test_what_does_not_divide_is_refused():
