@@ -355,7 +355,7 @@ def _mx_words(job: BlockJob, tile: bool, blocks_first: bool) -> Words:
 
 
 def _mx_kernel(tile: bool, blocks_first: bool, source: Words) -> tuple[str, tuple[Any, ...]]:
-    """Return name and further arguments of the MXFP8 kernel, as `_block_kernel`; scales of tiles are always compact."""
+    """Return the name and the further arguments of the MXFP8 kernel, as `_block_kernel` does. Scales of tiles are compact."""
     assert not tile or not blocks_first
     kernel, more = _block_kernel("cast_mxfp8", tile, source)
     return kernel, more if tile else (blocks_first, *more)

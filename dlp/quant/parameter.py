@@ -243,7 +243,7 @@ def _of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any
 
 
 def _bytes(part: Tensor) -> Tensor:
-    """Return a part for a transfer: contiguous, and FP8 codes as bytes, which every backend supports."""
+    """Return the part in contiguous memory for a transfer. FP8 codes are viewed as bytes, since gloo sends no FP8."""
     part = part.contiguous()
     return as_bytes(part) if part.dtype.itemsize == 1 else part
 

@@ -165,7 +165,7 @@ class StepWork:
         self._norm(f"{block} norm", forward=False)
 
     def _again(self, block: str) -> None:
-        """The forward that is recomputed in backward: all of it, or its pointwise part."""
+        """Add the forward that backward runs again: the complete forward of the block, or only the pointwise kernels."""
         if self.train.checkpointing == "full":
             self._forward(block)
             return

@@ -56,7 +56,7 @@ class _OverGroup(OfRanks):
         return self.process_group
 
     def group_of(self, ctx: OperationContext) -> ProcessGroup | None:
-        """The group of the forward of this context; before a forward, the current group."""
+        """Return the group that the forward of this context used; before a forward, the group of the op."""
         group: ProcessGroup | None = getattr(ctx, "group", self.process_group)
         return group
 

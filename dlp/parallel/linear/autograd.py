@@ -234,8 +234,9 @@ LINEAR = Directions(forward, backward)
 
 
 def _targets(call: BoundCall, wanted: GradsWanted, weights: Sequence[Tensor]) -> list[Target | None]:
-    """Targets of the wgrads of the used members, None for a wgrad that goes to autograd; empty if all go to autograd: delayed
-    wgrads, and wgrads of a traced or watched backward."""
+    """Return the target of the wgrad of each used member; None for a wgrad that is returned to autograd.
+
+    The list is empty if all wgrads are returned to autograd: in a traced or watched backward, and for delayed wgrads."""
     if waits(call.bound.spec.options.delay_wgrad, wanted.dx) or torch._C._len_torch_dispatch_stack() > 0:
         return []
     found = call.bound.weights.targets(wanted.used, weights)

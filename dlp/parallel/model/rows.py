@@ -105,7 +105,7 @@ class OtherPlan:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """Row of a parameter, by its first name.
+    """Row of the plan for a parameter. A parameter with several names is listed under the first name.
 
     shape: on a tp rank, before FSDP. partial: the gradient on a tp rank covers only the rank's own tokens. shared: several
     modules have the parameter."""
