@@ -7,19 +7,18 @@ once, in a vector and alone. The square root is taken in fp64, since roots of to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from dlp.optim.arguments import check_groups
 from dlp.optim.encodings import AVERAGES
+from dlp.optim.scaled import ScaledOptimizer
 from dlp.parallel.weight.local import local_values
 
 
-class InvariantAdamW(Optimizer):
+class InvariantAdamW(ScaledOptimizer):
     """AdamW for runs with `invariant=True` on CPUs, where shards must have the bits of the whole parameter.
 
     A step divides gradients by `grad_scale` and keeps every bit where `found_inf` is 1, fp32 [] each, as in the fused
@@ -45,21 +44,11 @@ class InvariantAdamW(Optimizer):
         weight_decay: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        check_groups(type(self).__name__, self.param_groups)
-        device = self.param_groups[0]["params"][0].device
-        self.grad_scale, self.found_inf = torch.ones((), device=device), torch.zeros((), device=device)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, local_values(parameter.grad), group)
-        return loss
+    def step_of_group(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                self._update(parameter, local_values(parameter.grad), group)
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state: dict[str, Tensor] = self.state[parameter]

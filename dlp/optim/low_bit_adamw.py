@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from dlp.optim.arguments import check_groups
 from dlp.optim.encodings import AVERAGES, ENCODINGS, Average, Encoding, Wrap, flat
+from dlp.optim.scaled import ScaledOptimizer
 from dlp.parallel.weight.local import local_values
 
 
-class LowBitAdamW(Optimizer):
+class LowBitAdamW(ScaledOptimizer):
     """AdamW of fp32 parameters on one device, with averages stored in `encoding`. The learning rate of a group is a tensor,
     which every step reads."""
 
@@ -32,12 +31,9 @@ class LowBitAdamW(Optimizer):
         weight_decay: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        check_groups(type(self).__name__, self.param_groups)
-        self.encoding = encoding
-        device = self.param_groups[0]["params"][0].device
+        self.encoding, device = encoding, self.grad_scale.device
         for group in self.param_groups:
             group["lr"] = torch.tensor(group["lr"], device=device)
-        self.grad_scale, self.found_inf = torch.ones((), device=device), torch.zeros((), device=device)
         self._wraps = {name: encoding.wrap(signed, device) for name, signed in AVERAGES.items()}
         self._step = compiled(step_of_one) if device.type == "cuda" else step_of_one
 
@@ -63,22 +59,15 @@ class LowBitAdamW(Optimizer):
             state |= {name: self.encoding.zeros(parameter) for name in AVERAGES}
         return state
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            settings = (*group["betas"], group["weight_decay"], group["eps"])
-            on_device = (group["lr"], self.grad_scale, self.found_inf)
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self._state_of(parameter)
-                    averages = {name: flat(state[name]) for name in AVERAGES}
-                    values, grad = local_values(parameter).view(-1), local_values(parameter.grad).reshape(-1)
-                    self._step(values, grad, state["step"], averages, self._wraps, on_device, settings)
-        return loss
+    def step_of_group(self, group: dict[str, Any]) -> None:
+        settings = (*group["betas"], group["weight_decay"], group["eps"])
+        on_device = (group["lr"], self.grad_scale, self.found_inf)
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                state = self._state_of(parameter)
+                averages = {name: flat(state[name]) for name in AVERAGES}
+                values, grad = local_values(parameter).view(-1), local_values(parameter.grad).reshape(-1)
+                self._step(values, grad, state["step"], averages, self._wraps, on_device, settings)
 
 
 class _ByName(LowBitAdamW):

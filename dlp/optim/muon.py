@@ -13,19 +13,18 @@ of NS therefore does not fall with the number of ranks, and a step sends 2 bytes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from dlp.comm import observer
-from dlp.optim.arguments import check_groups
 from dlp.optim.encodings import AVERAGES
+from dlp.optim.scaled import ScaledOptimizer
 from dlp.parallel.weight.local import local_values
 
 MOMENTUM = 0.95
@@ -83,7 +82,7 @@ def muon_groups(model: nn.Module, *, weight_decay: float = 0.0) -> list[dict[str
     return [group for group in groups if group["params"]]
 
 
-class Muon(Optimizer):
+class Muon(ScaledOptimizer):
     """Muon (orthogonalized momentum) for matrices, AdamW for other parameters, also for sharded parameters.
 
     A step is clipped by `grad_scale` and skipped by `found_inf`, fp32 [] each, as in torch's fused AdamW.
@@ -108,7 +107,6 @@ class Muon(Optimizer):
         eps: float = 1e-8,
     ) -> None:  # fmt: skip
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "matrices": False})
-        check_groups(type(self).__name__, self.param_groups)
         for group in self.param_groups:
             for parameter in group["params"] if group["matrices"] else ():
                 if parameter.dim() != 2:
@@ -116,8 +114,6 @@ class Muon(Optimizer):
                         f"Muon: a group with matrices holds 2-D parameters; got shape {tuple(parameter.shape)}: put the "
                         f"parameter into a group without matrices"
                     )
-        device = self.param_groups[0]["params"][0].device
-        self.grad_scale, self.found_inf = torch.ones((), device=device), torch.zeros((), device=device)
 
     def make_state(self) -> None:
         """Create the state of all parameters before the first step, for a checkpoint to be loaded into."""
@@ -133,20 +129,13 @@ class Muon(Optimizer):
             state |= {name: torch.zeros_like(parameter) for name in ((BUFFER,) if matrix else AVERAGES)}
         return state
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            learning = [(parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None]
-            if group["matrices"]:
-                for parameter, grad in learning:
-                    self._step_of_matrix(parameter, grad, group)
-            elif learning:
-                self._step_of_others(learning, group)
-        return loss
+    def step_of_group(self, group: dict[str, Any]) -> None:
+        learning = [(parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None]
+        if group["matrices"]:
+            for parameter, grad in learning:
+                self._step_of_matrix(parameter, grad, group)
+        elif learning:
+            self._step_of_others(learning, group)
 
     def _step_of_others(self, learning: list[tuple[Tensor, Tensor]], group: dict[str, Any]) -> None:
         states = [self._state_of(parameter, False) for parameter, _ in learning]

@@ -1,0 +1,52 @@
+"""Base of the optimizers of dlp, which clip and skip without waiting for the device.
+
+grad_scale   fp32 []; a step divides gradients by it
+found_inf    fp32 []; 1 leaves all bits of parameters and states unchanged. Both are set before `step`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class ScaledOptimizer(Optimizer):
+    """Optimizer of parameters on one device. A subclass updates the parameters of a group in `step_of_group`."""
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        _check_groups(type(self).__name__, self.param_groups)
+        device = self.param_groups[0]["params"][0].device
+        self.grad_scale, self.found_inf = torch.ones((), device=device), torch.zeros((), device=device)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.step_of_group(group)
+        return loss
+
+    def step_of_group(self, group: dict[str, Any]) -> None:
+        """Update the parameters of a group that have gradients."""
+        raise NotImplementedError
+
+
+def _check_groups(name: str, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError for a learning rate, eps or weight decay below 0 or NaN, and for betas outside [0, 1). name: of the
+    optimizer."""
+    for group in groups:
+        for key in ("lr", "eps", "weight_decay"):
+            value = group.get(key, 0.0)
+            if getattr(value, "is_meta", False):
+                continue
+            if not 0 <= float(value) < float("inf"):
+                raise ValueError(f"{name}: {key} must be a finite number >= 0; got {float(value)}")
+        betas = tuple(group["betas"])
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"{name}: betas must be two numbers in [0, 1); got {betas}")
