@@ -46,11 +46,8 @@ SHAPES = {
     "qwen3": "family=qwen3 layers=4 hidden=64 ffn=256 heads=16 kv_heads=8 head_dim=32 vocab=128",
     "wide": "family=qwen3 layers=4 hidden=2048 ffn=6144 heads=16 kv_heads=8 head_dim=128 vocab=32768",
 }
-BLOCKS = {
-    "tiny": "ffn=512 head_dim=128",
-    "qwen3": "ffn=1024 heads=8 head_dim=128",
-    "wide": "",
-}  # whole blocks of 128 on 8 ranks of tp
+# sizes for fp8_block: tp leaves whole blocks of 128, on 4 ranks for tiny and on 8 for qwen3
+BLOCKS = {"tiny": "ffn=512 head_dim=128", "qwen3": "ffn=1024 heads=8 head_dim=128", "wide": ""}
 MESHES = {
     "tiny": ("tp2", "tp2+sp", "tp4", "dp2", "dp4", "hsdp2x2", "tp2xdp2+sp", "dp8"),
     "qwen3": ("tp2+sp", "tp4+sp", "tp8+sp", "dp2", "dp8", "hsdp2x2", "tp2xdp2+sp", "tp2xhsdp2x2+sp"),

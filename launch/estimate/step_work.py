@@ -47,9 +47,7 @@ from launch.training.recomputation import compiles_blocks
 CAST, ATTENTION, POINTWISE, LOSS = "casts", "attention", "norms, rope, activations", "loss"
 OPTIMIZER, BOUNDARY, SUMS, COPIES = "optimizer", "weight casts", "sums", "FSDP's copies"
 TRANSFER = "transfer"
-OTHER_ATTENTION = (
-    1.7  # factor of the time of attention of torch, which cuDNN computes in 0.53 to 0.66 (bench.attention)
-)
+OTHER_ATTENTION = 1.7  # factor of the time of attention without cuDNN, which takes 0.53 to 0.66 (bench.attention)
 UNCOMPILED = 2.5  # factor of bytes of pointwise kernels without torch.compile, which fuses them
 WIDE = 2  # bytes per element of an activation
 

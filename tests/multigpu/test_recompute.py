@@ -53,7 +53,7 @@ def watched_steps(config: Config) -> list[float]:
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Callable[..., list[list[float]]]:
-    """Those of each rank, once for the same settings."""
+    """The losses of each rank; equal settings run once."""
 
     @functools.cache
     def run(ranks_of_two: Pool, *settings: str) -> list[list[float]]:
