@@ -221,8 +221,8 @@ class Observer(TorchDispatchMode):
     names        maps ranks of a group to a name, see `ParallelDims.group_names`
     unlabelled   maps (group, kind) to the direction of transfers without a label, such as the transfers of FSDP
 
-    Compiled code that exists runs unchanged; code that would be compiled in this context runs eagerly. Raises RuntimeError for
-    a collective that the observer cannot count.
+    Compiled code runs compiled, with the bits of a pass without observer. Raises RuntimeError for a collective that the
+    observer cannot count.
     """
 
     def __init__(
@@ -233,15 +233,10 @@ class Observer(TorchDispatchMode):
         self.sent: Counter[Key] = Counter()
         self.launches: Counter[Key] = Counter()
 
-    def __enter__(self) -> Observer:
-        self._stance = torch.compiler.set_stance("eager_on_recompile")
-        self._stance.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._stance.__exit__(*error)
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell torch.compile to run compiled code in this context. By default torch runs the functions eagerly."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name: str = func._schema.name

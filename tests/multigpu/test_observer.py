@@ -146,6 +146,22 @@ def test_bytes_belong_to_groups_and_to_what_callers_say(ranks):
         }
 
 
+class CompileCounter:
+    """A backend of torch.compile that counts compiled frames and calls of compiled code."""
+
+    def __init__(self) -> None:
+        self.frames = self.calls = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.frames += 1
+
+        def run(*args: Any) -> Any:
+            self.calls += 1
+            return graph(*args)
+
+        return run
+
+
 def opaque_and_dtensor() -> tuple[dict[str, int], bool]:
     """A layer of ours, which is an opaque op; the same compiled; and a DTensor redistribution. Bytes; equal results."""
     mesh, _ = observed(tp=2)
@@ -180,6 +196,18 @@ def test_opaque_ops_compiled_code_and_dtensor_are_seen_and_nothing_changes(ranks
             "dtensor": 32 * 64 * 4
         }
         assert equal
+
+
+def test_compiled_code_runs_compiled():
+    """An observer must not change the kernels of a pass, so that observed steps have the bits of other steps."""
+    compiler = CompileCounter()
+    function, x = torch.compile(lambda x: (x.sin() * 2).cos(), backend=compiler), torch.randn(8, requires_grad=True)
+    function(x)
+    for _ in range(2):
+        with observer.Observer({}):
+            function(x).sum().backward()
+        function(x)
+    assert (compiler.frames, compiler.calls) == (1, 5)
 
 
 def replays() -> tuple[int, int]:

@@ -107,9 +107,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", few(["fp8_delayed", "nvfp4"], ("nvfp4",)))
-def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, recipe):
-    given = ("--recipe", recipe, "--train.steps", "4", "--train.ledger", "off")
+@pytest.mark.parametrize(
+    ("recipe", "compiled"), few([("fp8_delayed", "false"), ("nvfp4", "false"), ("fp8_current", "true")], ("nvfp4", "false"))
+)
+def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, recipe, compiled):
+    given = ("--recipe", recipe, "--train.compile", compiled, "--train.steps", "4", "--train.ledger", "off")
     plain = ranks(2).run(losses, tmp_path / "plain", data, *given)[0]
     watched = ranks(2).run(losses, tmp_path / "watched", data, *given, "--train.sentinel", "1")[0]
     assert watched == plain and len(plain) == 4
