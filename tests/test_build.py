@@ -245,6 +245,27 @@ def test_the_compiler_of_pypi_comes_before_path_and_links_the_shared_runtime(
     assert loader.packaged_nvcc() is None
 
 
+def test_parts_of_the_compiler_are_found_in_the_environment_below(
+    tmp_path: Path, ninja: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a venv on top of torch's environment, pip does not install torch's nvidia-cuda-runtime once more."""
+    root = packages(tmp_path / "venv", "lib/libcudart.so.13")
+    base = packages(tmp_path / "base", "bin/nvcc", "nvvm/bin/cicc")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "venv"), str(tmp_path / "base"), *sys.path])
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(loader, "_cuda_version", lambda nvcc: "13.0")
+    tools = loader.find_toolchain()
+    assert (tools.nvcc, tools.runtime) == (f"{root}/bin/nvcc", f"{base}/lib/libcudart.so.13")
+    assert f"code=sm_90a -I{base}/include -c $in -o $out" in loader.ninja_file(tools, sources(), ["sm_90a"])
+    (root / "nvvm" / "bin" / "cicc").unlink()
+    (base / "nvvm" / "bin").mkdir(parents=True)
+    (base / "nvvm" / "bin" / "cicc").touch()  # nvcc would not find it there
+    with pytest.raises(MissingError, match="need the packages nvidia-nvvm for the nvcc"):
+        loader.find_toolchain()
+
+
 def test_kernels_that_are_required_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sentence says what to install, and not what would run instead."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

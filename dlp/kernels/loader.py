@@ -41,7 +41,8 @@ INSTALL = {  # program -> command that installs the program
 }
 INSTEAD = "without native kernels casts run the plain-torch reference, and GEMMs run torch"
 
-# Parts of PyPI's compiler beside nvcc: package -> a path that the package installs
+# Parts of PyPI's compiler besides nvcc: package -> a path that it installs, in the folder of nvcc, or of an environment
+# that nvcc's environment stands on top of
 PARTS = {
     "nvidia-nvvm": "nvvm/bin/cicc", "nvidia-cuda-crt": "include/crt/host_config.h",
     "nvidia-cuda-runtime": "lib/libcudart.so.{major}", "nvidia-cuda-cccl": "include/cccl",
@@ -68,6 +69,7 @@ class Toolchain:
 
     runtime   shared libcudart for linking; "": nvcc links the static libcudart
     origin    source of nvcc, for messages
+    headers   folders of headers of CUDA that nvcc does not know
     """
 
     nvcc: str
@@ -77,6 +79,7 @@ class Toolchain:
     includes: tuple[str, ...]
     runtime: str = ""
     origin: str = "PATH"
+    headers: tuple[str, ...] = ()
 
 
 def cache_folder(name: str) -> Path:
@@ -104,10 +107,12 @@ def _cuda_version(nvcc: str) -> str:
 
 
 class Packaged(NamedTuple):
-    """Paths of nvcc from the PyPI package nvidia-cuda-nvcc, and of the shared libcudart from nvidia-cuda-runtime."""
+    """Paths of nvcc from the PyPI package nvidia-cuda-nvcc, of the shared libcudart from nvidia-cuda-runtime, and of headers
+    that are not in the folder of nvcc."""
 
     nvcc: str
     runtime: str
+    includes: tuple[str, ...] = ()
 
 
 def packaged_nvcc() -> Packaged | None:
@@ -116,22 +121,27 @@ def packaged_nvcc() -> Packaged | None:
     Raises MissingError for an incomplete installation."""
     major = (torch.version.cuda or "13").split(".")[0]
     spec = None if os.environ.get("CUDA_HOME") else importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        root = Path(folder) / f"cu{major}"
-        if (root / "bin" / "nvcc").exists():
-            _check_packages(root, major)
-            return Packaged(str(root / "bin" / "nvcc"), str(root / "lib" / f"libcudart.so.{major}"))
-    return None
-
-
-def _check_packages(root: Path, major: str) -> None:
-    """Raise MissingError for parts of the compiler that are not installed."""
-    lacking = [package for package, path in PARTS.items() if not (root / path.format(major=major)).exists()]
+    folders = () if spec is None else spec.submodule_search_locations or ()
+    roots = [Path(folder) / f"cu{major}" for folder in folders]
+    root = next((each for each in roots if (each / "bin" / "nvcc").exists()), None)
+    if root is None:
+        return None
+    found = {package: _root_of(package, root, roots, major) for package in PARTS}
+    lacking = [package for package, where in found.items() if where is None]
     if lacking:
         raise MissingError(
             f"native kernels need the packages {', '.join(lacking)} for the nvcc in {root}; {INSTALL['nvcc']} installs all "
             f"packages"
         )
+    includes = dict.fromkeys(f"{where}/include" for where in found.values() if where != root)
+    runtime = f"{found['nvidia-cuda-runtime']}/lib/libcudart.so.{major}"
+    return Packaged(str(root / "bin" / "nvcc"), runtime, tuple(includes))
+
+
+def _root_of(package: str, root: Path, roots: Sequence[Path], major: str) -> Path | None:
+    """Return the folder that has a part of the compiler, preferably `root`, the folder of nvcc, where nvcc looks for nvvm."""
+    allowed = [root] if package == "nvidia-nvvm" else [root, *roots]
+    return next((each for each in allowed if (each / PARTS[package].format(major=major)).exists()), None)
 
 
 def find_program(name: str) -> str | None:
@@ -163,8 +173,10 @@ def find_toolchain() -> Toolchain:
     includes = (sysconfig.get_path("include"), pybind11.get_include())
     if not (Path(includes[0]) / "Python.h").exists():
         raise MissingError(f"native kernels need Python.h, which is not in {includes[0]}")
-    runtime, origin = ("", "CUDA_HOME or PATH") if packaged is None else (packaged.runtime, "PyPI")
-    return Toolchain(nvcc, _cuda_version(nvcc), ninja, cxx, includes, runtime, origin)
+    version = _cuda_version(nvcc)
+    if packaged is None:
+        return Toolchain(nvcc, version, ninja, cxx, includes, origin="CUDA_HOME or PATH")
+    return Toolchain(nvcc, version, ninja, cxx, includes, packaged.runtime, "PyPI", packaged.includes)
 
 
 def architecture() -> str:
@@ -208,10 +220,10 @@ def build_key(files: Sequence[Path], cuda: str, architectures: Sequence[str], ru
 def ninja_file(tools: Toolchain, files: Sequence[Path], architectures: Sequence[str]) -> str:
     """Return the build file for ninja: one object per .cu and .cpp file, and one module."""
     targets = " ".join(f"-gencode=arch=compute_{name[3:]},code={name}" for name in architectures)
-    headers = " ".join(f"-I{folder}" for folder in tools.includes)
+    headers, of_cuda = (" ".join(f"-I{folder}" for folder in each) for each in (tools.includes, tools.headers))
     compiled = [file for file in files if file.suffix in {".cu", ".cpp"}]
     lines = [
-        f"rule cu\n  command = {tools.nvcc} {NVCC_FLAGS} {targets} -c $in -o $out",
+        f"rule cu\n  command = {tools.nvcc} {NVCC_FLAGS} {targets} {of_cuda} -c $in -o $out",
         f"rule cpp\n  command = {tools.cxx} {CXX_FLAGS} {headers} -c $in -o $out",
         f"rule link\n  command = {_link(tools)}",
         *(f"build {file.stem}.o: {file.suffix[1:]} {file}" for file in compiled),
