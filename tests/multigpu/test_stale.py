@@ -134,6 +134,18 @@ def test_writes_that_torch_does_not_count_are_refused():
         loss_of(model)
 
 
+def test_samples_of_weights_keep_their_memory():
+    """A CUDA graph writes samples to the memory of the capture, and an eager step between replays must write there too."""
+    model = mlp()
+    optimizer = trained(model)
+    stale = session.session_of(model).stale
+    before, values = [seen.data_ptr() for seen in stale._seen], [seen.clone() for seen in stale._seen]
+    loss_of(model).backward()
+    optimizer.step()
+    assert before == [seen.data_ptr() for seen in stale._seen] and before
+    assert not all(torch.equal(old, new) for old, new in zip(values, stale._seen, strict=True))
+
+
 def test_sessions_that_optimizers_call_go_with_the_model():
     gc.collect()
     before = len(session._WATCHING)

@@ -123,7 +123,12 @@ class StaleWeights:
         self._whole = [weight for weight in everyone if not weight.managed]
         self._managed = len(self._whole) < len(everyone)
         self._whole_marks = self._now()
-        self._seen = [torch.cat(views) for views in self._by_dtype().values()]
+        seen = [torch.cat(views) for views in self._by_dtype().values()]
+        if list(map(_kind, seen)) == list(map(_kind, self._seen)):  # a CUDA graph that casts writes to the same memory
+            for old, new in zip(self._seen, seen, strict=True):
+                old.copy_(new)
+        else:
+            self._seen = seen
 
     def _now(self) -> list[Mark | None]:
         return [None if (stored := weight.stored) is None else _mark(stored) for weight in self._whole]
@@ -180,6 +185,10 @@ class StaleWeights:
         changed = [p for weights in layers for p in weights.stored() if id(p) in held]
         torch.autograd.graph.increment_version([p._local_tensor if isinstance(p, DTensor) else p for p in changed])
         return bool(changed)
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def evenly(parameter: Tensor, count: int) -> Tensor:
