@@ -108,13 +108,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("recipe", "compiled"), few([("fp8_delayed", "false"), ("nvfp4", "false"), ("fp8_current", "true")], ("nvfp4", "false"))
+    ("recipe", "compiled"),
+    few([("fp8_delayed", "false"), ("nvfp4", "false"), ("fp8_current", "true")], ("nvfp4", "false")),
 )
 def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, recipe, compiled):
-    given = ("--recipe", recipe, "--train.compile", compiled, "--train.steps", "4", "--train.ledger", "off")
+    """On GPUs steps 4 and 6 to 9 are replayed beside the eager steps of the sentinel, with a validation after steps 4 and 8."""
+    given = ("--recipe", recipe, "--train.compile", compiled, "--train.steps", "10", "--train.ledger", "off")
     plain = ranks(2).run(losses, tmp_path / "plain", data, *given)[0]
-    watched = ranks(2).run(losses, tmp_path / "watched", data, *given, "--train.sentinel", "1")[0]
-    assert watched == plain and len(plain) == 4
+    watched = ranks(2).run(losses, tmp_path / "watched", data, *given, "--train.sentinel", "5")[0]
+    assert watched == plain and len(plain) == 10
 
 
 @pytest.mark.ranks(2)
