@@ -92,6 +92,18 @@ class Plan:
     def choose(self, candidate: int) -> None: ...
 
     def run(self, *arguments: int) -> None:
+        a, b, d, *rest = arguments
+        for segment in range(max(self.words[20], 1)):
+            (a_kind, b_kind, d_kind), rows, contraction = self.words[:3], self.words[4], self.words[6]
+            along, beside = segment * contraction, segment * rows * self.words[9]
+            self._one(
+                a + along * TYPES[a_kind].itemsize,
+                b + along * TYPES[b_kind].itemsize,
+                d + beside * TYPES[d_kind].itemsize,
+                *rest,
+            )
+
+    def _one(self, *arguments: int) -> None:
         a, b, d, a_scale, b_scale, bias, alpha, _, _, _ = arguments
         types, (rows, cols, contraction), strides = self.words[:4], self.words[4:7], self.words[7:10]
         left = self._operand(a, types[0], rows, contraction, strides[0], self.words[10], a_scale, self.words[12])
@@ -363,6 +375,10 @@ class Module:
     ) -> None:  # fmt: skip
         each, mine = at(given, (contributions, count), TYPE[wide]), (index, at(own, (count,), TYPE[wide]))
         at(out, (count,), TYPE[wide_sum]).copy_(reference.sum_in_order(each, TYPE[wide_sum], mine, divisor))
+
+    @staticmethod
+    def sum_by_tree(given: int, out: int, parts: int, count: int, wide: bool, stream: int) -> None:
+        at(out, (count,), TYPE[wide]).copy_(reference.sum_by_tree(at(given, (parts, count), torch.float32), TYPE[wide]))
 
     @staticmethod
     def round_to_bf16(words: Any, stream: int) -> None:

@@ -202,7 +202,8 @@ def test_the_words_of_a_problem_are_those_the_binding_takes():
     job = gemms.prepare(a, b, torch.bfloat16, gemms.Scales(one, one), bias=torch.empty(16, dtype=torch.bfloat16))
     bindings = (loader.CSRC / "bindings.cpp").read_text()
     assert f"ProblemWords = std::array<int64_t, {len(job.problem)}>" in bindings
-    assert job.problem[:-1] == (28, 29, 14, 14, 8, 16, 32, 32, 32, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert job.problem[:-2] == (28, 29, 14, 14, 8, 16, 32, 32, 32, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert job.problem.segments == 0
     run = bindings.split("void run_gemm(")[1].split("uintptr_t workspace")[0]
     assert run.count("uintptr_t") == len(job.addresses)
     flipped = gemms.prepare(torch.empty(32, 8).t(), torch.empty(16, 64)[:, :32], torch.float32)

@@ -5,7 +5,7 @@ transpose_codes, transpose_e2m1                 transpose the codes of an operan
 nvfp4_alpha, rounded                            factor of a GEMM, rounded result of a GEMM
 swizzle_128x4                                   rearrange scales into the tiles that block-scaled GEMMs read
 delayed_updates                                 update all delayed scales of a model
-sum_in_order                                    sum the contributions of the ranks of a reduction
+sum_in_order, sum_by_tree                       sum the contributions of the ranks of a reduction
 """
 
 from __future__ import annotations
@@ -201,6 +201,21 @@ def takes_delayed_update(history: Tensor, algorithm: str | AmaxAlgorithm) -> boo
 
 register(KernelEntry(operation="delayed_update", name=REFERENCE, run=_update_by_reference, captured=True,
                      prepare=lambda slots: partial(_update_by_reference, slots)))  # fmt: skip
+
+
+sum_by_tree = operation(reference.sum_by_tree)
+
+
+def takes_sum_by_tree(parts: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    return (
+        len(parts) in (1, 2, 4, 8) and parts.is_contiguous() and parts.dtype == torch.float32 and dtype in cuda.INPUTS
+    )
+
+
+def sum_by_tree_kernel(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    cuda_codes.sum_by_tree(parts, out)
+    return out
 
 
 sum_in_order = operation(reference.sum_in_order)

@@ -171,3 +171,10 @@ def sum_in_order(
     words = pointer, _output(apart, out.shape, [contributions.dtype], "own"), index, target
     wide = contributions.dtype == torch.float32, out.dtype == torch.float32
     launch("sum_in_order", out, *words, len(contributions), out.numel(), *wide, divisor)
+
+
+def sum_by_tree(parts: Tensor, out: Tensor) -> None:
+    """Add parts [1, 2, 4 or 8, ...], fp32, by a binary tree of neighbours, and round once into `out` [...], bf16 or fp32."""
+    pointer = _output(parts, parts.shape, [torch.float32], "parts")
+    target = _output(out, parts.shape[1:], INPUTS, "out")
+    launch("sum_by_tree", out, pointer, target, len(parts), out.numel(), out.dtype == torch.float32)

@@ -3,6 +3,7 @@
     product          any dtypes and scales that cuBLASLt supports, without padding (steps: prepare, plan_of, launch)
     product_fp8      FP8 codes of any size with fp32 scales; unaligned operands are padded
     product_blocks   FP8 or FP4 codes with scales per 32 or 16 elements; only on Blackwell
+    segment_job      sums of parts of the contraction, each in a fixed order (`dlp.kernels.segments`)
 
 A plan holds the descriptors and the algorithm of cuBLASLt for one problem: types, sizes, strides, scale modes, epilogue, flags.
 Plans are created once, from cuBLASLt's heuristics, and cached. The algorithm is the first candidate of the heuristics, or the
@@ -71,6 +72,7 @@ class GemmProblem(NamedTuple):
     tf32: int
     sms: int
     alignment: int
+    segments: int = 0
 
     def __str__(self) -> str:
         names = {number: str(dtype).removeprefix("torch.") for dtype, number in TYPES.items()}
@@ -226,6 +228,26 @@ def number(device: torch.device, value: float) -> Tensor:
 def constants(device: torch.device) -> tuple[Tensor, ...]:
     """Return the constants that GEMMs on a device read besides operands; the constants are never freed."""
     return one(device), _zero(device), *[tensor for (place, _), tensor in _NUMBERS.items() if place == device]
+
+
+def segment_job(a: Tensor, b: Tensor, sums: Tensor, *, adds: bool, alpha: Tensor | None = None) -> Job:
+    """Return the job that computes a GEMM for each equal part of the contraction, in a fixed order of addition: A [rows, C], B
+    [cols, C], both contiguous and aligned -> `sums`, fp32 [segments, rows, cols], or added to `sums`.
+
+    The algorithm depends on the dtypes and on C / segments alone, so that an element has the same bits beside any number of
+    rows, columns and segments.
+    """
+    _check_devices(a, b, sums, alpha)
+    (rows, contraction), (cols, _), segments = a.shape, b.shape, len(sums)
+    zero = (one if adds else _zero)(a.device)
+    addresses = (
+        a.data_ptr(), b.data_ptr(), sums.data_ptr(), 0, 0, 0, _address(alpha), 0 if alpha is None else zero.data_ptr()
+    )  # fmt: skip
+    problem = GemmProblem(
+        TYPES[a.dtype], TYPES[b.dtype], TYPES[sums.dtype], NONE, rows, cols, contraction // segments, contraction,
+        contraction, sums.stride(1), 0, 0, NONE, NONE, int(adds), int(alpha is not None), 0, 0, 0, ALIGNMENT, segments,
+    )  # fmt: skip
+    return Job(problem, addresses, sums, (a, b, alpha))
 
 
 # Plans

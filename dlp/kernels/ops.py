@@ -45,6 +45,7 @@ from dlp.kernels.codes import (
     delayed_updates,
     nvfp4_alpha,
     rounded,
+    sum_by_tree,
     sum_in_order,
     swizzle_128x4,
     transpose_codes,
@@ -120,6 +121,6 @@ __all__ = [
     "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_stored_amax",
     "nvfp4_tensor_scale", "pack_e2m1", "pad_scales",
     "random_bytes", "rht16", "rms_norm", "rms_norm_backward", "rounded", "scale_from_amax", "softmax_gradient",
-    "stored", "sum_in_order", "swiglu", "swiglu_backward", "swizzle_128x4", "transpose_codes", "transpose_e2m1",
+    "stored", "sum_by_tree", "sum_in_order", "swiglu", "swiglu_backward", "swizzle_128x4", "transpose_codes", "transpose_e2m1",
     "unpack_e2m1", "unswizzle_128x4", "watched",
 ]  # fmt: skip

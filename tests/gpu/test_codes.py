@@ -1,4 +1,4 @@
-"""Kernels other than casts, against the reference: decoding to bf16, transposes, updates of delayed scales, ordered sums."""
+"""Kernels other than casts, against the reference: decoding to bf16, transposes, delayed scales, sums by order and tree."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlp.kernels import cuda_codes, ops, reference
+from dlp.kernels import canonical, cuda_codes, ops, reference
 from dlp.kernels.ops import DelayedSlots
 from dlp.runtime import capture as captured
 from tests.gpu.inputs import CODES, DTYPES, random_sizes, values
@@ -161,6 +161,17 @@ def test_sums_are_in_order(device, poisoned, dtype):
             there[-1] = 7
             cuda_codes.sum_in_order(there, out, (contributions - 1, own))
             assert_bit_equal(out.cpu(), reference.sum_in_order(x), f"{contributions} {size}, the last apart")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_a_tree_has_the_bits_of_the_reference(device, poisoned, parts, dtype):
+    for size in SIZES:
+        x = torch.randn(parts, *size, generator=torch.Generator().manual_seed(parts))
+        out = poisoned(size, dtype)
+        cuda_codes.sum_by_tree(x.to(device), out)
+        assert_bit_equal(out.cpu(), reference.sum_by_tree(x, dtype), f"{parts} {size}")
+        assert_bit_equal(reference.sum_by_tree(x, dtype), canonical.tree(x.unbind()).to(dtype), f"{parts} {size}")
 
 
 def test_copies_that_are_launched_again_go_where_results_lie_now(device):

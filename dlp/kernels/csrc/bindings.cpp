@@ -211,12 +211,12 @@ void bind_small(pybind11::module_& m) {
 }
 
 // The fields of GemmProblem, in order.
-using ProblemWords = std::array<int64_t, 20>;
+using ProblemWords = std::array<int64_t, 21>;
 
 GemmProblem make_problem(const ProblemWords& words) {
     const auto small = [&](int i) { return static_cast<int32_t>(words[i]); };
     return {small(0), small(1), small(2), small(3), words[4], words[5], words[6], words[7], words[8], words[9],
-            small(10), small(11), small(12), small(13), small(14), small(15), small(16), small(17), small(18), small(19)};
+            small(10), small(11), small(12), small(13), small(14), small(15), small(16), small(17), small(18), small(19), small(20)};
 }
 
 void run_gemm(GemmPlan& plan, uintptr_t a, uintptr_t b, uintptr_t d, uintptr_t a_scale, uintptr_t b_scale, uintptr_t bias,
@@ -326,6 +326,10 @@ PYBIND11_MODULE(dlp_kernels, m) {
                                     int64_t count, bool wide, bool wide_sum, int64_t divisor, Stream stream) {
         sum_in_order(reinterpret_cast<const void*>(from), reinterpret_cast<const void*>(own), index,
                      reinterpret_cast<void*>(to), contributions, count, input_of(wide), input_of(wide_sum), float(divisor), stream);
+    });
+
+    bind_step(m, "sum_by_tree", [](uintptr_t from, uintptr_t to, int64_t parts, int64_t count, bool wide, Stream stream) {
+        sum_by_tree(reinterpret_cast<const float*>(from), reinterpret_cast<void*>(to), parts, count, input_of(wide), stream);
     });
 
     m.def("open_cublaslt", &open_cublaslt);

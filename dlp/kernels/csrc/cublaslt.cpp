@@ -6,6 +6,7 @@
 #include <array>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "check.h"
 
@@ -22,12 +23,14 @@ constexpr int kComputeFp32 = 68, kComputeTf32 = 77;
 constexpr int kOpN = 0, kOpT = 1;
 constexpr int kPointersOnDevice = 1;
 constexpr int kEpilogueBias = 4;
+constexpr int64_t kOneShape = 4096;  // rows and columns for which the algorithm of segments is chosen
 
 enum DescAttribute {
     kPointerMode = 2, kTransA = 3, kTransB = 4, kEpilogue = 7, kBiasPointer = 8, kSmCountTarget = 15, kScalePointerA = 17,
     kScalePointerB = 18, kFastAccumulation = 25, kBiasType = 26, kScaleModeA = 31, kScaleModeB = 32,
 };
-enum PreferenceAttribute { kMaxWorkspace = 1, kAlignmentA = 5, kAlignmentB = 6, kAlignmentC = 7, kAlignmentD = 8 };
+enum LayoutAttribute { kBatches = 5, kBatchStride = 6 };
+enum PreferenceAttribute { kMaxWorkspace = 1, kReductionSchemes = 3, kAlignmentA = 5, kAlignmentB = 6, kAlignmentC = 7, kAlignmentD = 8 };
 
 struct Algorithm {
     uint64_t data[8];
@@ -54,11 +57,13 @@ struct Library {
     Status (*MatmulDescSetAttribute)(Opaque, int attribute, const void*, size_t);
     Status (*MatrixLayoutCreate)(Opaque*, int type, uint64_t rows, uint64_t cols, int64_t stride);
     Status (*MatrixLayoutDestroy)(Opaque);
+    Status (*MatrixLayoutSetAttribute)(Opaque, int attribute, const void*, size_t);
     Status (*MatmulPreferenceCreate)(Opaque*);
     Status (*MatmulPreferenceDestroy)(Opaque);
     Status (*MatmulPreferenceSetAttribute)(Opaque, int attribute, const void*, size_t);
     Status (*MatmulAlgoGetHeuristic)(Handle, Opaque desc, Opaque a, Opaque b, Opaque c, Opaque d, Opaque preference,
                                      int wanted, Candidate*, int* found);
+    Status (*MatmulAlgoCheck)(Handle, Opaque desc, Opaque a, Opaque b, Opaque c, Opaque d, const Algorithm*, Candidate*);
     Status (*Matmul)(Handle, Opaque desc, const void* alpha, const void* a, Opaque a_layout, const void* b,
                      Opaque b_layout, const void* beta, const void* c, Opaque c_layout, void* d, Opaque d_layout,
                      const Algorithm*, void* workspace, size_t workspace_bytes, void* stream);
@@ -94,6 +99,12 @@ Opaque make_layout(int type, int64_t lines, int64_t along, int64_t stride, bool 
     return layout;
 }
 
+// A layout of `count` matrices, `apart` elements from each other.
+void repeat(Opaque layout, int32_t count, int64_t apart) {
+    LT(MatrixLayoutSetAttribute, layout, kBatches, &count, sizeof(count));
+    LT(MatrixLayoutSetAttribute, layout, kBatchStride, &apart, sizeof(apart));
+}
+
 }  // namespace
 
 void open_cublaslt(const std::vector<std::string>& names) {
@@ -118,10 +129,12 @@ void open_cublaslt(const std::vector<std::string>& names) {
     find(found.MatmulDescSetAttribute, "MatmulDescSetAttribute");
     find(found.MatrixLayoutCreate, "MatrixLayoutCreate");
     find(found.MatrixLayoutDestroy, "MatrixLayoutDestroy");
+    find(found.MatrixLayoutSetAttribute, "MatrixLayoutSetAttribute");
     find(found.MatmulPreferenceCreate, "MatmulPreferenceCreate");
     find(found.MatmulPreferenceDestroy, "MatmulPreferenceDestroy");
     find(found.MatmulPreferenceSetAttribute, "MatmulPreferenceSetAttribute");
     find(found.MatmulAlgoGetHeuristic, "MatmulAlgoGetHeuristic");
+    find(found.MatmulAlgoCheck, "MatmulAlgoCheck");
     find(found.Matmul, "Matmul");
     find(found.Create, "Create");
     library = found;
@@ -141,11 +154,13 @@ struct GemmPlan::State {
 
     ~State() {
         if (desc != nullptr) library.MatmulDescDestroy(desc);
-        for (Opaque layout : {a, b, d})
-            if (layout != nullptr) library.MatrixLayoutDestroy(layout);
+        free_layouts();
     }
     void describe(const GemmProblem& problem);
-    void search(int alignment, int wanted);
+    void lay_out(const GemmProblem& problem);
+    void free_layouts();
+    void search(const GemmProblem& problem, int wanted);
+    bool supports(Candidate& candidate);
 };
 
 void GemmPlan::State::describe(const GemmProblem& problem) {
@@ -171,16 +186,47 @@ void GemmPlan::State::describe(const GemmProblem& problem) {
     device_alpha = problem.device_alpha != 0;
     if (device_alpha) set(desc, kPointerMode, kPointersOnDevice);
     beta = problem.accumulate ? 1.0f : 0.0f;
+}
+
+void GemmPlan::State::lay_out(const GemmProblem& problem) {
+    free_layouts();
     a = make_layout(problem.b_type, problem.cols, problem.contraction, problem.b_stride, problem.b_col_major);
     b = make_layout(problem.a_type, problem.rows, problem.contraction, problem.a_stride, problem.a_col_major);
     d = make_layout(problem.d_type, problem.rows, problem.cols, problem.d_stride, false);
+    if (problem.segments == 0) return;
+    repeat(a, problem.segments, problem.contraction);
+    repeat(b, problem.segments, problem.contraction);
+    repeat(d, problem.segments, problem.rows * problem.d_stride);
 }
 
-void GemmPlan::State::search(int alignment, int wanted) {
+void GemmPlan::State::free_layouts() {
+    for (Opaque* layout : {&a, &b, &d})
+        if (*layout != nullptr) library.MatrixLayoutDestroy(std::exchange(*layout, nullptr));
+}
+
+// Whether an algorithm that was found for other layouts can run with these.
+bool GemmPlan::State::supports(Candidate& candidate) {
+    const Algorithm algorithm = candidate.algorithm;
+    return library.MatmulAlgoCheck(handle, desc, a, b, d, d, &algorithm, &candidate) == 0 && candidate.status == 0 &&
+           candidate.workspace <= workspace_bytes && (candidate.algorithm = algorithm, true);
+}
+
+void GemmPlan::State::search(const GemmProblem& problem, int wanted) {
+    if (problem.segments > 0) {  // an algorithm for one shape, which all shapes with this contraction use
+        GemmProblem one = problem;
+        one.rows = one.cols = one.d_stride = kOneShape;
+        one.a_stride = one.b_stride = one.contraction;
+        one.segments = 1;
+        lay_out(one);
+    } else {
+        lay_out(problem);
+    }
     Opaque preference = nullptr;
     LT(MatmulPreferenceCreate, &preference);
     LT(MatmulPreferenceSetAttribute, preference, kMaxWorkspace, &workspace_bytes, sizeof(workspace_bytes));
-    const uint32_t bytes = static_cast<uint32_t>(alignment);
+    const uint32_t bytes = static_cast<uint32_t>(problem.alignment), no_reductions = 0;
+    if (problem.segments > 0)  // the contraction is not split among thread blocks
+        LT(MatmulPreferenceSetAttribute, preference, kReductionSchemes, &no_reductions, sizeof(no_reductions));
     for (int attribute : {kAlignmentA, kAlignmentB, kAlignmentC, kAlignmentD})
         LT(MatmulPreferenceSetAttribute, preference, attribute, &bytes, sizeof(bytes));
     candidates.resize(wanted);
@@ -190,6 +236,10 @@ void GemmPlan::State::search(int alignment, int wanted) {
     library.MatmulPreferenceDestroy(preference);
     candidates.resize(status == 0 ? found : 0);
     while (!candidates.empty() && candidates.back().status != 0) candidates.pop_back();
+    if (problem.segments == 0 || candidates.empty()) return;
+    lay_out(problem);
+    candidates.resize(1);  // a next candidate for some shapes would sum in another order
+    if (!supports(candidates[0])) candidates.clear();
 }
 
 GemmPlan::GemmPlan(const GemmProblem& problem, int device, int64_t workspace_bytes, int wanted) : state_(new State) {
@@ -197,7 +247,7 @@ GemmPlan::GemmPlan(const GemmProblem& problem, int device, int64_t workspace_byt
     state_->handle = handle_of(device);
     state_->workspace_bytes = static_cast<size_t>(workspace_bytes);
     state_->describe(problem);
-    state_->search(problem.alignment, wanted);
+    state_->search(problem, wanted);
 }
 
 GemmPlan::~GemmPlan() = default;

@@ -25,6 +25,9 @@ struct GemmProblem {
     int32_t fast_accumulation, tf32;  // fast accumulation of FP8; TF32 for fp32 operands
     int32_t sms;                    // number of SMs; 0: all
     int32_t alignment;              // alignment of all pointers, in bytes
+    int32_t segments;               // 0: one GEMM. n: a GEMM for each of n parts of the contraction, which are neighbours of
+                                    // `contraction` elements: D is [n, rows, d_stride], and the order in which an element is
+                                    // summed depends on `contraction` and the types alone, not on rows, cols and n
 };
 
 struct GemmPointers {

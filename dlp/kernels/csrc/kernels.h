@@ -394,6 +394,7 @@ void swizzle_scales(const SwizzleJob& job, Stream stream);
 void delayed_update(const Work<DelayedJob>& work, Stream stream);
 void sum_in_order(const void* from, const void* own, int64_t index, void* to, int64_t contributions, int64_t count, Input input,
                   Input output, float divisor, Stream stream);
+void sum_by_tree(const float* from, void* to, int64_t parts, int64_t count, Input output, Stream stream);
 void pack_fp8_wire(const WireMatrix& job, Input input, Stream stream);
 void sum_fp8_wire(const WireSum& job, Input output, Stream stream);
 void rms_norm(const NormJob& job, float eps, Input input, Stream stream);

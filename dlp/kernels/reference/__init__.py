@@ -50,6 +50,7 @@ from dlp.kernels.reference.fp8 import (
     delayed_update,
     encode_fp8,
     scale_from_amax,
+    sum_by_tree,
     sum_in_order,
     watched,
 )
@@ -108,6 +109,6 @@ __all__ = [
     "mx_from_block_scales", "mx_scale", "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_stored_amax",
     "nvfp4_tensor_scale",
     "pack_e2m1", "pad_scales", "philox_4x32", "random_bytes", "rht16", "rms_norm", "rms_norm_backward",
-    "scale_from_amax", "softmax_gradient", "sum_in_order", "sum_parts", "swiglu", "swiglu_backward", "swizzle_128x4",
-    "tile_sums", "transpose_e2m1", "unpack_e2m1", "unswizzle_128x4", "watched",
+    "scale_from_amax", "softmax_gradient", "sum_by_tree", "sum_in_order", "sum_parts", "swiglu", "swiglu_backward",
+    "swizzle_128x4", "tile_sums", "transpose_e2m1", "unpack_e2m1", "unswizzle_128x4", "watched",
 ]  # fmt: skip

@@ -221,6 +221,14 @@ def sum_in_order(
     return total if out is None else out.copy_(total)
 
 
+def sum_by_tree(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the sum [...] of a power-of-two number of fp32 parts [P, ...] by a binary tree of neighbours, rounded once to
+    `dtype`."""
+    while len(parts) > 1:
+        parts = parts[::2] + parts[1::2]
+    return parts[0].to(dtype)
+
+
 def with_own(contributions: Tensor, own: tuple[int, Tensor] | None) -> list[Tensor]:
     """Return the contributions of a tensor [R, ...] as a list, with `own` in place of the contribution of the same index."""
     each = list(contributions)

@@ -18,7 +18,9 @@ from torch.distributed import ProcessGroup
 from dlp.comm import collectives
 from dlp.comm.collectives import AS_IT_IS, Own, Parts, ReduceCodec
 from dlp.kernels import canonical
-from dlp.kernels.ops import Summed, rounded
+from dlp.kernels import segments as fixed_order
+from dlp.kernels.ops import Summed, rounded, sum_by_tree
+from dlp.kernels.segments import Factored
 from dlp.parallel.linear.plan import Reduction
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.overlap import Gather
@@ -30,7 +32,7 @@ RANKS = (1, 2, 4, 8)  # of an axis: a rank owns a subtree of the segments
 
 def _total(parts: Parts, dtype: torch.dtype, own: Own | None = None) -> Tensor:
     assert own is None, "contributions through mapped memory are not added by the tree"
-    return canonical.tree(parts[0].unbind()).to(dtype)
+    return sum_by_tree(parts[0].contiguous(), dtype)
 
 
 TREE = ReduceCodec(AS_IT_IS.pack, _total, AS_IT_IS.kinds)  # fp32 contributions, added by the tree over ranks
@@ -53,11 +55,11 @@ def token_gemm(
             raise ValueError(
                 f"{spec.name}: invariant = true: fused operations accumulate into a GEMM in another order; use plain modules"
             )
-        pairs.append((_values(a if isinstance(a, QuantizedTensor) else a.whole()), _values(gemm.b)))
+        pairs.append((a if isinstance(a, QuantizedTensor) else a.whole(), gemm.b))
     segments = min(canonical.segments_on_rank(a.shape[1], ranks) for a, _ in pairs)
-    total = canonical.products(pairs, segments)
     if reduce is None:
-        return rounded(total, dtype)
+        return _products(pairs, segments, dtype)
+    total = _products(pairs, segments, torch.float32)
     assert spec.group is not None
     if reduce.how == "all":
         return rounded(all_reduce(total, spec.group), dtype)
@@ -70,7 +72,7 @@ def contract_gemm(
     """dw [N, K] = dy.T @ x, complete on every rank. dy, x: columnwise operands [N, M] and [K, M], which may be padded."""
     partial = spec.style.partial_weight_grad
     segments = canonical.segments_on_rank(dy.shape[1], spec.tp if partial else 1)
-    dw = canonical.products([(_values(dy), _values(x))], segments)[: shape[0], : shape[1]].contiguous()
+    dw = _products([(dy, x)], segments, torch.float32)[: shape[0], : shape[1]].contiguous()
     return rounded(all_reduce(dw, spec.group if partial else None), dtype)
 
 
@@ -81,5 +83,21 @@ def token_sums(spec: LinearSpec, dy: Summed) -> Tensor:
     return all_reduce(db, spec.group if partial else None)
 
 
-def _values(operand: QuantizedTensor) -> Tensor:
-    return operand.dequantize(torch.float32)
+def _products(
+    pairs: Sequence[tuple[QuantizedTensor, QuantizedTensor]], segments: int, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """Sum of the products of pairs of operands over canonical segments -> [rows, cols], rounded once to `dtype`: by tensor
+    cores where they take the formats, else exactly in fp64."""
+    factored = [(_factored(a), _factored(b)) for a, b in pairs]
+    if fixed_order.takes(factored, segments):
+        return fixed_order.products(factored, segments, dtype)
+    exact = [(a.dequantize(torch.float32), b.dequantize(torch.float32)) for a, b in pairs]
+    return rounded(canonical.products(exact, segments), dtype)
+
+
+def _factored(operand: QuantizedTensor) -> Factored:
+    """Values that are exact in bf16, with a scale, if the operand is on a GPU and decodes to such values."""
+    payload, known = operand.payload, operand.format
+    if not payload.is_cuda or known.keeps_source or known.factors is None:
+        return Factored(payload)
+    return Factored(*known.factored(operand))

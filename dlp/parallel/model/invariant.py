@@ -155,8 +155,9 @@ def _refused(row: LayerPlan, recipe: Recipe) -> str | None:
         return "it was constructed explicitly; let dlp.convert make it from an nn.Linear"
     if row.options.delay_wgrad:
         return "delay_wgrad = true adds weight gradients after backward; leave it out"
-    asked = row.overlap.values() if isinstance(row.overlap, dict) else [row.overlap]
-    if not {*asked} <= {"auto", "serial"}:
+    replaced = {choice.gemm for choice in row.choices}  # "auto" chose among strategies, and chooses serial here
+    asked = row.overlap if isinstance(row.overlap, dict) else dict.fromkeys(GEMMS, row.overlap)
+    if any(strategy not in ("auto", "serial") for gemm, strategy in asked.items() if gemm not in replaced):
         return f"overlap = {row.overlap!r}: partial sums are added by the tree, not in chunks; use serial"
     return None
 

@@ -1,0 +1,76 @@
+"""Canonical sums (`dlp.kernels.canonical`) of GEMMs by the tensor cores of GPUs.
+
+Each segment is a GEMM of bf16 values with a fixed order of addition: cuBLASLt's algorithm is chosen once for the length of the
+segment, for 4096 rows and columns and without splitting the contraction, and every number of rows, columns and segments uses
+that algorithm. So an element has the same bits beside any other rows and columns. A kernel adds the segments by the tree.
+
+The bits depend on the version of cuBLASLt and on the kind of GPU, and differ from the exact sums of `canonical.products`, which
+operands run whose values are not exact in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dlp.kernels import gemms
+from dlp.kernels.codes import sum_by_tree
+from dlp.kernels.registry import NATIVE, device_of
+
+ROOM = 2**26  # fp32 sums of segments that are held at a time
+ALIGNMENT = 8  # elements of bf16 in the 16 bytes that cuBLASLt aligns rows to
+
+
+class Factored(NamedTuple):
+    """Operand [rows, C]: values that are exact in bf16, and a scale, fp32 [] or [rows]; None: 1."""
+
+    values: Tensor
+    scale: Tensor | None = None
+
+
+def takes(pairs: Sequence[tuple[Factored, Factored]], segments: int) -> bool:
+    """Return whether `products` runs these operands. The answer is equal on all ranks that share the segments."""
+    operands = [operand for pair in pairs for operand in pair]
+    return device_of(operands[0].values) in NATIVE and all(
+        operand.values.dtype == torch.bfloat16
+        and operand.values.shape[1] % (segments * ALIGNMENT) == 0
+        and (operand.scale is None or operand.scale.dim() == 0)
+        for operand in operands
+    )
+
+
+def products(pairs: Sequence[tuple[Factored, Factored]], segments: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Sum over i of a_i [rows, C_i] @ b_i [cols, C_i].T -> [rows, cols], rounded once to `dtype`; each C_i is cut into
+    `segments` segments. The products of one segment are added in the order of i, then the segments by the tree."""
+    rows, cols = (len(operand.values) for operand in pairs[0])
+    if not rows * cols * sum(a.values.shape[1] for a, _ in pairs):
+        return torch.zeros(rows, cols, dtype=dtype, device=pairs[0][0].values.device)
+    ready = [(_aligned(a.values), _aligned(b.values), _alpha(a.scale, b.scale)) for a, b in pairs]
+    left, right = ready[0][:2]
+    height, device, totals = max(ROOM // (segments * len(right)) & -ALIGNMENT, ALIGNMENT), left.get_device(), []
+    for part in range(0, len(left), height):
+        here = slice(part, part + height)
+        sums = torch.empty(segments, len(left[here]), len(right), device=left.device)
+        for i, (a, b, alpha) in enumerate(ready):
+            gemms.launch(gemms.segment_job(a[here], b, sums, adds=i > 0, alpha=alpha), device)
+        totals.append(sum_by_tree(sums, dtype))
+    total = totals[0] if len(totals) == 1 else torch.cat(totals)
+    return total[:rows, :cols].contiguous()
+
+
+def _aligned(values: Tensor) -> Tensor:
+    """Return the matrix as contiguous rows at an aligned address, with zeros up to a multiple of ALIGNMENT rows: cuBLASLt has
+    no such algorithm for other numbers of rows."""
+    short = -len(values) % ALIGNMENT
+    values = F.pad(values, (0, 0, 0, short)) if short else values.contiguous()
+    return values if values.data_ptr() % gemms.ALIGNMENT == 0 else values.clone()
+
+
+def _alpha(*scales: Tensor | None) -> Tensor | None:
+    """Return the product of the scales that there are."""
+    there = [scale for scale in scales if scale is not None]
+    return there[0] * there[1] if len(there) == 2 else there[0] if there else None
