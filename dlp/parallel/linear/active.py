@@ -24,7 +24,8 @@ from torch.distributed import ProcessGroup
 from torch.utils import checkpoint
 
 from dlp.kernels.launches import capturing
-from dlp.parallel.linear.state import BoundSpec, ForwardState, LayerState, StepState, UpdateAfterBackward, in_backward
+from dlp.parallel.linear.state import BoundSpec, LayerState, StepState
+from dlp.parallel.linear.step import ForwardState, UpdateAfterBackward, in_backward
 from dlp.quant.state import ForwardScales
 
 _FRAME, _FRAME_AGAIN = "frame", "target_frame_ref"  # what the hooks of a first run and of a recomputation refer to

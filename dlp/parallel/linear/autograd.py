@@ -170,7 +170,7 @@ def forward(ctx: Any, run: Run, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
     """[x, *weights, *biases] -> y_i [..., N_i]. ctx: of autograd; None: there will be no backward."""
     (call, cast_weights), (x, *parameters) = run, tensors
     bound, count, record = call.bound, call.count, call.record
-    bound.session.begin_forward(bound, record)
+    bound.session.begin_forward(bound.spec, record)
     if call.distributed:
         parameters = [p if spec is None else p._local_tensor for p, spec in zip(parameters, call.layouts, strict=True)]
     weights, biases = parameters[:count], parameters[count:]
@@ -220,7 +220,7 @@ def backward(ctx: Any, run: Run, dys: Sequence[Tensor | None]) -> Sequence[Any]:
     for place, grad in zip(returned, _gradients(ctx, run, wanted, dys, weights, saved, into), strict=True):
         grads[place] = grad
     for place in written:
-        grads[place] = call.bound.weights.main_grads[place - 1].written()
+        grads[place] = call.bound.weights.written(place - 1)
     for place, layout in enumerate(call.layouts, 1) if call.distributed else ():
         if layout is not None and grads[place] is not None:
             grads[place] = DTensor(grads[place], layout, requires_grad=False)
@@ -258,7 +258,7 @@ def _gradients(
         session.resume(bound.spec, ctx.state)
     if torch._C._len_torch_dispatch_stack() > 0:  # a tracer or mode is active that was not active in the forward
         return _gradients_by_op(run, wanted, dys, weights, saved)
-    session.in_layer_backward(bound)
+    session.in_layer_backward(bound.spec)
     ws: Sequence[QuantizedTensor] = ()
     if wanted.reads_w and cast_weights is not None:
         ws = cast_weights.columnwise_operands(used)

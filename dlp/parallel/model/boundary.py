@@ -45,14 +45,15 @@ from dlp.comm.lockstep import WATCH, check_alike
 from dlp.comm.mesh import TP, ParallelDims, shard_placement
 from dlp.parallel.linear.modules import ConvertedLinear, LinearCore, ParallelLinear
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.linear.state import StepState, Swap, cores, in_backward
+from dlp.parallel.linear.state import StepState, Swap, cores, refresh
+from dlp.parallel.linear.step import in_backward
 from dlp.parallel.model.checks import ACTIONS, NonFiniteWatch, looks
 from dlp.parallel.model.context import check_context
 from dlp.parallel.model.grads import PartialGradients, add_main_grads, check_none_waits
 from dlp.parallel.model.replicas import Replicas
 from dlp.parallel.model.session import Session, converted_root, give_session, session_of
 from dlp.parallel.model.survey import check_no_fsdp1, container_lengths, guard
-from dlp.parallel.weight.base import MAIN_GRADS, refresh
+from dlp.parallel.weight.base import MAIN_GRADS
 from dlp.parallel.weight.fsdp2 import Managed, cast_managed, gather_quantized, managed
 from dlp.parallel.weight.held import Arguments, Closure, closure_of, masters_of, with_closure
 from dlp.parallel.weight.local import num_axes

@@ -46,9 +46,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dlp.comm import collectives, observer
-from dlp.parallel.linear.state import cannot_pickle, in_backward
+from dlp.parallel.linear.state import Weight, cannot_pickle
+from dlp.parallel.linear.step import in_backward
 from dlp.parallel.model.session import Session, converted_root, session_of
-from dlp.parallel.weight.base import MainGrad, Weight, accumulates
+from dlp.parallel.weight.base import MainGrad, accumulates
 from dlp.parallel.weight.fsdp2 import Managed, managed
 from dlp.parallel.weight.local import LocalWeight, held
 from dlp.runtime.function import no_autocast

@@ -28,7 +28,8 @@ from torch.utils.hooks import RemovableHandle
 
 from dlp.comm.lockstep import Lockstep
 from dlp.kernels.launches import capturing
-from dlp.parallel.linear.state import StepState, in_backward
+from dlp.parallel.linear.state import StepState
+from dlp.parallel.linear.step import in_backward
 from dlp.parallel.model.checks import StaleWeights, check_gathered
 
 _STEPPING: ContextVar[list[Session] | None] = ContextVar("dlp_stepping", default=None)
