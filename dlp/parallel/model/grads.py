@@ -344,7 +344,11 @@ def add_main_grads(
     session: Session, model: nn.Module, records: Mapping[Any, Sequence[Managed | None]], mode: str
 ) -> None:
     """Let wgrad GEMMs accumulate into gradients where possible, and log the reason where not. `records`: FSDP's records of each
-    layer's weights."""
+    layer's weights. ValueError for invariant layers."""
+    if any(core.spec.invariant for core in records):
+        raise ValueError(
+            'invariant = true: microbatches are added by the tree, not by the wgrad GEMM; set main_grads = "off"'
+        )
     shared, left = _shared_parameters(model), dict[str, list[str]]()
     for core, its in records.items():
         found: list[MainGrad | None] = []

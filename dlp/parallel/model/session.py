@@ -127,6 +127,14 @@ class Session(StepState):
         """Whether the boundary of the running step will change recipes."""
         return any(swap.step <= self.steps + 1 for swap, _ in self.scheduled)
 
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Add an optimizer that is attached now. ValueError for an optimizer that is attached already."""
+        if optimizer in self.optimizers:
+            raise ValueError(
+                "dlp.attach: this optimizer is attached to this model already; call dlp.attach once per optimizer"
+            )
+        self.optimizers[optimizer] = False
+
     def count_step(self, optimizer: Optimizer) -> None:
         """Count a step of an attached optimizer.
 
