@@ -1,4 +1,4 @@
-"""The layers of a model: what a pass reads of a layer.
+"""The layers of a model, with specs and weights.
 
     StepState      the layers of a model, with the state that their passes share (`dlp.parallel.linear.step`)
     BoundSpec      a spec of one layer, with the StepState and the decisions for calls under the spec
@@ -41,7 +41,7 @@ from dlp.parallel.casts import Cast
 from dlp.parallel.linear.plan import LinearPlan, linear_plan, x_tokens_of
 from dlp.parallel.linear.spec import LinearSpec, check_blocks, trace_of
 from dlp.parallel.linear.step import PassState
-from dlp.parallel.weight.base import MainGrad, Member, Target, Values, WeightBatch, WeightParts, share
+from dlp.parallel.weight.base import MainGrad, Member, Target, Values, WeightBatch, WeightParts, share_amaxes
 from dlp.quant.quantizer import Wanted
 from dlp.quant.recipe import Recipe
 from dlp.quant.stats import StatsTable, measured, plain
@@ -602,7 +602,7 @@ def refresh(session: StepState, weights: Sequence[Weight]) -> None:
     operands = iter(batch.casts.make([cast for _, casts in wanted for cast in casts]))
     for weight, casts in wanted:
         weight.take([next(operands) for _ in casts])
-    share([staged for weight, _ in wanted if (staged := weight.staged()) is not None])
+    share_amaxes([staged for weight, _ in wanted if (staged := weight.staged()) is not None])
     for weight in weights:
         weight.fresh = True
     session.weights_cast(list(dict.fromkeys(weight.owner for weight, _ in wanted)))

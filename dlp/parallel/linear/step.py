@@ -1,7 +1,7 @@
 """State of a model that passes read, and the flags of values that are not finite.
 
-    PassState      delayed scales, flags, random counters; the step boundary changes them
-    ForwardState   what of these a backward reads of its forward, and a recomputation repeats
+    PassState      delayed scales, flags, random counters; the step boundary changes this state
+    ForwardState   scales and random counter of a forward, which the backward reads and a recomputation repeats
     Flags          a number on the device for each tensor that a layer casts, which the cast sets to NaN where a value is not
                    finite
 

@@ -212,7 +212,7 @@ class WeightBatch:
         self.values, self.casts = Values(), CastBatch()
 
 
-def share(staged: Sequence[tuple[ProcessGroup, list[Tensor]]]) -> None:
+def share_amaxes(staged: Sequence[tuple[ProcessGroup, list[Tensor]]]) -> None:
     """Agree on staged amaxes, once for each group."""
     by_group: dict[ProcessGroup, list[Tensor]] = {}
     for group, its in staged:
