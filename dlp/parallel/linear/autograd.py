@@ -215,7 +215,6 @@ def backward(ctx: Any, run: Run, dys: Sequence[Tensor | None]) -> Sequence[Any]:
         dys, weights = tuple([dys[i] for i in wanted.used]), [weights[i] for i in wanted.used]
     grads: list[Any] = [None] * len(needs)  # of x, weights, biases
     into = _targets(call, wanted, weights) if call.bound.weights.main_grads else []
-    # `_gradients` does not return a dw_i that it writes to a target
     written = [1 + i for i, target in zip(wanted.used, into, strict=True) if target] if into else ()
     returned = [place for place in places if place not in written] if written else places
     for place, grad in zip(returned, _gradients(ctx, run, wanted, dys, weights, saved, into), strict=True):
