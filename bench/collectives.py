@@ -143,7 +143,7 @@ def bench_gathers(bench: Bench, tokens: int, features: int) -> list[Line]:
     whole = torch.empty(tokens, features, dtype=torch.bfloat16, device=bench.device)
     specs = {recipe: column(bench, recipe, features) for recipe in recipe_names()}
     for spec in specs.values():
-        spec.session.begin_forward(spec, True)
+        spec.session.begin_forward(spec.spec, True)
     full: list[Run] = [lambda spec=spec: gathered(spec, x()) for spec in specs.values()]  # type: ignore[misc]
     casts: list[Run] = [
         lambda spec=spec: quantize(spec, "x", [x()], ROWWISE)  # type: ignore[misc]

@@ -142,7 +142,7 @@ class Operators:
         weights, inputs = [], []
         for layer, (rows, width) in ((up, (self.rows, features)), (down, (tokens, columns))):
             bound = layer.core.bound
-            bound.session.begin_forward(bound, True)
+            bound.session.begin_forward(bound.spec, True)
             (w,) = quantize(bound, "w", layer.core.weight_tensors(), ROWWISE)
             made = [quantize(bound, "x", [torch.randn(rows, width, device=bench.device).to(dtype)], ROWWISE)[0]
                     for _ in range(TURNS)]  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlp.kernels import casts, reference
+from dlp.kernels import reference
 from tests import emulated
 from tests.emulated import CODES, matrix, of_jobs, scalar
 from tests.emulated import made as of_producer
@@ -48,7 +48,7 @@ def cast_rowwise(
 ) -> None:
     for x, (codes, amax, scale_inv) in both(words, wide, source, 3):
         amaxes = emulated.at(amax, (len(x),), torch.float32)
-        found = casts._rowwise_by_reference(x, amaxes, CODES[e5m2], rule[3], rule[1])
+        found = reference.cast_fp8_rowwise(x, amaxes, CODES[e5m2], power_of_two=rule[3], epsilon=rule[1])
         put(codes, found[0])
         put(scale_inv, found[1])
 

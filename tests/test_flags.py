@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dlp
-from dlp.parallel.linear.flags import CastName, Flags
+from dlp.parallel.linear.step import CastName, Flags
 from dlp.parallel.model import checks
 from dlp.quant.quantizer import KeepHighPrecision, flagged, one_read
 from dlp.quant.recipe import load

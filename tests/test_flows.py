@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 import dlp
 from dlp.flows.codes import load_quantized_state_dict
 from dlp.parallel.linear.capture import describe
-from dlp.parallel.weight.base import weights_in
+from dlp.parallel.linear.state import weights_in
 from dlp.quant.parameter import QuantizedParameter
 from dlp.runtime import capture as kernels_captured
 from tests.emulated import emulation

@@ -21,7 +21,7 @@ from dlp.parallel.casts import BOTH
 from dlp.parallel.linear import quantize as operands
 from dlp.parallel.linear.modules import Linear
 from dlp.parallel.linear.spec import LinearSpec, Overlaps
-from dlp.parallel.linear.state import BoundSpec
+from dlp.parallel.linear.state import BoundSpec, LayerWeights
 from dlp.parallel.model.session import Session
 from dlp.parallel.style import STYLES
 from dlp.quant import recipe as recipes
@@ -63,7 +63,7 @@ def make_bound(row: Any, recipe: Recipe, amax_group: Any = None, **options: Any)
     serial = Overlaps(*[overlap.load("serial")] * 3)
     with patch("torch.distributed.get_process_group_ranks", lambda group: list(range(group.size()))):
         spec = LinearSpec("layer", row, recipe, serial, FakeGroup("tp"), amax_group, **options)  # type: ignore[arg-type]
-    bound = BoundSpec(spec, Session())
+    bound = BoundSpec(spec, Session(), LayerWeights(None))  # type: ignore[arg-type]
     bound.session.cores = [SimpleNamespace(device=torch.device("cpu"), members=[None], specs=lambda: [spec])]  # type: ignore[list-item]
     return bound
 

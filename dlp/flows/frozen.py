@@ -200,8 +200,9 @@ def _check(
 @torch.no_grad()
 def _freeze(core: LinearCore, spec: LinearSpec) -> None:
     core.set_spec(spec)
-    core.weights.set([HeldWeight(core.weights, i, False) for i in range(len(core.members))])
-    for weight in core.weights:
+    held = [HeldWeight(core.weights, i, False) for i in range(len(core.members))]
+    core.weights.set(held)
+    for weight in held:
         weight.parameter.requires_grad_(False)
     core.session.rebuild()
 

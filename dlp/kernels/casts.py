@@ -4,8 +4,8 @@
     cast_fp8_tensor         one scale per tensor, computed from an amax or given
     cast_fp8_rowwise        one scale per row, computed from the row's amax
 
-The body of an operation is the reference, which also runs for input dtypes other than bf16 and fp32. A matrix may be a
-`LazyMatrix`, whose elements the kernel computes while reading the inputs (lazy_matrix.py).
+An operation without a kernel for its arguments runs the reference, for example for input dtypes other than bf16 and fp32. A
+matrix may be a `LazyMatrix`, whose elements the kernel computes while reading the inputs (lazy_matrix.py).
 
 A cast returns the parts of the operand, written into `out` if given. A cast sets `flag`, fp32 [], to NaN if a value of x is not
 finite; the flag can be read later without a wait. `..._both` returns the operands of x and of x.t() from one read, bitwise
@@ -15,7 +15,7 @@ scale per block are in casts_blocks.py, NVFP4 casts in casts_fp4.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,29 +25,20 @@ from torch import Tensor
 from dlp.kernels import cuda, cuda_rowwise, dispatch, reference
 from dlp.kernels.cuda import MATRIX, TensorJob, Words
 from dlp.kernels.cuda_rowwise import RowwiseJob
-from dlp.kernels.dispatch import Flags, Launch, Launches, Outs, Parts, Wanted
+from dlp.kernels.dispatch import Flags, Launch, Launches, Wanted
 from dlp.kernels.lazy_matrix import LazyMatrix, lazy_operation, opened
-from dlp.kernels.reference import Fp8Scale, watched
+from dlp.kernels.reference.fp8 import Fp8Scale, Outs, Parts
 from dlp.kernels.registry import preparing
 
 RowwisePart = tuple[Parts, Tensor]  # parts of one orientation, and the amaxes
 
 
 amax = lazy_operation(reference.amax)
-
-
-def into(out: Parts | None, parts: Parts) -> Parts:
-    """Copy the parts that a reference returned to `out`, if given, and return the result."""
-    if out is None:
-        return parts
-    torch._foreach_copy_(list(out), list(parts))
-    return out
-
-
-def both_into(outs: Outs, cast: Callable[[Tensor], Parts], x: Tensor) -> tuple[Parts, Parts]:
-    """Cast x and x.t() by a reference."""
-    row, col = outs if outs is not None else (None, None)
-    return into(row, cast(x)), into(col, cast(x.t()))
+amax_lines = lazy_operation(reference.amax_lines)
+cast_fp8_tensor = lazy_operation(reference.cast_fp8_tensor)
+cast_fp8_tensor_both = lazy_operation(reference.cast_fp8_tensor_both)
+cast_fp8_rowwise = lazy_operation(reference.cast_fp8_rowwise)
+cast_fp8_rowwise_both = lazy_operation(reference.cast_fp8_rowwise_both)
 
 
 def has_batches(x: Tensor) -> bool:
@@ -66,12 +57,6 @@ def amax_kernel(x: Tensor | LazyMatrix, dim: int | None = None) -> Tensor:
     out = torch.empty((), device=x.device)
     cuda.amax(matrix, out)
     return out
-
-
-@lazy_operation
-def amax_lines(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return max |x| of every row [rows] and of every column [C], fp32, from one read."""
-    return reference.amax(x, 1), reference.amax(x, 0)
 
 
 def amax_lines_kernel(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
@@ -136,19 +121,6 @@ def prepare_tensor(xs: Sequence[Tensor], outs: Sequence[Wanted], sources: Sequen
     return Launches(observe, [(source.amax, source.amax) for source in sources], [cast])
 
 
-@lazy_operation
-def cast_fp8_tensor(
-    x: Tensor,
-    dtype: torch.dtype,
-    source: Fp8Scale,
-    *,
-    out: Parts | None = None,
-    flag: Tensor | None = None,
-) -> Parts:
-    """Return codes [rows, C] of `dtype` and fp32 scale_inv [] of x [rows, C]; `source`: amax or scale."""
-    return into(out, reference.cast_fp8_tensor(watched(x, flag), dtype, source))
-
-
 def cast_fp8_tensor_kernel(
     x: Tensor | LazyMatrix,
     dtype: torch.dtype,
@@ -159,16 +131,6 @@ def cast_fp8_tensor_kernel(
 ) -> Parts:
     x, words = opened(x, dtype)
     return dispatch.rowwise(x, out, partial(_empty_tensor, x, dtype), partial(_launch_tensor, source, flag, words))
-
-
-@lazy_operation
-def cast_fp8_tensor_both(
-    x: Tensor, dtype: torch.dtype, source: Fp8Scale, *, outs: Outs = None, flag: Tensor | None = None
-) -> tuple[Parts, Parts]:
-    """Return `cast_fp8_tensor` of x and of x.t(); both scale_inv share memory, except in given outputs."""
-    codes, scale_inv = reference.cast_fp8_tensor(watched(x, flag), dtype, source)
-    row, col = outs if outs is not None else (None, None)
-    return into(row, (codes, scale_inv)), into(col, (codes.t().contiguous(), scale_inv))
 
 
 def cast_fp8_tensor_both_kernel(
@@ -221,20 +183,6 @@ def prepare_rowwise(
     )
 
 
-def _rowwise_by_reference(x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_two: bool, epsilon: float) -> Parts:
-    scale = reference.scale_from_amax(amax, reference.FP8_MAX[dtype], power_of_two=power_of_two, epsilon=epsilon)
-    return reference.cast_fp8(x, scale[:, None], dtype), scale.reciprocal()
-
-
-@lazy_operation
-def cast_fp8_rowwise(
-    x: Tensor, amax: Tensor, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
-    out: Parts | None = None, flag: Tensor | None = None,
-) -> Parts:  # fmt: skip
-    """Return codes [rows, C] of `dtype` and fp32 scale_inv [rows] of x [rows, C], by the amaxes of the rows."""
-    return into(out, _rowwise_by_reference(watched(x, flag), amax, dtype, power_of_two, epsilon))
-
-
 def cast_fp8_rowwise_kernel(
     x: Tensor | LazyMatrix, amax: Tensor, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
     out: Parts | None = None, flag: Tensor | None = None,
@@ -245,18 +193,6 @@ def cast_fp8_rowwise_kernel(
     job = _rowwise_job(matrix, flag, *((None, (made, amax)) if flipped else ((made, amax), None)))
     cuda_rowwise.cast_rowwise(job, power_of_two=power_of_two, epsilon=epsilon, source=words)
     return made
-
-
-@lazy_operation
-def cast_fp8_rowwise_both(
-    x: Tensor, amaxes: tuple[Tensor, Tensor], dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
-    outs: Outs = None, flag: Tensor | None = None,
-) -> tuple[Parts, Parts]:  # fmt: skip
-    """Return `cast_fp8_rowwise` of x and of x.t(), by the amaxes of the rows and of the columns of x."""
-    x = watched(x, flag)
-    row, col = outs if outs is not None else (None, None)
-    make = partial(_rowwise_by_reference, dtype=dtype, power_of_two=power_of_two, epsilon=epsilon)
-    return into(row, make(x, amaxes[0])), into(col, make(x.t(), amaxes[1]))
 
 
 def cast_fp8_rowwise_both_kernel(

@@ -18,16 +18,19 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import cuda, dispatch, reference, registry
-from dlp.kernels.casts import both_into, into
 from dlp.kernels.cuda import BlockJob
-from dlp.kernels.dispatch import Flags, Launch, Launches, Outs, Parts, Wanted
+from dlp.kernels.dispatch import Flags, Launch, Launches, Wanted
 from dlp.kernels.lazy_matrix import LazyMatrix, lazy_operation, opened
-from dlp.kernels.reference import watched
-from dlp.kernels.reference.fp8 import Block
+from dlp.kernels.reference.fp8 import Block, Outs, Parts
 from dlp.kernels.registry import preparing
 
 TILE_OF = {(1, 128): False, (128, 128): True}  # blocks of the kernels -> whether the block is a tile
 MX_TILE_OF = {(1, 32): False, (32, 32): True}
+
+cast_fp8_block = lazy_operation(reference.cast_fp8_block)
+cast_fp8_block_both = lazy_operation(reference.cast_fp8_block_both)
+cast_mxfp8 = lazy_operation(reference.cast_mxfp8)
+cast_mxfp8_both = lazy_operation(reference.cast_mxfp8_both)
 
 
 def is_known_block(x: Any, block: Block, *_: Any, **__: Any) -> bool:
@@ -94,19 +97,6 @@ def prepare_block(xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, bl
     return _batch_laid_out(xs, outs, flags, partial(_as_gemms_read, tile=tile), batch, "gemm_layout")
 
 
-@lazy_operation
-def cast_fp8_block(
-    x: Tensor, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
-    out: Parts | None = None, flag: Tensor | None = None,
-) -> Parts:  # fmt: skip
-    """Return codes [rows, C] of `dtype` and fp32 scale_inv [row blocks, C blocks] of x [rows, C]; edge blocks may be partial.
-
-    If the quotient max/amax overflows, the scale is the largest finite value of the dtype of x.
-    """
-    x = watched(x, flag)
-    return into(out, reference.cast_fp8_block(x, block, dtype, power_of_two=power_of_two, epsilon=epsilon))
-
-
 def cast_fp8_block_kernel(
     x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, out: Parts | None = None, flag: Tensor | None = None,
     **options: Any,
@@ -115,17 +105,6 @@ def cast_fp8_block_kernel(
     tile = TILE_OF[block]
     cast = partial(cuda.cast_block, tile=tile, source=words, **options)
     return dispatch.rowwise(x, out, partial(_empty_block, x, tile, dtype), partial(_launch_block, cast, tile, flag))
-
-
-@lazy_operation
-def cast_fp8_block_both(
-    x: Tensor, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
-    outs: Outs = None, flag: Tensor | None = None,
-) -> tuple[Parts, Parts]:  # fmt: skip
-    """Return `cast_fp8_block` of x and of x.t()."""
-    options: dict[str, Any] = {"power_of_two": power_of_two, "epsilon": epsilon}
-    cast = partial(reference.cast_fp8_block, block=block, dtype=dtype, **options)
-    return both_into(outs, cast, watched(x, flag))
 
 
 def cast_fp8_block_both_kernel(
@@ -200,15 +179,6 @@ def prepare_mx(
     return _batch_laid_out(xs, outs, flags, _with_blocks_first, batch, "blocks_first")
 
 
-@lazy_operation
-def cast_mxfp8(
-    x: Tensor, block: Block, dtype: torch.dtype, *, rule: str = "ceil", out: Parts | None = None,
-    flag: Tensor | None = None,
-) -> Parts:  # fmt: skip
-    """Return codes [rows, C] of `dtype` and E8M0 bytes [row blocks, C blocks] of x [rows, C]; `rule`: "ceil" or "floor"."""
-    return into(out, reference.cast_mxfp8(watched(x, flag), block, dtype, rule=rule))
-
-
 def cast_mxfp8_kernel(
     x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, rule: str = "ceil", out: Parts | None = None,
     flag: Tensor | None = None,
@@ -216,16 +186,6 @@ def cast_mxfp8_kernel(
     x, words = opened(x, dtype, makes=block == (1, 32))
     cast = partial(cuda.cast_mxfp8, tile=MX_TILE_OF[block], rule=rule, source=words)
     return dispatch.rowwise(x, out, partial(_empty_mx, x, block, dtype), partial(_launch_mx, cast, flag))
-
-
-@lazy_operation
-def cast_mxfp8_both(
-    x: Tensor, block: Block, dtype: torch.dtype, *, rule: str = "ceil", outs: Outs = None,
-    flag: Tensor | None = None,
-) -> tuple[Parts, Parts]:  # fmt: skip
-    """Return `cast_mxfp8` of x and of x.t()."""
-    cast = partial(reference.cast_mxfp8, block=block, dtype=dtype, rule=rule)
-    return both_into(outs, cast, watched(x, flag))
 
 
 def cast_mxfp8_both_kernel(

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import cuda, cuda_fp4, dispatch, reference
-from dlp.kernels.casts import into
 from dlp.kernels.cuda import Words
 from dlp.kernels.cuda_fp4 import Nvfp4Job
-from dlp.kernels.dispatch import Flags, Launches, Outs, Parts, Wanted
+from dlp.kernels.dispatch import Flags, Launches, Wanted
 from dlp.kernels.lazy_matrix import LazyMatrix, lazy_operation, opened, stored
 from dlp.kernels.reference import RHT_SIGNS, PhiloxState, watched
-from dlp.kernels.reference.fp8 import Block
+from dlp.kernels.reference.fp8 import Block, Outs, Parts, into
 from dlp.kernels.registry import preparing
 
 TILE = (16, 16)

@@ -13,10 +13,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dlp.kernels import cuda
+from dlp.kernels.reference.fp8 import Outs, Parts
 from dlp.kernels.registry import DEVICE_AT, NATIVE
 
-Parts = Sequence[Tensor]
-Outs = tuple[Parts, Parts] | None  # parts of x and of x.t()
 Wanted = tuple[Parts | None, Parts | None]  # parts of x and of x.t(); None: not requested
 Flags = Sequence[Tensor | None]  # flags of many casts (casts.py)
 Launch = Callable[[], None]

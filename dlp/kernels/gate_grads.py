@@ -26,11 +26,11 @@ from dlp.kernels.casts_blocks import (
     cast_fp8_block_both,
     cast_fp8_block_both_kernel,
 )
-from dlp.kernels.dispatch import Flags, Parts
+from dlp.kernels.dispatch import Flags
 from dlp.kernels.lazy_activations import GatedGrad, GatedGrads
 from dlp.kernels.lazy_matrix import GRADIENT_CODES, fuses, stored
 from dlp.kernels.reference import Fp8Scale
-from dlp.kernels.reference.fp8 import Block
+from dlp.kernels.reference.fp8 import Block, Parts
 from dlp.kernels.registry import operation
 
 TILE = 128

@@ -51,7 +51,7 @@ from dlp.kernels.codes import (
     transpose_codes,
     transpose_e2m1,
 )
-from dlp.kernels.dispatch import Flags, Launches, Outs, Parts, Wanted
+from dlp.kernels.dispatch import Flags, Launches, Wanted
 from dlp.kernels.gate_grads import amax_gate_grads, cast_gate_grads_fp8_block, cast_gate_grads_fp8_tensor
 from dlp.kernels.gemm_entries import gemm_hp
 from dlp.kernels.lazy_activations import Activated, ActivationGrad, GatedBy, GatedGrad, GatedGrads, LayerNormed
@@ -100,6 +100,7 @@ from dlp.kernels.reference import (
     unswizzle_128x4,
     watched,
 )
+from dlp.kernels.reference.fp8 import Outs, Parts
 from dlp.kernels.table import DEFAULT_OPTIONS, GemmLaunchOptions
 
 __all__ = [

@@ -134,7 +134,7 @@ class OperationFuser:
         key: list[Any] = [REGISTERED.version, record, many, *map(len, own), *[op.training for op in ops]]
         for _, _, op in self.linears:
             bound = active_spec(op.core)
-            bound.session.begin_forward(bound, record)
+            bound.session.begin_forward(bound.spec, record)
             cast_before, read = op.operands(bound, inputs[0].dtype, record)
             bounds.append(bound)
             session = bound.session

@@ -114,7 +114,8 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     def op_parameters(self) -> Sequence[Tensor]:
         try:
-            return [member.module._parameters[member.weight] for member in self.core.members]
+            parameters: list[Any] = [member.module._parameters[member.weight] for member in self.core.members]
+            return parameters
         except KeyError as missing:
             modules.parameter_is_gone(self.core.spec.name, missing.args[0])
 

@@ -306,7 +306,7 @@ def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor])
             session.scales = None
         else:
             session.resume(linear.bound.spec, run.scales[i])
-        session.in_layer_backward(linear.bound)
+        session.in_layer_backward(linear.bound.spec)
         read: Sequence[Tensor] = ()
         if reads_w and weight_parts is not None:
             read = weight_parts.columnwise

@@ -436,12 +436,8 @@ def cast(
     row, col = orientations
     if not plan.reads:
         return [Operands(None, None)] * len(values)
-    if plan.keeps:  # both orientations are the values, or a view of them
-        kept = []
-        for value in values:
-            x = stored(plan.matrices(value)[0] if plan.pads else value)
-            kept.append(Operands(_kept(x) if row else None, _kept(x.t()) if col else None))
-        return kept
+    if plan.keeps:
+        return [_kept(plan, orientations, value) for value in values]
     casts: list[Cast] = []
     for value, member in zip(values, members, strict=True):
         context = None if plan.scaled_by_slots else plan.contexts.get((member, value.shape, value.device))
@@ -466,22 +462,19 @@ def casts_of(plan: CastPlan, value: Values, context: CastContext, into: Wanted =
     return casts
 
 
-def _kept(matrix: Tensor) -> QuantizedTensor:
-    return QuantizedTensor(HP, (matrix,))
+def _kept(plan: CastPlan, orientations: Orientations, value: Values) -> Operands:
+    """The operands of a plan that runs no cast: the value, and a view of the value."""
+    x = stored(plan.matrices(value)[0] if plan.pads else value)
+    row, col = orientations
+    return Operands(QuantizedTensor(HP, (x,)) if row else None, QuantizedTensor(HP, (x.t(),)) if col else None)
 
 
 def make_casts(casts: Sequence[Cast]) -> list[Wanted]:
     """Observe, agree and cast, and return the operands of each cast.
 
     Ranks that agree must call this with the same casts in the same order."""
-    grads = _gate_grads(casts) if len(casts) == 2 else None
-    if grads is not None:
-        quantizer: Any = casts[0].read.quantizer
-        agreed = _agreed(casts, list(quantizer.observe_grads(grads)))
-        both: list[Wanted] = quantizer.both_grads(
-            grads, agreed, [cast.slot for cast in casts], [cast.flag for cast in casts]
-        )
-        return both
+    if len(casts) == 2 and (grads := _gate_grads(casts)) is not None:
+        return _cast_gate_grads(casts, grads)
     observed = [cast.observe() for cast in casts]
     if any([cast.read.agreed for cast in casts]):
         observed = _agreed(casts, observed)
@@ -498,6 +491,16 @@ def _gate_grads(casts: Sequence[Cast]) -> ops.GatedGrads | None:
     same_read = read is second.read and read.both is not None and read.rowwise == read.columnwise
     plain = first.into is NOWHERE and (first.flag is None or read.takes_flag)
     return gate.grads if same_read and plain and offers(read.quantizer, "both_grads") else None
+
+
+def _cast_gate_grads(casts: Sequence[Cast], grads: ops.GatedGrads) -> list[Wanted]:
+    """`make_casts` of the casts that read these gradients."""
+    quantizer: Any = casts[0].read.quantizer
+    agreed = _agreed(casts, list(quantizer.observe_grads(grads)))
+    operands: list[Wanted] = quantizer.both_grads(
+        grads, agreed, [cast.slot for cast in casts], [cast.flag for cast in casts]
+    )
+    return operands
 
 
 def _agreed(casts: Sequence[Cast], observed: list[Amaxes]) -> list[Amaxes]:

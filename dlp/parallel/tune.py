@@ -166,7 +166,7 @@ def gemms_alone(problem: Problem, ranks: int, dtype: torch.dtype, device: torch.
     """fprop, dgrad and wgrad of a rank, each as one GEMM for all members, on operands that are already cast."""
     tokens, columns, features = problem.sizes(ranks)
     bound = Linear(features, columns, recipe=problem.recipe, dtype=dtype, device=device).core.bound
-    bound.session.begin_forward(bound, True)
+    bound.session.begin_forward(bound.spec, True)
     shapes = {"x": (tokens, features), "w": (columns, features), "dy": (tokens, columns)}
     operands = {}
     for name, shape in shapes.items():

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from dlp.parallel.linear.state import in_backward
+from dlp.parallel.linear.step import in_backward
 
 GRADIENT_NAMES = {"weight": "dw", "bias": "db"}
 WEIGHT_NAMES = {"weight": "w", "bias": "b"}

@@ -131,8 +131,11 @@ def owned(results: Sequence[Tensor], given: Sequence[Tensor]) -> Sequence[Tensor
     """The results of an autograd function that was called with `given`, writable by the user: torch refuses writes to a view
     that a function returns. A view that shares memory with neither an input nor another result is detached and is then no
     view."""
-    if not any([result._is_view() for result in results]):
-        return results
+    return _without_views(results, given) if any([result._is_view() for result in results]) else results
+
+
+def _without_views(results: Sequence[Tensor], given: Sequence[Tensor]) -> Sequence[Tensor]:
+    """`owned` of results some of which are views."""
     bases = [_base(result) for result in results]
     shared = [id(_base(tensor)) for tensor in given]
     shared += [id(base) for base in bases if sum([other is base for other in bases]) > 1]

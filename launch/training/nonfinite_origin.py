@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dlp.parallel.linear.flags import CastName
-from dlp.parallel.linear.state import in_backward
+from dlp.parallel.linear.step import CastName, in_backward
 from dlp.parallel.model.checks import first_bad
 
 

@@ -62,7 +62,7 @@ def moved() -> list[tuple[float, int]]:
     here, found = bench(), []
     for recipe in RECIPES:
         spec = column(here, recipe, 256)
-        spec.session.begin_forward(spec, True)
+        spec.session.begin_forward(spec.spec, True)
         operand = gathered(spec, here.inputs(64, 256)())
         gathers = [dim is not None for dim in operand.format.moves[0]]
         nbytes = sum(part.nbytes for part, moves in zip(operand.parts, gathers, strict=True) if moves)

@@ -26,9 +26,9 @@ import dlp
 from dlp.comm.collectives import all_gather
 from dlp.comm.mesh import ParallelDims
 from dlp.parallel.linear.quantize import quantize
+from dlp.parallel.linear.state import Use
 from dlp.parallel.model.session import session_of
 from dlp.parallel.weight import sharded as shards
-from dlp.parallel.weight.base import Use
 from dlp.quant.integers import IntScaling
 from dlp.quant.recipe import Recipe, both
 from tests import pool as worker

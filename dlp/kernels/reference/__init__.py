@@ -41,9 +41,14 @@ from dlp.kernels.reference.fp8 import (
     FP8_MAX,
     Fp8Scale,
     amax,
+    amax_lines,
     cast_fp8,
     cast_fp8_block,
+    cast_fp8_block_both,
+    cast_fp8_rowwise,
+    cast_fp8_rowwise_both,
     cast_fp8_tensor,
+    cast_fp8_tensor_both,
     decode_fp8,
     decode_fp8_block,
     delayed_scale,
@@ -75,7 +80,7 @@ from dlp.kernels.reference.layout import (
     unswizzle_128x4,
 )
 from dlp.kernels.reference.loss import log_sum_exp, softmax_gradient
-from dlp.kernels.reference.mx import cast_mxfp8, decode_e8m0, decode_mxfp8, encode_e8m0, mx_scale
+from dlp.kernels.reference.mx import cast_mxfp8, cast_mxfp8_both, decode_e8m0, decode_mxfp8, encode_e8m0, mx_scale
 from dlp.kernels.reference.nvfp4 import (
     RHT_SIGNS,
     cast_nvfp4,
@@ -99,8 +104,9 @@ from dlp.kernels.reference.producers import (
 
 __all__ = [
     "ACTIVATIONS", "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "PhiloxState", "Fp8Scale", "RHT_SIGNS", "activation",
-    "activation_backward", "amax", "block_1d_layout", "block_2d_layout",
-    "cast_fp8", "cast_fp8_block", "cast_fp8_tensor", "cast_mxfp8", "cast_nvfp4", "column_sums", "decode_e2m1",
+    "activation_backward", "amax", "amax_lines", "block_1d_layout", "block_2d_layout",
+    "cast_fp8", "cast_fp8_block", "cast_fp8_block_both", "cast_fp8_rowwise", "cast_fp8_rowwise_both", "cast_fp8_tensor",
+    "cast_fp8_tensor_both", "cast_mxfp8", "cast_mxfp8_both", "cast_nvfp4", "column_sums", "decode_e2m1",
     "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update",
     "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "finish", "gated",
     "gated_backward", "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_int8_rowwise", "int8_sums",

@@ -7,8 +7,8 @@ preserves the sign of NaN: the code clamps before and corrects NaN after the con
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ FLT_MAX = torch.finfo(torch.float32).max
 EXPONENT = 0x7F800000  # exponent bits of a binary32
 
 Block = tuple[int, int]
+Parts = Sequence[Tensor]
+Outs = tuple[Parts, Parts] | None  # parts of x and of x.t()
 AmaxAlgorithm = Callable[[Tensor], Tensor]
 
 
@@ -42,12 +44,25 @@ def amax(x: Tensor, dim: int | None = None) -> Tensor:
     return (magnitude(x).amax() if dim is None else magnitude(x).amax(dim)).float()
 
 
+def amax_lines(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return max |x| of every row [rows] and of every column [C], fp32."""
+    return amax(x, 1), amax(x, 0)
+
+
 def watched(x: Tensor, flag: Tensor | None) -> Tensor:
     """Return x, and set `flag`, fp32 [], to NaN if a value of x is not finite."""
     if flag is not None and x.numel():
         least, most = torch.aminmax(x.detach())  # NaN if x has a NaN; 0 times NaN or Inf is NaN
         flag.add_(least, alpha=0).add_(most, alpha=0)
     return x
+
+
+def into(out: Parts | None, parts: Parts) -> Parts:
+    """Copy the parts of an operand to `out`, if given, and return the result."""
+    if out is None:
+        return parts
+    torch._foreach_copy_(list(out), list(parts))
+    return out
 
 
 def to_blocks(x: Tensor, block: Block) -> Tensor:
@@ -126,8 +141,10 @@ class Fp8Scale(NamedTuple):
     epsilon: float = 0.0
 
 
-def cast_fp8_tensor(x: Tensor, dtype: torch.dtype, source: Fp8Scale) -> tuple[Tensor, Tensor]:
-    """Return codes [rows, C] of `dtype` and fp32 scale_inv [] of x [rows, C]."""
+def cast_fp8_tensor(
+    x: Tensor, dtype: torch.dtype, source: Fp8Scale, *, out: Parts | None = None, flag: Tensor | None = None
+) -> Parts:
+    """Return codes [rows, C] of `dtype` and fp32 scale_inv [] of x [rows, C]; `source`: amax or scale."""
     if (source.amax is None) == (source.scale is None):
         raise ValueError("a per-tensor cast takes the scale from amax or from scale: pass exactly one of the two")
     scale = source.scale
@@ -136,23 +153,62 @@ def cast_fp8_tensor(x: Tensor, dtype: torch.dtype, source: Fp8Scale) -> tuple[Te
     assert scale is not None
     if source.staging is not None:
         source.staging.copy_(torch.maximum(source.staging, amax(x)))
-    return cast_fp8(x, scale, dtype), scale.reciprocal()
+    return into(out, (cast_fp8(watched(x, flag), scale, dtype), scale.reciprocal()))
+
+
+def cast_fp8_tensor_both(
+    x: Tensor, dtype: torch.dtype, source: Fp8Scale, *, outs: Outs = None, flag: Tensor | None = None
+) -> tuple[Parts, Parts]:
+    """Return `cast_fp8_tensor` of x and of x.t(); both scale_inv share memory, except in given outputs."""
+    codes, scale_inv = cast_fp8_tensor(x, dtype, source, flag=flag)
+    row, col = outs or (None, None)
+    return into(row, (codes, scale_inv)), into(col, (codes.t().contiguous(), scale_inv))
+
+
+def cast_fp8_rowwise(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    out: Parts | None = None, flag: Tensor | None = None,
+) -> Parts:  # fmt: skip
+    """Return codes [rows, C] of `dtype` and fp32 scale_inv [rows] of x [rows, C], by the amaxes of the rows."""
+    scale = scale_from_amax(amax, FP8_MAX[dtype], power_of_two=power_of_two, epsilon=epsilon)
+    return into(out, (cast_fp8(watched(x, flag), scale[:, None], dtype), scale.reciprocal()))
+
+
+def cast_fp8_rowwise_both(
+    x: Tensor, amaxes: tuple[Tensor, Tensor], dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    outs: Outs = None, flag: Tensor | None = None,
+) -> tuple[Parts, Parts]:  # fmt: skip
+    """Return `cast_fp8_rowwise` of x and of x.t(), by the amaxes of the rows and of the columns of x."""
+    row, col = outs or (None, None)
+    cast = partial(cast_fp8_rowwise, dtype=dtype, power_of_two=power_of_two, epsilon=epsilon)
+    return cast(x, amaxes[0], out=row, flag=flag), cast(x.t(), amaxes[1], out=col)
 
 
 def cast_fp8_block(
-    x: Tensor, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    out: Parts | None = None, flag: Tensor | None = None,
+) -> Parts:  # fmt: skip
     """Return codes [rows, C] of `dtype` and fp32 scale_inv [row blocks, C blocks] of x [rows, C]; edge blocks may be partial.
 
     If the quotient max/amax overflows, the scale is the largest finite value of the dtype of x.
     """
-    wide = to_blocks(widen(x), block)
+    wide = to_blocks(widen(watched(x, flag)), block)
     scale = scale_from_amax(
         amax_of_blocks(wide), FP8_MAX[dtype], power_of_two=power_of_two, epsilon=epsilon,
         inf_scale=torch.finfo(x.dtype).max,
     )  # fmt: skip
     codes = encode_fp8(wide * spread(scale), dtype)
-    return from_blocks(codes, (x.shape[0], x.shape[1])), scale.reciprocal()
+    return into(out, (from_blocks(codes, (x.shape[0], x.shape[1])), scale.reciprocal()))
+
+
+def cast_fp8_block_both(
+    x: Tensor, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    outs: Outs = None, flag: Tensor | None = None,
+) -> tuple[Parts, Parts]:  # fmt: skip
+    """Return `cast_fp8_block` of x and of x.t()."""
+    row, col = outs or (None, None)
+    cast = partial(cast_fp8_block, block=block, dtype=dtype, power_of_two=power_of_two, epsilon=epsilon)
+    return cast(x, out=row, flag=flag), cast(x.t(), out=col)
 
 
 def decode_fp8_block(codes: Tensor, scale_inv: Tensor, block: Block) -> Tensor:

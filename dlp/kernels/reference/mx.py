@@ -7,18 +7,24 @@ rounds to nearest, so that this module computes the bytes from the bits of the b
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from dlp.kernels.reference.fp8 import (
     FP8_MAX,
     Block,
+    Outs,
+    Parts,
     amax_of_blocks,
     decode_fp8,
     encode_fp8,
     from_blocks,
+    into,
     spread,
     to_blocks,
+    watched,
     widen,
 )
 
@@ -66,16 +72,27 @@ def mx_scale(amax: Tensor, dtype: torch.dtype, rule: str) -> Tensor:
     return byte.masked_fill(~torch.isfinite(amax), NAN).to(torch.uint8)
 
 
-def cast_mxfp8(x: Tensor, block: Block, dtype: torch.dtype, *, rule: str = "ceil") -> tuple[Tensor, Tensor]:
-    """Return codes [rows, C] of `dtype` and E8M0 bytes [row blocks, C blocks] of x [rows, C].
+def cast_mxfp8(
+    x: Tensor, block: Block, dtype: torch.dtype, *, rule: str = "ceil", out: Parts | None = None, flag: Tensor | None = None
+) -> Parts:  # fmt: skip
+    """Return codes [rows, C] of `dtype` and E8M0 bytes [row blocks, C blocks] of x [rows, C]; `rule`: "ceil" or "floor".
 
     The amax of a block ignores NaN under "ceil" and keeps it under "floor".
     """
-    wide = to_blocks(widen(x), block)
+    wide = to_blocks(widen(watched(x, flag)), block)
     amax = amax_of_blocks(wide) if rule == "ceil" else wide.abs().amax((1, 3))
     scale = mx_scale(amax, dtype, rule)
     codes = encode_fp8(wide * spread(reciprocal_e8m0(scale)), dtype)
-    return from_blocks(codes, (x.shape[0], x.shape[1])), scale
+    return into(out, (from_blocks(codes, (x.shape[0], x.shape[1])), scale))
+
+
+def cast_mxfp8_both(
+    x: Tensor, block: Block, dtype: torch.dtype, *, rule: str = "ceil", outs: Outs = None, flag: Tensor | None = None
+) -> tuple[Parts, Parts]:
+    """Return `cast_mxfp8` of x and of x.t()."""
+    row, col = outs or (None, None)
+    cast = partial(cast_mxfp8, block=block, dtype=dtype, rule=rule)
+    return cast(x, out=row, flag=flag), cast(x.t(), out=col)
 
 
 def decode_mxfp8(codes: Tensor, scale: Tensor, block: Block) -> Tensor:

@@ -24,7 +24,8 @@ from torch.distributed import ProcessGroup
 from torch.utils import checkpoint
 
 from dlp.kernels.launches import capturing
-from dlp.parallel.linear.state import BoundSpec, ForwardState, LayerState, StepState, UpdateAfterBackward, in_backward
+from dlp.parallel.linear.state import BoundSpec, LayerState, StepState
+from dlp.parallel.linear.step import ForwardState, UpdateAfterBackward, in_backward
 from dlp.quant.state import ForwardScales
 
 _FRAME, _FRAME_AGAIN = "frame", "target_frame_ref"  # what the hooks of a first run and of a recomputation refer to
@@ -143,7 +144,13 @@ def active_spec(core: LayerState) -> BoundSpec:
         _check_no_recomputation(core)
     if region is None and not session.regions and (session.attached or not own.spec.slots) and not in_checkpoint:
         return own
-    checkpoints = _checkpoints()
+    return _spec_among_others(core, region)
+
+
+def _spec_among_others(core: LayerState, region: Region | None) -> BoundSpec:
+    """`active_spec` of a layer that may run under several specs or scales: in a region, in a checkpoint, without a step
+    boundary."""
+    session, checkpoints = core.session, _checkpoints()
     ran = _again(core, checkpoints) if in_backward() else _first(core, region)
     core.ran_under.keep(ran, checkpoints)
     session.scales = ran.scales

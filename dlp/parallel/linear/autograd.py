@@ -170,7 +170,7 @@ def forward(ctx: Any, run: Run, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
     """[x, *weights, *biases] -> y_i [..., N_i]. ctx: of autograd; None: there will be no backward."""
     (call, cast_weights), (x, *parameters) = run, tensors
     bound, count, record = call.bound, call.count, call.record
-    bound.session.begin_forward(bound, record)
+    bound.session.begin_forward(bound.spec, record)
     if call.distributed:
         parameters = [p if spec is None else p._local_tensor for p, spec in zip(parameters, call.layouts, strict=True)]
     weights, biases = parameters[:count], parameters[count:]
@@ -215,15 +215,12 @@ def backward(ctx: Any, run: Run, dys: Sequence[Tensor | None]) -> Sequence[Any]:
         dys, weights = tuple([dys[i] for i in wanted.used]), [weights[i] for i in wanted.used]
     grads: list[Any] = [None] * len(needs)  # of x, weights, biases
     into = _targets(call, wanted, weights) if call.bound.weights.main_grads else []
-    if into:  # `_gradients` does not return these dw_i
-        main_grads = call.bound.weights.main_grads
-        written = {1 + i: main_grads[i] for i, target in zip(wanted.used, into, strict=True) if target}
-        places = [place for place in places if place not in written]
-    for place, grad in zip(places, _gradients(ctx, run, wanted, dys, weights, saved, into), strict=True):
+    written = [1 + i for i, target in zip(wanted.used, into, strict=True) if target] if into else ()
+    returned = [place for place in places if place not in written] if written else places
+    for place, grad in zip(returned, _gradients(ctx, run, wanted, dys, weights, saved, into), strict=True):
         grads[place] = grad
-    if into:
-        for place, main_grad in written.items():
-            grads[place] = main_grad.written()
+    for place in written:
+        grads[place] = call.bound.weights.written(place - 1)
     for place, layout in enumerate(call.layouts, 1) if call.distributed else ():
         if layout is not None and grads[place] is not None:
             grads[place] = DTensor(grads[place], layout, requires_grad=False)
@@ -261,22 +258,14 @@ def _gradients(
         session.resume(bound.spec, ctx.state)
     if torch._C._len_torch_dispatch_stack() > 0:  # a tracer or mode is active that was not active in the forward
         return _gradients_by_op(run, wanted, dys, weights, saved)
-    session.in_layer_backward(bound)
+    session.in_layer_backward(bound.spec)
     ws: Sequence[QuantizedTensor] = ()
     if wanted.reads_w and cast_weights is not None:
         ws = cast_weights.columnwise_operands(used)
     elif wanted.reads_w:
         ws = bound.weights.read(bound, used, weights, call.x_dtype, columnwise=True, record=True)
     if call.captured.possible[BACKWARD]:
-        key: Key = (*wanted, *[layout_key(tensor) for tensor in (*dys, *saved)])
-        parts = parts_of(ws)
-        key += tuple(map(shape_key, parts)) if cast_weights is None else ()
-        reads = [*dys, *saved, *((parts or weights) if wanted.reads_w else ())]
-        if into:
-            key += tuple([None if t is None else (*shape_key(t.tensor), t.overwrite) for t in into])
-            reads += [t.tensor for t in into if t is not None]
-        compute = partial(linear_backward, bound, dys, saved, weights, ws, wanted, into=into)
-        grads = call.captured.backward(key, compute, reads)
+        grads = _captured_gradients(run, wanted, dys, weights, saved, ws, into)
     else:
         grads = linear_backward(bound, dys, saved, weights, ws, wanted, into=into)
     session.scales = None
@@ -285,6 +274,22 @@ def _gradients(
     if bound.spec.options.delay_wgrad:
         grads = leave_wgrads(bound, wanted, weights, grads)
     return grads
+
+
+def _captured_gradients(
+    run: Run, wanted: GradsWanted, dys: Sequence[Any], weights: Sequence[Tensor], saved: Sequence[Tensor],
+    ws: Sequence[QuantizedTensor], into: Sequence[Target | None],
+) -> list[Tensor]:  # fmt: skip
+    """`linear_backward`, or the captured launches for tensors of these layouts."""
+    (call, cast_weights), parts = run, parts_of(ws)
+    key: Key = (*wanted, *[layout_key(tensor) for tensor in (*dys, *saved)])
+    key += tuple(map(shape_key, parts)) if cast_weights is None else ()
+    reads = [*dys, *saved, *((parts or weights) if wanted.reads_w else ())]
+    if into:
+        key += tuple([None if target is None else (*shape_key(target.tensor), target.overwrite) for target in into])
+        reads += [target.tensor for target in into if target is not None]
+    compute = partial(linear_backward, call.bound, dys, saved, weights, ws, wanted, into=into)
+    return call.captured.backward(key, compute, reads)
 
 
 def _gradients_by_op(

@@ -33,8 +33,8 @@ from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps
 from dlp.parallel.linear.state import LayerState, StepState
 from dlp.parallel.style import shard_sizes, style
 from dlp.parallel.weight.base import Member
-from dlp.parallel.weight.held import hold_quantized
-from dlp.parallel.weight.local import fill, local, local_weights, place
+from dlp.parallel.weight.held import HeldWeight, hold_quantized
+from dlp.parallel.weight.local import fill, local, place, set_local
 from dlp.parallel.weight.parameters import SpreadModule, check_finite
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
@@ -130,7 +130,7 @@ class LinearCore(LayerState):
     def __init__(self, spec: LinearSpec, session: StepState, members: Sequence[Member]) -> None:
         super().__init__(spec, session, members)
         self.ran_under = LayerRuns()
-        self.weights = self.bound.weights = local_weights(self)
+        set_local(self)
         self.bias_apart = spec.return_bias
         self.shared = SharedCall()
         hold_quantized(self.weights)
@@ -262,7 +262,7 @@ class ParallelLinear(SpreadModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelLinear:
         """Apply `to`, `half`, `to_empty` and the like; quantized-only weights move by themselves."""
-        held = {weight.member.weight: weight for weight in self.core.weights if _is_held(weight, self)}
+        held = {weight.member.weight: weight for weight in self._held_weights()}
         for weight in held.values():
             weight.check_move(fn(torch.empty(0, device=self.core.device)).device)
         self._parameters.update(dict.fromkeys(held))
@@ -280,8 +280,8 @@ class ParallelLinear(SpreadModule):
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         state_dict, prefix = args[:2]
-        for weight in self.core.weights:
-            given = state_dict.get(f"{prefix}{weight.member.weight}") if _is_held(weight, self) else None
+        for weight in self._held_weights():
+            given = state_dict.get(f"{prefix}{weight.member.weight}")
             if isinstance(given, Tensor) and not given.is_meta and given.dtype.is_floating_point and given.itemsize > 1:
                 check_finite(f"{prefix}{weight.member.weight}", given)
         with self.core.weights.shown(written=True):
@@ -293,10 +293,10 @@ class ParallelLinear(SpreadModule):
         with self.core.weights.shown():
             super()._save_to_state_dict(*args, **kwargs)
 
-
-def _is_held(weight: Any, module: nn.Module) -> bool:
-    """Whether a weight exists as codes only, and belongs to this module."""
-    return weight.held and weight.member.module is module
+    def _held_weights(self) -> list[HeldWeight]:
+        """The weights of this module that exist as codes only."""
+        held = [weight for weight in self.core.weights if isinstance(weight, HeldWeight)]
+        return [weight for weight in held if weight.member.module is self]
 
 
 def partial_names(spec: LinearSpec, members: Sequence[Member]) -> tuple[str, ...]:

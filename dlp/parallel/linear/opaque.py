@@ -43,12 +43,9 @@ def _weight_operands(
     """The operands of the `used` weights in one orientation: `cached` at the step boundary, or gathered by FSDP; empty if the
     pass casts the weights."""
     if cached:
-        parts = WeightParts(bound, cached, bound.spec.weight_formats[1])
+        parts = WeightParts(lambda: bound.spec, cached, bound.spec.weight_formats[1])
         return parts.columnwise_operands(used) if columnwise else parts.operands[0]
-    gathered: list[QuantizedTensor] = bound.weights.read(
-        bound, used, weights, dtype, columnwise=columnwise, record=record
-    )
-    return gathered
+    return bound.weights.read(bound, used, weights, dtype, columnwise=columnwise, record=record)
 
 
 def linear_fwd(
@@ -59,7 +56,7 @@ def linear_fwd(
     bound = bound_of(spec_id)
     check_compiled(bound)
     check_features(bound.spec, x, weights[0])
-    bound.session.begin_forward(bound, record)
+    bound.session.begin_forward(bound.spec, record)
     ws = _weight_operands(bound, range(len(weights)), weights, cached, x.dtype, columnwise=False, record=record)
     parts = parts_of(ws)
     keys = [None if bias is None else shape_key(bias) for bias in biases]
@@ -76,7 +73,7 @@ def linear_bwd(
     """`linear_backward` as an op; flags: see `flags_of`."""
     bound = bound_of(spec_id)
     wanted = GradsWanted.of_flags(flags, dtype, bound.spec.recipe)
-    bound.session.in_layer_backward(bound)
+    bound.session.in_layer_backward(bound.spec)
     used = wanted.used
     ws: Sequence[QuantizedTensor] = ()
     if wanted.reads_w:

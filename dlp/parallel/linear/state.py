@@ -1,9 +1,19 @@
-"""State of a layer and of the model that a pass reads.
+"""The layers of a model, with specs and weights.
 
-    StepState    state that all layers of a model share: delayed scales, flags, random counters, which the step boundary
-                 changes
-    BoundSpec    a spec of one layer, with the StepState and the decisions for calls under the spec
-    LayerState   the weights of a layer, the spec of the layer, and the specs of autocast regions
+    StepState      the layers of a model, with the state that their passes share (`dlp.parallel.linear.step`)
+    BoundSpec      a spec of one layer, with the StepState and the decisions for calls under the spec
+    LayerState     the weights of a layer, the spec of the layer, and the specs of autocast regions
+    LayerWeights   the weights of a layer: one `Weight` for each member, and the operands that the step boundary cast
+
+    LocalWeight     (weight/local.py)    this rank holds the complete parameter, which is cast at the step boundary, into
+                                         operands that forward and backward only read; without a step boundary, in each pass
+    ManagedWeight   (weight/fsdp2.py)    like LocalWeight, if FSDP manages the parameter on one rank and a layer may see a copy
+    HeldWeight      (weight/held.py)     only codes and scales exist, no high-precision parameter
+    ShardedWeight   (weight/sharded.py)  FSDP shards the rows. Each rank casts its rows at the step boundary; passes gather
+                                         the operands
+
+The step boundary casts all weights of a model together (`refresh`): their values are rounded to the dtype of activations
+(`Values`), then observed, agreed on and cast in one `CastBatch`.
 
 The opaque ops take tensors and two identifiers: `spec_id`, an int64 tensor [], identifies the `BoundSpec` that a call runs, and
 `trace_id`, an integer, is `dlp.parallel.linear.spec.trace_of` the spec. torch.compile sees trace_id as a constant and spec_id
@@ -14,31 +24,29 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
+from functools import wraps
 from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from dlp.comm.transport import agree, mapped_memory
-from dlp.kernels.launches import capturing
-from dlp.parallel.linear.flags import FORWARD, Flags
+from dlp.comm.transport import mapped_memory
+from dlp.parallel.casts import Cast
 from dlp.parallel.linear.plan import LinearPlan, linear_plan, x_tokens_of
-from dlp.parallel.linear.spec import LinearSpec, trace_of
-from dlp.quant.quantizer import ScaleSlot
+from dlp.parallel.linear.spec import LinearSpec, check_blocks, trace_of
+from dlp.parallel.linear.step import PassState
+from dlp.parallel.weight.base import MainGrad, Member, Target, Values, WeightBatch, WeightParts, share_amaxes
+from dlp.quant.quantizer import Wanted
 from dlp.quant.recipe import Recipe
-from dlp.quant.state import ForwardScales, ScalingState, SlotUse
 from dlp.quant.stats import StatsTable, measured, plain
+from dlp.quant.tensor import QuantizedTensor
 
-LOG = logging.getLogger("dlp")
-_ENGINE: Any = torch.autograd.Variable._execution_engine
 Result = TypeVar("Result")
 Params = ParamSpec("Params")
 
@@ -68,26 +76,6 @@ def remembered(
     return cached
 
 
-class UpdateAfterBackward(NamedTuple):
-    """Mark for scales of a forward in an autocast region: at the end of the backward the scales of dy are updated, agreed over
-    `group` (None: the group of the model)."""
-
-    group: ProcessGroup | None
-
-
-class ForwardState(NamedTuple):
-    """State of the model at the time of a forward, which the backward reads and a recomputation repeats.
-
-    scales   delayed scales; None: those in the table
-    draw     copy of the counter of stochastic rounding; None: nothing was drawn
-    loads    number of calls of `dlp.load_state_dict` before the forward
-    """
-
-    scales: ForwardScales | None = None
-    draw: Tensor | None = None
-    loads: int = 0
-
-
 @dataclass(frozen=True)
 class Swap:
     """Layers, by name, that get another recipe after `step` optimizer steps. asked: the recipe's name or table, with which a
@@ -99,151 +87,28 @@ class Swap:
     said: str
 
 
-class StepState:
-    """State of a model that passes of the layers read, and the step boundary changes.
+class StepState(PassState):
+    """The layers that share the state which their passes read.
 
-    seed         of stochastic rounding
-    dp           (rank, size): which tokens of a global microbatch this rank has
-    amax_group   the ranks that share delayed scales; None: this rank alone
-    lone         the state belongs to a single layer, without a converted model that counts microbatches
-    groups       the groups of this rank, by axis of the mesh
+    cores   the layers
+    bounds  all specs that layers run or ran under, bound: a backward may still need one
 
     A layer that is constructed explicitly has a state of its own, until `convert` or `attach` moves the layer to the state of
     the model around it, which is a `Session` (`dlp.parallel.model.session`).
-
-    The table of scales is made when it is first needed, for every layer of the model, whether or not the layer runs on this
-    rank. So tables are equal on all ranks, and one all-reduce of the staging row agrees on all amaxes. Scales change at the
-    step boundary; under `autocast` without a step boundary, those of x and w change when the region ends, and those of dy at
-    the end of the backward of the layers that ran in the region.
     """
 
     def __init__(
         self, *, seed: int = 0, dp: tuple[int, int] = (0, 1), amax_group: ProcessGroup | None = None, lone: bool = False,
         groups: Mapping[str, ProcessGroup] | None = None,
     ) -> None:  # fmt: skip
-        self.seed, self.dp = seed, dp
-        self.amax_group, self.lone, self.groups = amax_group, lone, dict(groups or {})
-        # layers
+        super().__init__(seed=seed, dp=dp, amax_group=amax_group, lone=lone, groups=groups)
         self.cores: list[LayerState] = []
-        self.bounds: list[BoundSpec] = []  # of all specs that layers run or ran under: a backward may still need one
-        self.noted: set[str] = set()  # texts of `note`
-        # casts
-        self._scaling: ScalingState | None = None
-        self.loaded: dict[
-            str, dict[str, Tensor]
-        ] = {}  # slots of autocast regions that have not run since the load of a state
-        self.scales: ForwardScales | None = None  # delayed scales that casts read now; None: the scales in the table
-        self.now = ForwardState()  # of the running microbatch
-        self.repeats: ForwardState | None = None  # state of the forward that a checkpoint recomputes now
-        self.drawn_again: Tensor | None = None  # the counter before `resume`, restored by `end_layer_backward`
-        self.flags = Flags()
-        self.stats: StatsTable | None = None
-        self.draws = False  # a layer rounds stochastically, so microbatches are counted
-        self.weight_batch: Any = None  # `dlp.parallel.weight.base.WeightBatch`, once weights are cast
-        # passes
-        self.attached = False  # an optimizer's step is the step boundary
-        self.ran: set[tuple[str, ...]] = set()  # layers that ran with gradients since the last boundary, by members
-        self.last: LinearSpec | None = None  # spec of the layer that ran last
-        self.direction = "forward"  # direction in which that layer ran
-        self.waiting: deque[tuple[Any, Callable[..., Tensor]]] = (
-            deque()
-        )  # (weight, its delayed wgrad), see `backward_dw`
-        self.regions = False  # a layer has run in an autocast region
-        self.graphing = False  # inside `graphing`
-        self.graphed: set[tuple[str, ...]] = set()  # layers that are captured in a CUDA graph, by members
-        self._task: int | None = None  # the id of the backward at whose end scales of dy will be updated
-        self.before_gather: Callable[..., None] | None = None  # as `dlp.parallel.model.checks.check_gathered`
-        # raises RuntimeError in a backward of a layer where partial gradients of the model would not be summed
-        self.check_gradients: Callable[[], None] | None = None
-        # changes
+        self.bounds: list[BoundSpec] = []
+        self.weight_batch = WeightBatch()
+        self.waiting: deque[tuple[Weight, Callable[..., Tensor]]] = deque()  # delayed wgrads, see `backward_dw`
         self.steps = 0  # optimizer steps so far
         self.swaps: list[Swap] = []  # recipe changes that were made
         self.scheduled: list[tuple[Swap, Any]] = []  # (recipe change to come, its recipe)
-
-    # ---- called by passes
-
-    def begin_forward(self, bound: BoundSpec, record: bool) -> None:
-        """Begin a forward of a layer; `record`: gradients are enabled."""
-        self.last, self.direction = bound.spec, "forward"
-        if self.graphing or capturing():
-            self.graphed.add(bound.spec.members)
-        if record:
-            self.ran.add(bound.spec.members)
-            if self.lone and self.draws:
-                self.advance()
-
-    def forward_state(self) -> ForwardState:
-        """The state for the backward of the forward that runs now."""
-        if self.repeats is not None:
-            repeated, self.repeats = self.repeats, None
-            return repeated
-        return self.now if self.scales is None else self.now._replace(scales=self.scales)
-
-    def resume(self, spec: LinearSpec, state: ForwardState) -> None:
-        """Begin a backward of a layer: restore the state of the forward. RuntimeError if a state was loaded after the
-        forward."""
-        self.scales, now = state.scales, self.now
-        if state is now:
-            return
-        if state.loads != now.loads:
-            raise RuntimeError(
-                f"{spec.name}: dlp.load_state_dict was called between a forward and its backward, which would read the "
-                f"loaded scales and random counters; load after the backward, or run the forward again"
-            )
-        if state.draw is not None and state.draw is not now.draw:
-            if self.drawn_again is None:
-                self.drawn_again = self.counter.clone()
-            self.counter.copy_(state.draw)
-
-    def end_layer_backward(self) -> None:
-        """End a backward of a layer: continue with the state of the running microbatch."""
-        self.scales = None
-        if self.drawn_again is not None:
-            self.counter.copy_(self.drawn_again)
-            self.drawn_again = None
-
-    def in_layer_backward(self, bound: BoundSpec) -> None:
-        """Begin a backward of a layer whose forward ran with `scales`. After a forward in an autocast region, the scales of dy
-        are updated at the end of the running backward, once for all layers. RuntimeError if partial gradients would not be
-        summed."""
-        self.last, self.direction = bound.spec, "backward"
-        if self.check_gradients is not None:
-            self.check_gradients()
-        if self.scales is None or self.attached or not isinstance(self.scales.behind, UpdateAfterBackward):
-            return
-        task, group = torch._C._current_graph_task_id(), self.scales.behind.group
-        if task != self._task:
-            self._task = task
-            _ENGINE.queue_callback(lambda: self.update_scales(False, group))
-
-    def slot(self, name: str, spec: LinearSpec, record: bool) -> ScaleSlot:
-        """The delayed scale of one tensor, for its cast by a layer of this spec. `record`: the amax of the cast counts."""
-        return self.scaling.slot(name, record, None if self.attached else self.scales, spec.slots[name][1])
-
-    def flag(self, members: tuple[str, ...], tensor: str, member: str, device: torch.device) -> Tensor:
-        """fp32 [], which casts of one tensor set to NaN if a value is not finite; `members`: members of the tensor's layer."""
-        flag = self.flags.views.get((member, tensor, device))
-        if flag is None:
-            self.flags.reserve(members, device, sum(len(core.members) for core in self.cores))
-            flag = self.flags.views[member, tensor, device]
-        return flag
-
-    @cached_property
-    def counter(self) -> Tensor:
-        with torch.inference_mode(False):
-            return torch.zeros((), dtype=torch.int64, device=self.cores[0].device)
-
-    def kept_memory(self, spec: LinearSpec) -> list[Tensor]:
-        """The tensors besides operands that launches of a layer read and write. Their addresses stay until `rebuild`."""
-        kept = [*self.flags.now, *(self.scaling.memory if spec.slots else ())]
-        return [*kept, self.counter] if spec.draws else kept
-
-    def note(self, text: str) -> None:
-        """Log a line that amends the plan: once on rank 0, for any number of layers."""
-        if text not in self.noted:
-            self.noted.add(text)
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                LOG.warning("plan: %s", text)
 
     def check_not_graphed(self, layers: Iterable[LayerState]) -> None:
         """ValueError for a swap of layers whose recipe a CUDA graph holds."""
@@ -255,21 +120,6 @@ class StepState:
                 f"again there"
             )
 
-    # ---- microbatches
-
-    def advance(self) -> None:
-        """Count a microbatch; not in a backward, which recomputes a forward."""
-        if not in_backward():
-            self.counter.add_(1)
-            self.now = self.now._replace(draw=self.counter.clone())
-
-    def load_counter(self, value: Tensor) -> None:
-        """Load the counter of microbatches. A backward of a forward before the load is refused if it would read loaded
-        state."""
-        self.counter.copy_(value)
-        if self.draws or self.has_slots():
-            self.now = ForwardState(draw=self.counter.clone(), loads=self.now.loads + 1)
-
     # ---- overridden by the session of a model
 
     @property
@@ -277,88 +127,39 @@ class StepState:
         """The group over which partial gradients are summed; None: there are none."""
         return None
 
-    def is_moved(self, weights: Any) -> bool:
+    def is_moved(self, weights: LayerWeights) -> bool:
         """Whether something else than an attached optimizer has changed the weights of a layer since they were cast."""
         return False
 
-    def weights_cast(self, weights: Sequence[Any]) -> None:
+    def weights_cast(self, weights: Sequence[LayerWeights]) -> None:
         """Record that the weights of these layers have been cast."""
 
     def hook_first(self, model: nn.Module) -> None:
         """Move the hooks of the model that must run first to the front again, after another hook was inserted there."""
 
-    # ---- delayed scales
+    # ---- the layers
+
+    @property
+    def device(self) -> torch.device:
+        return self.cores[0].device
+
+    @property
+    def num_members(self) -> int:
+        return sum(len(core.members) for core in self.cores)
 
     def specs(self) -> list[LinearSpec]:
         return [spec for core in self.cores for spec in core.specs()]
 
-    def weights(self) -> list[Any]:
-        """The weights of all layers (`dlp.parallel.weight.base.Weight`)."""
+    def weights(self) -> list[Weight]:
+        """The weights of all layers."""
         return [weight for core in self.cores for weight in core.weights]
 
-    def has_slots(self) -> bool:
-        return any(spec.slots for spec in self.specs())
-
-    @property
-    def scaling(self) -> ScalingState:
-        if self._scaling is None:
-            self._scaling = self._make_scaling()
-        return self._scaling
-
-    @torch.inference_mode(False)
-    def _make_scaling(self) -> ScalingState:
-        uses = {
-            name: SlotUse(options, tensor in FORWARD, spec.recipe.reduce_amax)
-            for spec in self.specs()
-            for name, (tensor, options) in spec.slots.items()
-        }
-        made = ScalingState(uses, self.cores[0].device)
-        if self.loaded:
-            self.loaded = made.table.load_known(self.loaded)
-        return made
-
-    def rebuild(self) -> None:
-        """Rebuild the table of scales after recipe changes; slots that exist in both tables keep their state."""
-        if self._scaling is None:
-            return
-        self._scaling = self._scaling.replaced_by(self._make_scaling())
-        for bound in self.bounds:  # their captured launches read the old table
+    def forget_captures(self) -> None:
+        for bound in self.bounds:
             bound.calls.clear()
         for core in self.cores:
             if core.weights.parts is not None:
                 core.weights.parts.calls.clear()
-
-    def update_scales(self, forward: bool | None = None, group: ProcessGroup | None = None) -> None:
-        """Agree on staged amaxes and update the scales. All ranks of the amax group must call this method, whichever layers
-        they ran.
-
-        forward   None: all slots; True, False: slots of casts in forward, in backward
-        group     the amax group of an autocast region; None: the group of the session
-        """
-        shared = group or self.amax_group
-        self.scales = None
-        if shared is None or shared.size() == 1:
-            self.scaling.update(None, forward)
-        else:
-            self.scaling.update(lambda staged: agree([staged], shared)[0], forward)
-
-    def leave_region(self, group: ProcessGroup | None) -> None:
-        """End the outermost autocast region: update the scales of casts in forward, over the region's `group`."""
-        if not self.attached and self.has_slots():
-            self.update_scales(True, group)
-
-    # ---- the step boundary
-
-    def end_step(self) -> None:
-        """The session's part of the step boundary: close the step's statistics, update delayed scales. The amax of a weight,
-        which was recorded at the last boundary, counts only if the layer has run since."""
-        if self.stats is not None:
-            self.stats.close()
-        if self.has_slots():
-            idle = [spec for spec in self.specs() if spec.members not in self.ran | self.graphed]
-            self.scaling.forget({name for spec in idle for name, (tensor, _) in spec.slots.items() if tensor == "w"})
-            self.update_scales()
-        self.ran.clear()
 
     # ---- copies
 
@@ -400,7 +201,7 @@ class BoundSpec:
     calls        `BoundCall`s and captured directions (`dlp.parallel.linear.autograd`)
     """
 
-    def __init__(self, spec: LinearSpec, session: StepState, weights: Any = None) -> None:
+    def __init__(self, spec: LinearSpec, session: StepState, weights: LayerWeights) -> None:
         self.spec, self.session, self.weights = spec, session, weights
         if spec.slots:
             spec.check_group(session.amax_group)
@@ -423,7 +224,7 @@ class BoundSpec:
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundSpec:
         """The bound spec of a copied layer, in a copied session. Casts of the copy are not measured (`record_stats`)."""
         spec = replace(self.spec, recipe=plain(self.spec.recipe))
-        new = memo[id(self)] = BoundSpec(spec, copy.deepcopy(self.session, memo))
+        new = memo[id(self)] = BoundSpec(spec, copy.deepcopy(self.session, memo), self.weights)
         new.weights = copy.deepcopy(self.weights, memo)
         return new
 
@@ -482,17 +283,17 @@ class LayerState:
 
     bound      the spec of the layer, bound
     variants   specs of autocast regions, bound, by the arguments of the region
-    members    module and parameter names of each weight (`dlp.parallel.weight.base.Member`)
-    weights    `LayerWeights`: where the weights live
+    members    module and parameter names of each weight
+    weights    where the weights live
     ran_under  the specs of forwards in autocast regions and checkpoints (`dlp.parallel.linear.active.LayerRuns`)
     stats      the table for statistics of the casts; None: not measured
     """
 
-    weights: Any
     ran_under: Any
 
-    def __init__(self, spec: LinearSpec, session: StepState, members: Sequence[Any]) -> None:
-        self.bound, self.members = BoundSpec(spec, session), list(members)
+    def __init__(self, spec: LinearSpec, session: StepState, members: Sequence[Member]) -> None:
+        self.weights, self.members = LayerWeights(self), list(members)
+        self.bound = BoundSpec(spec, session, self.weights)
         self.variants: dict[Any, BoundSpec] = {}
         self.stats: StatsTable | None = None
 
@@ -537,6 +338,232 @@ class LayerState:
         self.weights.drop()
 
 
+# Weights of a layer
+
+
+class Use(NamedTuple):
+    """A forward or backward that reads a weight.
+
+    value [N, K]: current parameter on this rank; dtype: of x; record: gradients are enabled, so amaxes count for
+    delayed scales."""
+
+    bound: BoundSpec
+    value: Tensor
+    dtype: torch.dtype
+    record: bool
+
+
+class Weight:
+    """One w [N, K] of a layer; the base of all kinds of weights.
+
+    owner, index  weights of the layer, and the place among these
+    name          name of the member, under which scales are kept
+    stored        parameter that optimizers step on; None if a parametrization replaced it
+    parts         parts of the cast operands; the first `num_rowwise` belong to the rowwise operand. Empty: each pass
+                  casts the weight
+    managed       FSDP manages the weight, and the layer may see a copy of `stored`
+    gathered      FSDP's hooks make the operands before a pass
+    held          only codes exist, and the parameter is a placeholder
+    fresh         the current operands, if any, were cast at a step boundary
+    why, noted    reason why operands are not gathered as the recipe requires, None if they are; and the last logged
+                  reason
+    """
+
+    managed = gathered = fresh = held = False
+
+    def __init__(self, owner: LayerWeights, index: int) -> None:
+        self.owner, self.index = owner, index
+        self.parts: list[Tensor] = []
+        self.num_rowwise = 0
+        self.why: str | None = None
+        self.noted: str | None = None
+
+    @property
+    def bound(self) -> BoundSpec:
+        """Spec of the layer."""
+        return self.owner.layer.bound
+
+    @property
+    def name(self) -> str:
+        return self.bound.spec.members[self.index]
+
+    @property
+    def member(self) -> Member:
+        return self.owner.layer.members[self.index]
+
+    @property
+    def stored(self) -> Tensor | None:
+        raise NotImplementedError
+
+    def rowwise(self, use: Use) -> QuantizedTensor:
+        """w [N, K], operand of fprop."""
+        raise NotImplementedError
+
+    def columnwise(self, use: Use) -> QuantizedTensor:
+        """w.T [K, N], operand of dgrad."""
+        raise NotImplementedError
+
+    def casts(self, values: Values) -> list[Cast]:
+        """Casts that the step boundary runs for this weight; empty: none."""
+        raise NotImplementedError
+
+    def take(self, operands: Sequence[Wanted]) -> None:
+        """Take the operands that the casts made."""
+        raise NotImplementedError
+
+    def staged(self) -> tuple[ProcessGroup, list[Tensor]] | None:
+        """Amaxes that delayed scaling recorded in the casts, on which a group must agree now; None if `ScalingState`
+        agrees on them."""
+        raise NotImplementedError
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise ValueError for a recipe that the layer cannot run under.
+
+        Any recipe can cast values, and weights are gathered in high precision if codes cannot be gathered: only blocks are
+        checked."""
+        spec, stored = self.bound.spec, self.stored
+        if stored is not None:
+            check_blocks(spec.name, recipe, spec.style, stored.shape, spec.tp)
+
+    def serves(self, spec: LinearSpec) -> bool:
+        """Whether `parts` are also the operands under a spec other than the layer's own. Raises ValueError as in
+        `check`."""
+        return False
+
+    def drop(self, *, retyped: bool = False) -> None:
+        """Forget operands, since the recipe or, without a step, the values changed; `retyped`: the dtype of x changed."""
+        raise NotImplementedError
+
+    def shown(self, *, written: bool) -> AbstractContextManager[None]:
+        """Context in which the parameter holds its values; `written`: they may be overwritten."""
+        return nullcontext()
+
+    def check_in_place(self, parameter: Any) -> None:
+        """Raise ValueError for a parameter of the module that the layer would not compute with; layers compute with any
+        parameter that has values."""
+
+
+class LayerWeights:
+    """The weights of one layer, in the order of members.
+
+    caches       weights without FSDP sharding are cast at the step boundary, else in each pass
+    dtype        dtype of x in the last run: values are rounded to it before casts
+    parts        cast operands of all weights; None if at least one weight has none
+    held         at least one weight is quantized-only
+    main_grads   destination of each member's wgrads, None: autograd; empty: autograd for all members
+    """
+
+    def __init__(self, layer: LayerState) -> None:
+        self.layer, self.caches = layer, False
+        self.main_grads: list[MainGrad | None] = []
+        self.dtype: torch.dtype | None = None
+        self.parts: WeightParts | None = None
+        self.members: list[Weight] = []
+        self.held = self._gathered = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State of a copied layer, which casts its weights in each pass until it is attached to its own optimizer."""
+        return vars(self) | {"caches": False, "dtype": None, "parts": None, "main_grads": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.collect()
+
+    def __iter__(self) -> Iterator[Weight]:
+        return iter(self.members)
+
+    def set(self, members: Sequence[Weight]) -> None:
+        """Replace the members, whose storage has changed."""
+        self.members = list(members)
+        self._gathered = any(weight.gathered for weight in members)
+        self.held = any(weight.held for weight in members)
+        self.collect()
+
+    def collect(self) -> None:
+        """Renew `parts` after a member's operands may have changed."""
+        parts = [part for weight in self.members for part in weight.parts]
+        if self.parts is None or list(map(id, parts)) != list(map(id, self.parts.parts)):
+            complete, rowwise = all(weight.parts for weight in self.members), self.members[0].num_rowwise
+            sizes = rowwise, len(parts) // len(self.members) - rowwise
+            self.parts = WeightParts(lambda: self.layer.spec, parts, sizes) if complete else None
+
+    def operands_for(self, bound: BoundSpec, dtype: torch.dtype) -> WeightParts | None:
+        """Operands from the step boundary, if they fit a pass under this spec with x of `dtype`; None: use `read`."""
+        if bound is not self.layer.bound:
+            return self.parts if all([weight.serves(bound.spec) for weight in self.members]) else None
+        if self.dtype != dtype:  # the next step boundary casts for the new dtype
+            self.dtype = dtype
+            for weight in self.members:
+                weight.drop(retyped=True)
+            # not via `collect`, whose tensor ids torch.compile would guard on
+            if not all(weight.parts for weight in self.members):
+                self.parts = None
+        return self.parts
+
+    def read(
+        self, bound: BoundSpec, used: Sequence[int], values: Sequence[Tensor], dtype: torch.dtype, *, columnwise: bool,
+        record: bool,
+    ) -> list[QuantizedTensor]:  # fmt: skip
+        """Operands of the `used` weights in one orientation, if FSDP gathers operands for the pass; empty if the pass casts
+        the weights, with one agreement for all."""
+        if not self._gathered:
+            return []
+        uses = [(self.members[i], Use(bound, value, dtype, record)) for i, value in zip(used, values, strict=True)]
+        return [weight.columnwise(use) if columnwise else weight.rowwise(use) for weight, use in uses]
+
+    def targets(self, used: Sequence[int], values: Sequence[Tensor]) -> list[Target | None]:
+        """Destinations of the wgrads of the `used` members in the running backward, None for autograd; empty if all go
+        to autograd.
+
+        `values`: the weights that forward read."""
+        main_grads = [self.main_grads[i] for i in used]
+        targets = [None if main is None else main.target(w) for main, w in zip(main_grads, values, strict=True)]
+        return targets if any(targets) else []
+
+    def written(self, index: int) -> Tensor | None:
+        """The gradient for autograd after wgrad wrote dw of a member to a target."""
+        main_grad = self.main_grads[index]
+        assert main_grad is not None, "a target belongs to a main gradient"
+        return main_grad.written()
+
+    def stored(self) -> list[Tensor]:
+        """Parameters that optimizers step on, without parameters that a parametrization replaced."""
+        return [stored for weight in self.members if (stored := weight.stored) is not None]
+
+    def in_use(self) -> bool:
+        """Whether passes compute with operands from a step boundary."""
+        return self.parts is not None or all(weight.gathered and weight.fresh for weight in self.members)
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise ValueError for a recipe that the layer cannot run under."""
+        for weight in self.members:
+            weight.check(recipe)
+
+    def check_in_place(self, parameters: Sequence[Any]) -> None:
+        """Raise ValueError if a module holds a tensor that the layer would not compute with. `parameters`: parameters of the
+        modules, in the order of members."""
+        for weight, parameter in zip(self.members, parameters, strict=False):
+            weight.check_in_place(parameter)
+
+    def drop(self) -> None:
+        """Forget all operands, see `Weight.drop`."""
+        for weight in self.members:
+            weight.drop()
+        self.collect()
+        note_reasons(self.members)
+
+    @contextmanager
+    def shown(self, *, written: bool = False) -> Iterator[None]:
+        """Context in which parameters hold their values; `written`: they may be overwritten."""
+        with ExitStack() as stack:
+            for weight in self.members:
+                stack.enter_context(weight.shown(written=written))
+            yield
+
+
+# All layers of a model
+
+
 def cores(model: nn.Module) -> Iterator[Any]:
     """Every core (`dlp.parallel.linear.modules`) of a model, each once."""
     seen = set()
@@ -547,9 +574,38 @@ def cores(model: nn.Module) -> Iterator[Any]:
             yield core
 
 
-def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread: a forward inside it is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+def weights_in(model: nn.Module) -> Iterator[LayerWeights]:
+    """Weights of all layers of a model, each once."""
+    found = (getattr(getattr(module, "core", None), "weights", None) for module in model.modules())
+    yield from dict.fromkeys(weights for weights in found if isinstance(weights, LayerWeights))
+
+
+def note_reasons(weights: Sequence[Weight]) -> None:
+    """Log, once per reason, why weights are gathered in high precision although their recipe quantizes them."""
+    by_reason: dict[str, list[Weight]] = {}
+    for weight in weights:
+        if weight.why not in (None, weight.noted):
+            by_reason.setdefault(str(weight.why), []).append(weight)
+        weight.noted = weight.why
+    for why, its in by_reason.items():
+        some = its[0].name if len(its) == 1 else f"{its[0].name} and {len(its) - 1} more"
+        its[0].bound.session.note(f"w is gathered in high precision: {why} [{some}]")
+
+
+@torch.inference_mode(False)  # later boundaries write into the operands that this boundary allocates
+@torch.no_grad()
+def refresh(session: StepState, weights: Sequence[Weight]) -> None:
+    """Cast these weights of a model in one batch. All ranks call it together."""
+    batch = session.weight_batch
+    wanted = [(weight, casts) for weight in weights if (casts := weight.casts(batch.values))]
+    batch.values.renew()
+    operands = iter(batch.casts.make([cast for _, casts in wanted for cast in casts]))
+    for weight, casts in wanted:
+        weight.take([next(operands) for _ in casts])
+    share_amaxes([staged for weight, _ in wanted if (staged := weight.staged()) is not None])
+    for weight in weights:
+        weight.fresh = True
+    session.weights_cast(list(dict.fromkeys(weight.owner for weight, _ in wanted)))
 
 
 def cannot_pickle(name: str) -> NoReturn:

@@ -45,14 +45,15 @@ from dlp.comm.lockstep import WATCH, check_alike
 from dlp.comm.mesh import TP, ParallelDims, shard_placement
 from dlp.parallel.linear.modules import ConvertedLinear, LinearCore, ParallelLinear
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.linear.state import StepState, Swap, cores, in_backward
+from dlp.parallel.linear.state import StepState, Swap, cores, refresh
+from dlp.parallel.linear.step import in_backward
 from dlp.parallel.model.checks import ACTIONS, NonFiniteWatch, looks
 from dlp.parallel.model.context import check_context
 from dlp.parallel.model.grads import PartialGradients, add_main_grads, check_none_waits
 from dlp.parallel.model.replicas import Replicas
 from dlp.parallel.model.session import Session, converted_root, give_session, session_of
 from dlp.parallel.model.survey import check_no_fsdp1, container_lengths, guard
-from dlp.parallel.weight.base import MAIN_GRADS, refresh
+from dlp.parallel.weight.base import MAIN_GRADS
 from dlp.parallel.weight.fsdp2 import Managed, cast_managed, gather_quantized, managed
 from dlp.parallel.weight.held import Arguments, Closure, closure_of, masters_of, with_closure
 from dlp.parallel.weight.local import num_axes
@@ -139,33 +140,17 @@ def attach(
         >>> model(torch.randn(32, 64)).square().mean().backward()
         >>> optimizer.step()  # then the step boundary
     """
-    options = {
-        "weight_cache": (weight_cache, WEIGHT_CACHES),
-        "on_nonfinite": (on_nonfinite, ACTIONS),
-        "main_grads": (main_grads, MAIN_GRADS),
-    }
-    for option, (given, choices) in options.items():
-        if given not in choices:
-            raise ValueError(f"{option} must be one of {', '.join(choices)}; got {given!r}")
-    check_no_fsdp1(model)
+    _check_choice("weight_cache", weight_cache, WEIGHT_CACHES)
+    _check_choice("on_nonfinite", on_nonfinite, ACTIONS)
+    _check_choice("main_grads", main_grads, MAIN_GRADS)
     root = converted_root(model)
-    _check_whole(model, root)
-    _check_owns(root or model, optimizer, list(masters_of(model).values()))
-    _check_not_stale(root or model, optimizer)
+    _check_attachable(model, root, optimizer)
     session = _adopt_layers(model, mesh, seed) if root is None else session_of(root)
     root = root or model
-    if optimizer in session.optimizers:
-        raise ValueError(
-            "dlp.attach: this optimizer is attached to this model already; call dlp.attach once per optimizer"
-        )
-    session.optimizers[optimizer] = False
+    session.add_optimizer(optimizer)
     records = _records(model)
     _cache_weights(session, records, weight_cache)
     if main_grads != "off":
-        if any(core.spec.invariant for core in records):
-            raise ValueError(
-                'invariant = true: microbatches are added by the tree, not by the wgrad GEMM; set main_grads = "off"'
-            )
         add_main_grads(session, root, records, main_grads)
     gather_quantized(model)
     end = partial(_after_step, root, session, NonFiniteWatch(session.flags, on_nonfinite))
@@ -174,6 +159,19 @@ def attach(
     session.attached = True
     if any(group.size() > 1 for group in session.groups.values()):
         WATCH.add(session)
+
+
+def _check_choice(option: str, given: str, choices: Sequence[str]) -> None:
+    if given not in choices:
+        raise ValueError(f"{option} must be one of {', '.join(choices)}; got {given!r}")
+
+
+def _check_attachable(model: nn.Module, root: nn.Module | None, optimizer: Optimizer) -> None:
+    """Raise ValueError for a model or an optimizer that `attach` does not support. `root`: see `_check_whole`."""
+    check_no_fsdp1(model)
+    _check_whole(model, root)
+    _check_owns(root or model, optimizer, list(masters_of(model).values()))
+    _check_not_stale(root or model, optimizer)
 
 
 def _cache_weights(session: Session, records: Mapping[LinearCore, Sequence[Managed | None]], weight_cache: str) -> None:

@@ -18,7 +18,7 @@ ten steps, and then in every hundredth (`looks`).
             of each weight are compared before forwards without gradients and, in steps of `looks`, before the optimizer
             step
 
-**Non-finite values.** `NonFiniteWatch` reads the flags of a step (`dlp.parallel.linear.flags`) one step later
+**Non-finite values.** `NonFiniteWatch` reads the flags of a step (`dlp.parallel.linear.step`) one step later
 (`dlp.attach(on_nonfinite=...)`).
 """
 
@@ -37,8 +37,8 @@ from torch.optim import Optimizer
 
 from dlp.comm.transport import agree
 from dlp.kernels.launches import capturing
-from dlp.parallel.linear.flags import FORWARD, CastName, Flags, bad_casts
-from dlp.parallel.weight.base import LayerWeights, Weight
+from dlp.parallel.linear.state import LayerWeights, Weight
+from dlp.parallel.linear.step import FORWARD, CastName, Flags, bad_casts
 from dlp.quant.tensor import SHARED, QuantizedTensor
 
 LOG = logging.getLogger("dlp")

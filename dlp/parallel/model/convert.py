@@ -70,7 +70,7 @@ class _Target:
     tp: DeviceMesh
     amax_group: ProcessGroup | None
     tokens: int | None
-    runtime: Session
+    session: Session
     invariant: bool = False
     shared: dict[int, nn.Parameter] = field(default_factory=dict)  # by id of the old parameter, so that ties remain
 
@@ -152,47 +152,46 @@ def convert(
     if invariant:
         check_mesh(dims, mesh.device_type, amax_group)
         CHECKS[mesh.device_type]()
-    tp = dims.tp_mesh
+    plan = _agreed_plan(model, groups, dims, mesh.device_type, batch, overlap_table, invariant)
+    group = amax_process_group(dims, amax_group)
+    session = (InvariantSession if invariant else Session)(
+        seed=seed, amax_group=group or dist.group.WORLD, dp=(dims.token_rank, dims.token_ranks), groups=dims.parameter_groups
+    )  # fmt: skip
+    target = _Target(model, dims.tp_mesh, group, None if batch is None else batch[0] * batch[1], session, invariant)
+    names = {id(module): name for name, module in model.named_modules()}
+    _change_modules(target, plan)
+    _sum_gradients(target, mesh.device_type)
+    model.register_forward_hook(explain(names), always_call=True)
+    _hand_over(model, session, plan)
+    return plan
+
+
+def _agreed_plan(
+    model: nn.Module, groups: Sequence[LayerGroup | Mapping[str, Any]], dims: ParallelDims, device_type: str,
+    batch: tuple[int, int] | None, overlap_table: Times | str | Path | None, invariant: bool,
+) -> Plan:  # fmt: skip
+    """Make the plan, and check that all ranks have the same plan. For the arguments see `convert`."""
     times = auto.load(overlap_table, together=True) if isinstance(overlap_table, str | Path) else overlap_table
-    by = auto.transport_name(dims.group(TP), mesh.device_type)
+    transport = auto.transport_name(dims.group(TP), device_type)
     plan = make_plan(
-        model, groups, dims.tp, device_type=mesh.device_type, batch=batch, overlap_table=times, transport=by
+        model, groups, dims.tp, device_type=device_type, batch=batch, overlap_table=times, transport=transport
     )
     if invariant:
         plan = check_plan(plan, model, batch)
     if plan.times is not None:
         auto.check_together(plan.choices())
     check_alike(_rows_of(plan), dist.group.WORLD, "dlp.convert")
-    tokens = batch[0] * batch[1] if batch is not None else None
-    group = amax_process_group(dims, amax_group)
-    groups_of_axes = dims.parameter_groups
-    runtime = (InvariantSession if invariant else Session)(
-        seed=seed, amax_group=group or dist.group.WORLD, dp=(dims.token_rank, dims.token_ranks), groups=groups_of_axes
-    )
-    target = _Target(model, tp, group, tokens, runtime, invariant)
-    names = {id(module): name for name, module in model.named_modules()}
-    sets = _layers_that_run_as_one(plan)
-    # All specs are built before the first change, since building them raises the errors.
-    specs = [_spec_of(target, rows) for rows in sets]
-    for row in plan.layers:
-        if not row.made_by_hand and holds(row.recipe):
-            check_unshared(model, model.get_submodule(row.module))
-    _change_modules(target, plan, specs, sets)
-    model.partial_gradients = runtime.sum_partial(PartialGradients(model, dims.group(TP)))
-    if invariant:
-        for module in model.modules():
-            vars(module)["dlp_invariant"] = True
-        runtime.check_gradients = GradientTree(model, mesh.device_type).check_announced
-    runtime.replicas = Replicas(model, [slot.path for slot in runtime.sums.slots], groups_of_axes)
-    model.register_forward_hook(explain(names), always_call=True)
-    _hand_over(model, runtime, plan)
     return plan
 
 
-def _change_modules(
-    target: _Target, plan: Plan, specs: Sequence[LinearSpec], sets: Sequence[Sequence[LayerPlan]]
-) -> None:
-    """Convert the modules of the model in place. `specs`: one for each of the sets of rows that run as one layer."""
+def _change_modules(target: _Target, plan: Plan) -> None:
+    """Convert the modules of the model in place. All specs are built before the first change, since building them raises the
+    errors."""
+    sets = _layers_that_run_as_one(plan)
+    specs = [_spec_of(target, rows) for rows in sets]
+    for row in plan.layers:
+        if not row.made_by_hand and holds(row.recipe):
+            check_unshared(target.model, target.model.get_submodule(row.module))
     with recipes_decided():
         for spec, rows in zip(specs, sets, strict=True):
             _convert_linears(target, spec, rows)
@@ -200,6 +199,17 @@ def _change_modules(
         _convert_other(target, other, target.inside(plan, other.name))
     for name in plan.left_out.keys() - {other.name for other in plan.others}:
         replicate(target.model.get_submodule(name), name, inside=target.inside(plan, name))
+
+
+def _sum_gradients(target: _Target, device_type: str) -> None:
+    """Sum partial gradients over tp, or by the tree of invariant models, and compare the replicas of parameters."""
+    model, session = target.model, target.session
+    model.partial_gradients = session.sum_partial(PartialGradients(model, target.tp.get_group()))
+    if target.invariant:
+        for module in model.modules():
+            vars(module)["dlp_invariant"] = True
+        session.check_gradients = GradientTree(model, device_type).check_announced
+    session.replicas = Replicas(model, [slot.path for slot in session.sums.slots], session.groups)
 
 
 def _hand_over(model: nn.Module, session: Session, plan: Plan) -> None:
@@ -253,8 +263,8 @@ def _convert_linears(target: _Target, spec: LinearSpec, rows: Sequence[LayerPlan
         module.__class__ = ConvertedLinear
         vars(module).update(name=row.name, index=index)
     members = [Member(module, "weight", "bias") for module in modules]
-    core = LinearCore(spec, target.runtime, members)
-    target.runtime.cores.append(core)
+    core = LinearCore(spec, target.session, members)
+    target.session.cores.append(core)
     for module in modules:
         vars(module).update(core=core, tp_partial=partial_names(spec, members[:1]))
 
@@ -262,8 +272,8 @@ def _convert_linears(target: _Target, spec: LinearSpec, rows: Sequence[LayerPlan
 def _adopt(target: _Target, spec: LinearSpec, module: ParallelLinear) -> None:
     """Let an explicitly constructed layer take part in the model's step boundary. Without a mesh, its parameters become
     DTensors."""
-    module.core.set_spec(spec, target.runtime)
-    target.runtime.cores.append(module.core)
+    module.core.set_spec(spec, target.session)
+    target.session.cores.append(module.core)
     with module.core.weights.shown(written=True):
         for key in module._parameters:
             target.move(module, key, None)

@@ -46,9 +46,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dlp.comm import collectives, observer
-from dlp.parallel.linear.state import cannot_pickle, in_backward
+from dlp.parallel.linear.state import Weight, cannot_pickle
+from dlp.parallel.linear.step import in_backward
 from dlp.parallel.model.session import Session, converted_root, session_of
-from dlp.parallel.weight.base import MainGrad, Weight, accumulates
+from dlp.parallel.weight.base import MainGrad, accumulates
 from dlp.parallel.weight.fsdp2 import Managed, managed
 from dlp.parallel.weight.local import LocalWeight, held
 from dlp.runtime.function import no_autocast
@@ -343,7 +344,11 @@ def add_main_grads(
     session: Session, model: nn.Module, records: Mapping[Any, Sequence[Managed | None]], mode: str
 ) -> None:
     """Let wgrad GEMMs accumulate into gradients where possible, and log the reason where not. `records`: FSDP's records of each
-    layer's weights."""
+    layer's weights. ValueError for invariant layers."""
+    if any(core.spec.invariant for core in records):
+        raise ValueError(
+            'invariant = true: microbatches are added by the tree, not by the wgrad GEMM; set main_grads = "off"'
+        )
     shared, left = _shared_parameters(model), dict[str, list[str]]()
     for core, its in records.items():
         found: list[MainGrad | None] = []

@@ -26,7 +26,7 @@ from dlp.comm.mesh import ParallelDims
 from dlp.comm.wire_checks import checksum
 from dlp.kernels import canonical
 from dlp.parallel.linear.canonical import RANKS, all_reduce
-from dlp.parallel.linear.state import in_backward
+from dlp.parallel.linear.step import in_backward
 from dlp.parallel.model.grads import call_in_backward, local_grad, set_grad
 from dlp.parallel.model.plan import Plan
 from dlp.parallel.model.rows import HELD, LayerPlan, scope_notes

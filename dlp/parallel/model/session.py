@@ -28,7 +28,8 @@ from torch.utils.hooks import RemovableHandle
 
 from dlp.comm.lockstep import Lockstep
 from dlp.kernels.launches import capturing
-from dlp.parallel.linear.state import StepState, in_backward
+from dlp.parallel.linear.state import StepState
+from dlp.parallel.linear.step import in_backward
 from dlp.parallel.model.checks import StaleWeights, check_gathered
 
 _STEPPING: ContextVar[list[Session] | None] = ContextVar("dlp_stepping", default=None)
@@ -125,6 +126,14 @@ class Session(StepState):
     def swaps_next(self) -> bool:
         """Whether the boundary of the running step will change recipes."""
         return any(swap.step <= self.steps + 1 for swap, _ in self.scheduled)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Add an optimizer that is attached now. ValueError for an optimizer that is attached already."""
+        if optimizer in self.optimizers:
+            raise ValueError(
+                "dlp.attach: this optimizer is attached to this model already; call dlp.attach once per optimizer"
+            )
+        self.optimizers[optimizer] = False
 
     def count_step(self, optimizer: Optimizer) -> None:
         """Count a step of an attached optimizer.

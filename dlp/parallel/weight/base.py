@@ -1,17 +1,7 @@
-"""`Weight`: storage of w, its operands for a layer, and the destination of its gradient; and the weights of one layer.
+"""Parts of weights that know no layer: operands from the step boundary, values that casts read, destinations of gradients.
 
     rowwise     w [N, K]      operand of fprop
     columnwise  w.T [K, N]    operand of dgrad
-
-    LocalWeight     (local.py)    this rank holds the complete parameter, which is cast at the step boundary, into operands
-                                  that forward and backward only read; without a step boundary, in each pass
-    ManagedWeight   (fsdp2.py)    like LocalWeight, if FSDP manages the parameter on one rank and a layer may see a copy
-    HeldWeight      (held.py)     only codes and scales exist, no high-precision parameter
-    ShardedWeight   (sharded.py)  FSDP shards the rows. Each rank casts its rows at the step boundary; passes gather the
-                    operands
-
-The step boundary casts all weights of a model together (`refresh`): their values are rounded to the dtype of activations
-(`Values`), then observed, agreed on and cast in one `CastBatch`.
 
 **Main gradients** (`MainGrad`): the wgrad GEMM accumulates dw into an existing gradient with beta = 1, instead of
 autograd.
@@ -30,10 +20,9 @@ gradients from autograd.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +31,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dlp.comm.transport import agree
-from dlp.parallel.casts import Cast, CastBatch
-from dlp.parallel.linear.spec import LinearSpec, check_blocks
-from dlp.parallel.linear.state import BoundSpec, LayerState, StepState
-from dlp.quant.quantizer import Wanted
-from dlp.quant.recipe import Recipe
+from dlp.parallel.casts import CastBatch
+from dlp.parallel.linear.spec import LinearSpec
 from dlp.quant.tensor import QuantizedTensor
 
 _NUMBERS = itertools.count(1)
@@ -59,87 +45,6 @@ class Member(NamedTuple):
     module: nn.Module
     weight: str
     bias: str
-
-
-class Use(NamedTuple):
-    """A forward or backward that reads a weight.
-
-    value [N, K]: current parameter on this rank; dtype: of x; record: gradients are enabled, so amaxes count for
-    delayed scales."""
-
-    bound: BoundSpec
-    value: Tensor
-    dtype: torch.dtype
-    record: bool
-
-
-class Weight(Protocol):
-    """One w [N, K] of a layer.
-
-    owner         weights of the layer
-    name          name of the member, under which scales are kept
-    stored        parameter that optimizers step on; None if a parametrization replaced it
-    parts         parts of the cast operands; the first `num_rowwise` belong to the rowwise operand. Empty: each pass
-                  casts the weight
-    managed       FSDP manages the weight, and the layer may see a copy of `stored`
-    gathered      FSDP's hooks make the operands before a pass
-    held          only codes exist, and the parameter is a placeholder
-    fresh         the current operands, if any, were cast at a step boundary
-    why, noted    reason why operands are not gathered as the recipe requires, None if they are; and the last logged
-                  reason
-    """
-
-    owner: LayerWeights
-    parts: list[Tensor]
-    num_rowwise: int
-    managed: bool
-    gathered: bool
-    held: bool
-    fresh: bool
-    why: str | None
-    noted: str | None
-
-    @property
-    def bound(self) -> BoundSpec:
-        """Spec of the layer."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def stored(self) -> Tensor | None: ...
-
-    def rowwise(self, use: Use) -> QuantizedTensor:
-        """w [N, K], operand of fprop."""
-
-    def columnwise(self, use: Use) -> QuantizedTensor:
-        """w.T [K, N], operand of dgrad."""
-
-    def casts(self, values: Values) -> list[Cast]:
-        """Casts that the step boundary runs for this weight; empty: none."""
-
-    def take(self, operands: Sequence[Wanted]) -> None:
-        """Take the operands that the casts made."""
-
-    def staged(self) -> tuple[ProcessGroup, list[Tensor]] | None:
-        """Amaxes that delayed scaling recorded in the casts, on which a group must agree now; None if `ScalingState`
-        agrees on them."""
-
-    def check(self, recipe: Recipe) -> None:
-        """Raise ValueError for a recipe that the layer cannot run under."""
-
-    def serves(self, spec: LinearSpec) -> bool:
-        """Whether `parts` are also the operands under a spec other than the layer's own. Raises ValueError as in
-        `check`."""
-
-    def drop(self, *, retyped: bool = False) -> None:
-        """Forget operands, since the recipe or, without a step, the values changed; `retyped`: the dtype of x changed."""
-
-    def shown(self, *, written: bool) -> AbstractContextManager[None]:
-        """Context in which the parameter holds its values; `written`: they may be overwritten."""
-
-    def check_in_place(self, parameter: Any) -> None:
-        """Raise ValueError for a parameter of the module that the layer would not compute with."""
 
 
 def accumulates(parameter: Tensor) -> bool:
@@ -215,67 +120,27 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-class MemberWeight:
-    """Base of weights: access to the layer, of which the weight is member `index`."""
-
-    managed = gathered = fresh = held = False
-
-    def __init__(self, owner: LayerWeights, index: int) -> None:
-        self.owner, self.index = owner, index
-        self.parts: list[Tensor] = []
-        self.num_rowwise = 0
-        self.why: str | None = None
-        self.noted: str | None = None
-
-    @property
-    def bound(self) -> BoundSpec:
-        return self.owner.layer.bound
-
-    @property
-    def name(self) -> str:
-        return self.bound.spec.members[self.index]
-
-    @property
-    def stored(self) -> Tensor | None:
-        raise NotImplementedError
-
-    def check(self, recipe: Recipe) -> None:
-        """Check only blocks: any recipe can cast values, and weights are gathered in high precision if codes cannot be
-        gathered."""
-        spec, stored = self.bound.spec, self.stored
-        if stored is not None:
-            check_blocks(spec.name, recipe, spec.style, stored.shape, spec.tp)
-
-    def serves(self, spec: LinearSpec) -> bool:
-        return False
-
-    def shown(self, *, written: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def check_in_place(self, parameter: Any) -> None:
-        """No check: layers compute with any parameter of their module."""
-
-
 class WeightParts:
     """Parts of the operands from the step boundary, for all weights of a layer, as flat lists.
 
     number               unique among all WeightParts
+    spec                 returns the spec of the layer, which a layer that is being copied has not yet
     parts                for each weight, parts of the rowwise operand, then parts of the columnwise operand
     rowwise, columnwise  parts of one orientation
     operands             rowwise operands of all weights, then columnwise operands; none of a frozen layer
     calls                `BoundCall`s whose captured launches hold the addresses of these parts
     """
 
-    def __init__(self, layer: BoundSpec | LayerState, parts: Sequence[Tensor], sizes: tuple[int, int]) -> None:
+    def __init__(self, spec: Callable[[], LinearSpec], parts: Sequence[Tensor], sizes: tuple[int, int]) -> None:
         self.number = next(_NUMBERS)
-        self._layer, self.parts, self._sizes, both = layer, parts, sizes, sum(sizes)
+        self._spec, self.parts, self._sizes, both = spec, parts, sizes, sum(sizes)
         self.rowwise = [part for i, part in enumerate(parts) if i % both < sizes[0]]
         self._columnwise = [part for i, part in enumerate(parts) if i % both >= sizes[0]]
         self.calls: dict[Any, Any] = {}
 
     @cached_property
     def operands(self) -> tuple[list[QuantizedTensor], list[QuantizedTensor]]:
-        spec = self._layer.spec  # a layer that is being copied has no spec yet
+        spec = self._spec()
         columnwise = spec.weight_operands(self._columnwise, columnwise=True) if self._columnwise else []
         return spec.weight_operands(self.rowwise, columnwise=False), columnwise
 
@@ -305,136 +170,6 @@ class WeightParts:
             return operands
         self._check_not_frozen()
         return [operands[i] for i in used]
-
-
-class LayerWeights:
-    """The weights of one layer, in the order of members.
-
-    caches       weights without FSDP sharding are cast at the step boundary, else in each pass
-    dtype        dtype of x in the last run: values are rounded to it before casts
-    parts        cast operands of all weights; None if at least one weight has none
-    held         at least one weight is quantized-only
-    main_grads   destination of each member's wgrads, None: autograd; empty: autograd for all members
-    """
-
-    def __init__(self, layer: LayerState) -> None:
-        self.layer, self.caches = layer, False
-        self.main_grads: list[MainGrad | None] = []
-        self.dtype: torch.dtype | None = None
-        self.parts: WeightParts | None = None
-        self.members: list[Weight] = []
-        self.held = self._gathered = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """State of a copied layer, which casts its weights in each pass until it is attached to its own optimizer."""
-        return vars(self) | {"caches": False, "dtype": None, "parts": None, "main_grads": []}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.collect()
-
-    def __iter__(self) -> Iterator[Weight]:
-        return iter(self.members)
-
-    def set(self, members: Sequence[Weight]) -> None:
-        """Replace the members, whose storage has changed."""
-        self.members = list(members)
-        self._gathered = any(weight.gathered for weight in members)
-        self.held = any(weight.held for weight in members)
-        self.collect()
-
-    def collect(self) -> None:
-        """Renew `parts` after a member's operands may have changed."""
-        parts = [part for weight in self.members for part in weight.parts]
-        if self.parts is None or list(map(id, parts)) != list(map(id, self.parts.parts)):
-            complete, rowwise = all(weight.parts for weight in self.members), self.members[0].num_rowwise
-            sizes = rowwise, len(parts) // len(self.members) - rowwise
-            self.parts = WeightParts(self.layer, parts, sizes) if complete else None
-
-    def operands_for(self, bound: BoundSpec, dtype: torch.dtype) -> WeightParts | None:
-        """Operands from the step boundary, if they fit a pass under this spec with x of `dtype`; None: use `read`."""
-        if bound is not self.layer.bound:
-            return self.parts if all([weight.serves(bound.spec) for weight in self.members]) else None
-        if self.dtype != dtype:  # the next step boundary casts for the new dtype
-            self.dtype = dtype
-            for weight in self.members:
-                weight.drop(retyped=True)
-            # not via `collect`, whose tensor ids torch.compile would guard on
-            if not all(weight.parts for weight in self.members):
-                self.parts = None
-        return self.parts
-
-    def read(
-        self, bound: BoundSpec, used: Sequence[int], values: Sequence[Tensor], dtype: torch.dtype, *, columnwise: bool,
-        record: bool,
-    ) -> list[QuantizedTensor]:  # fmt: skip
-        """Operands of the `used` weights in one orientation, if FSDP gathers operands for the pass; empty if the pass casts
-        the weights, with one agreement for all."""
-        if not self._gathered:
-            return []
-        uses = [(self.members[i], Use(bound, value, dtype, record)) for i, value in zip(used, values, strict=True)]
-        return [weight.columnwise(use) if columnwise else weight.rowwise(use) for weight, use in uses]
-
-    def targets(self, used: Sequence[int], values: Sequence[Tensor]) -> list[Target | None]:
-        """Destinations of the wgrads of the `used` members in the running backward, None for autograd; empty if all go
-        to autograd.
-
-        `values`: the weights that forward read."""
-        main_grads = [self.main_grads[i] for i in used]
-        targets = [None if main is None else main.target(w) for main, w in zip(main_grads, values, strict=True)]
-        return targets if any(targets) else []
-
-    def stored(self) -> list[Tensor]:
-        """Parameters that optimizers step on, without parameters that a parametrization replaced."""
-        return [stored for weight in self.members if (stored := weight.stored) is not None]
-
-    def in_use(self) -> bool:
-        """Whether passes compute with operands from a step boundary."""
-        return self.parts is not None or all(weight.gathered and weight.fresh for weight in self.members)
-
-    def check(self, recipe: Recipe) -> None:
-        """Raise ValueError for a recipe that the layer cannot run under."""
-        for weight in self.members:
-            weight.check(recipe)
-
-    def check_in_place(self, parameters: Sequence[Any]) -> None:
-        """Raise ValueError if a module holds a tensor that the layer would not compute with. `parameters`: parameters of the
-        modules, in the order of members."""
-        for weight, parameter in zip(self.members, parameters, strict=False):
-            weight.check_in_place(parameter)
-
-    def drop(self) -> None:
-        """Forget all operands, see `Weight.drop`."""
-        for weight in self.members:
-            weight.drop()
-        self.collect()
-        note_reasons(self.members)
-
-    @contextmanager
-    def shown(self, *, written: bool = False) -> Iterator[None]:
-        """Context in which parameters hold their values; `written`: they may be overwritten."""
-        with ExitStack() as stack:
-            for weight in self.members:
-                stack.enter_context(weight.shown(written=written))
-            yield
-
-
-def weights_in(model: nn.Module) -> Iterator[LayerWeights]:
-    """Weights of all layers of a model, each once."""
-    found = (getattr(getattr(module, "core", None), "weights", None) for module in model.modules())
-    yield from dict.fromkeys(weights for weights in found if isinstance(weights, LayerWeights))
-
-
-def note_reasons(weights: Sequence[Weight]) -> None:
-    """Log, once per reason, why weights are gathered in high precision although their recipe quantizes them."""
-    by_reason: dict[str, list[Weight]] = {}
-    for weight in weights:
-        if weight.why not in (None, weight.noted):
-            by_reason.setdefault(str(weight.why), []).append(weight)
-        weight.noted = weight.why
-    for why, its in by_reason.items():
-        some = its[0].name if len(its) == 1 else f"{its[0].name} and {len(its) - 1} more"
-        its[0].bound.session.note(f"w is gathered in high precision: {why} [{some}]")
 
 
 class Values:
@@ -477,23 +212,7 @@ class WeightBatch:
         self.values, self.casts = Values(), CastBatch()
 
 
-@torch.inference_mode(False)  # later boundaries write into the operands that this boundary allocates
-@torch.no_grad()
-def refresh(session: StepState, weights: Sequence[Weight]) -> None:
-    """Cast these weights of a model in one batch. All ranks call it together."""
-    session.weight_batch = batch = session.weight_batch or WeightBatch()
-    wanted = [(weight, casts) for weight in weights if (casts := weight.casts(batch.values))]
-    batch.values.renew()
-    operands = iter(batch.casts.make([cast for _, casts in wanted for cast in casts]))
-    for weight, casts in wanted:
-        weight.take([next(operands) for _ in casts])
-    _share([staged for weight, _ in wanted if (staged := weight.staged()) is not None])
-    for weight in weights:
-        weight.fresh = True
-    session.weights_cast(list(dict.fromkeys(weight.owner for weight, _ in wanted)))
-
-
-def _share(staged: Sequence[tuple[ProcessGroup, list[Tensor]]]) -> None:
+def share_amaxes(staged: Sequence[tuple[ProcessGroup, list[Tensor]]]) -> None:
     """Agree on staged amaxes, once for each group."""
     by_group: dict[ProcessGroup, list[Tensor]] = {}
     for group, its in staged:

@@ -40,8 +40,9 @@ from dlp.kernels.ops import sum_in_order
 from dlp.parallel.casts import Cast
 from dlp.parallel.linear.canonical import TREE
 from dlp.parallel.linear.plan import WIRES
-from dlp.parallel.linear.state import StepState, in_backward
-from dlp.parallel.weight.base import LayerWeights, Values, Weight, note_reasons, refresh, weights_in
+from dlp.parallel.linear.state import LayerWeights, StepState, Weight, note_reasons, refresh, weights_in
+from dlp.parallel.linear.step import in_backward
+from dlp.parallel.weight.base import Values
 from dlp.parallel.weight.local import LocalWeight, local_values
 from dlp.parallel.weight.parameters import (
     ShardedParameter,

@@ -31,7 +31,8 @@ from torch.optim import Optimizer
 from dlp.parallel.casts import BOTH, Cast
 from dlp.parallel.linear.quantize import quantize, unflatten
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.weight.base import LayerWeights, Values, weights_in
+from dlp.parallel.linear.state import LayerWeights, weights_in
+from dlp.parallel.weight.base import Values
 from dlp.parallel.weight.local import LocalWeight, local_values
 from dlp.parallel.weight.parameters import (
     REGION,

@@ -17,29 +17,23 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from dlp.kernels.ops import rounded
 from dlp.parallel.casts import COLUMNWISE, ROWWISE, Cast, Operands, operand_shape
 from dlp.parallel.linear.quantize import flatten, quantize, unflatten, weight_casts
-from dlp.parallel.linear.state import LayerState
-from dlp.parallel.weight.base import LayerWeights, Member, MemberWeight, Use, Values
+from dlp.parallel.linear.state import LayerState, Use, Weight
+from dlp.parallel.weight.base import Values
 from dlp.parallel.weight.parameters import PlacedParameter, take_class
 from dlp.quant.quantizer import Wanted
 from dlp.quant.tensor import QuantizedTensor
 
 
-def local_weights(layer: LayerState) -> LayerWeights:
-    """The weights of a layer that is being constructed."""
-    weights = LayerWeights(layer)
-    weights.set([LocalWeight(weights, i) for i in range(len(layer.members))])
-    return weights
+def set_local(layer: LayerState) -> None:
+    """Give a layer that is being constructed weights whose complete values are on this rank."""
+    layer.weights.set([LocalWeight(layer.weights, i) for i in range(len(layer.members))])
 
 
-class LocalWeight(MemberWeight):
+class LocalWeight(Weight):
     """A weight whose complete values are on this rank."""
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"parts": []}
-
-    @property
-    def member(self) -> Member:
-        return self.owner.layer.members[self.index]
 
     @property
     def stored(self) -> Tensor | None:

@@ -31,9 +31,10 @@ from dlp.comm import observer
 from dlp.comm.collectives import all_gather
 from dlp.parallel.casts import COLUMNWISE, NOBODY, ROWWISE, Cast, Groups, Read, agrees
 from dlp.parallel.linear.quantize import quantize
-from dlp.parallel.linear.state import in_backward
+from dlp.parallel.linear.state import LayerWeights, Use, Weight
+from dlp.parallel.linear.step import in_backward
 from dlp.parallel.style import ParallelStyle
-from dlp.parallel.weight.base import LayerWeights, MemberWeight, Use, Values
+from dlp.parallel.weight.base import Values
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, ScaleSlot, Wanted, caps_of, one_read
 from dlp.quant.recipe import Operand, Recipe
 from dlp.quant.tensor import SHARED, UNSAID, Format, QuantizedTensor, Shape
@@ -177,7 +178,7 @@ class RowShards:
     refused: str | None = None
 
 
-class ShardedWeight(MemberWeight):
+class ShardedWeight(Weight):
     """One weight with sharded rows.
 
     rows      the parameter
