@@ -171,9 +171,11 @@ class Pass:
         """The contexts of the ops after forward; created here if launches were replayed."""
         if self.ctxs is None:
             self.ctxs = [OperationContext() for _ in self.call.members.ops]
+            for ctx in self.ctxs:
+                ctx.record = self.record
             for i, each in enumerate(self.call.linears):
-                ctx: Any = self.ctxs[each.place]
-                ctx.bound, ctx.record, ctx.scales = each.bound, self.record, self.scales[i]
+                ctx = self.ctxs[each.place]
+                ctx.bound, ctx.scales = each.bound, self.scales[i]
                 ctx.dtype, ctx.weight_parts, ctx.needs_dw = self.call.dtype, self.weight_parts[i], each.needs_dw
                 ctx.pass_tensors = self.given[each.weights], self.parts[i] if self.parts else ()
             plan = self.call.plan
