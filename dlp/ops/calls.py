@@ -171,16 +171,14 @@ class Pass:
         """The contexts of the ops after forward; created here if launches were replayed."""
         if self.ctxs is None:
             self.ctxs = [OperationContext() for _ in self.call.members.ops]
-            for ctx in self.ctxs:
-                ctx.record = self.record
             for i, each in enumerate(self.call.linears):
-                ctx = self.ctxs[each.place]
-                ctx.bound, ctx.scales = each.bound, self.scales[i]
+                ctx: Any = self.ctxs[each.place]
+                ctx.bound, ctx.record, ctx.scales = each.bound, self.record, self.scales[i]
                 ctx.dtype, ctx.weight_parts, ctx.needs_dw = self.call.dtype, self.weight_parts[i], each.needs_dw
                 ctx.pass_tensors = self.given[each.weights], self.parts[i] if self.parts else ()
             plan = self.call.plan
             for i, ctx in enumerate(self.ctxs if plan else ()):
-                ctx.requires_grad, ctx.needs_dx = plan.needs_backward[i], plan.needs_dx[i]
+                ctx.requires_grad, ctx.needs_dx, ctx.record = plan.needs_backward[i], plan.needs_dx[i], self.record
             for ctx, own in zip(self.ctxs, self.replayed.attributes, strict=True) if self.replayed else ():
                 vars(ctx).update(own)
         return self.ctxs
