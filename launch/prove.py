@@ -170,7 +170,7 @@ def fitting(meshes: Sequence[str], config: Config) -> Iterator[str]:
         if config.train.sequence % (2 * case.cp) and case.cp > 1:
             raise ValueError(
                 f"mesh {name!r}: cp {case.cp} needs sequences of a multiple of {2 * case.cp} tokens; [train] sequence is "
-                f"{config.train.sequence}: change it, or choose meshes without cp"
+                f"{config.train.sequence}; choose a multiple, or meshes without cp"
             )
         yield name
 
