@@ -140,10 +140,11 @@ def tokens_of(config: Config, step: int) -> Tensor:
 
 
 def loss(config: Config, model: Any, batch: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Mean loss of a microbatch, as in the training loop."""
-    tokens, targets = batch[:, :-1], batch[:, 1:].reshape(-1)
+    """This rank's share of the mean loss of a microbatch, as in the training loop: ranks of cp have different tokens."""
+    tokens, targets = map(dlp.Context.of(mesh).split, (batch[:, :-1], batch[:, 1:]))
     z_loss, invariant = config.train.z_loss, config.train.invariant
-    return dlp.cross_entropy(model(tokens), targets, mesh, z_loss=z_loss, invariant=invariant) / targets.numel()
+    total = dlp.cross_entropy(model(tokens), targets.reshape(-1), mesh, z_loss=z_loss, invariant=invariant)
+    return total / batch[:, 1:].numel()
 
 
 def bytes_of(config: Config, model: Any, mesh: DeviceMesh, case: MeshCase) -> Traffic:
@@ -166,6 +167,11 @@ def fitting(meshes: Sequence[str], config: Config) -> Iterator[str]:
                     f"mesh {name!r}: tp {case.tp} does not divide [model] {field} = {getattr(model, field)}; choose "
                     f"meshes without it"
                 )
+        if config.train.sequence % (2 * case.cp) and case.cp > 1:
+            raise ValueError(
+                f"mesh {name!r}: cp {case.cp} needs sequences of a multiple of {2 * case.cp} tokens; [train] sequence is "
+                f"{config.train.sequence}; choose a multiple, or meshes without cp"
+            )
         yield name
 
 

@@ -34,7 +34,7 @@ from dlp.proof.cases import MeshCase, held
 from dlp.quant.fp8 import CurrentScaling
 from launch.models import modules
 from launch.models.modules import Llama
-from launch.models.parallel import parallel_groups
+from launch.models.parallel import parallel_groups, set_context
 from launch.models.settings import Model
 from launch.training.gradient_norm import GradientNorm
 from tests.multigpu import test_equivalence as equivalence
@@ -109,8 +109,10 @@ def built(
     recipe = LayerGroup("recipe", ["layers.**.*_proj"], recipe=MODELS[kind])
     groups = [*parallel_groups(model.config, case.sequence_parallel), recipe]
     micro = BATCH // case.pieces
-    dlp.convert(model, groups, mesh, batch=(micro, SEQUENCE))
-    if case.dp > 1:
+    if case.cp > 1:
+        set_context(model, dlp.Context.of(mesh))
+    dlp.convert(model, groups, mesh, batch=(micro, SEQUENCE // case.cp))
+    if case.dp * case.cp > 1:
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for block in model.model.layers:
             dlp.fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -134,8 +136,9 @@ def tokens(step: int) -> Tensor:
 
 
 def loss(model: nn.Module, text: Tensor, mesh: DeviceMesh) -> Tensor:
-    targets = text[:, 1:].reshape(-1)
-    return dlp.cross_entropy(model(text[:, :-1]), targets, mesh) / targets.numel()
+    context = dlp.Context.of(mesh)
+    tokens, targets = context.split(text[:, :-1]), context.split(text[:, 1:]).reshape(-1)
+    return dlp.cross_entropy(model(tokens), targets, mesh) / text[:, 1:].numel()
 
 
 # ---- faults
@@ -278,6 +281,17 @@ def gradient_factor(factor: float) -> Callable[[Here], None]:
             output_tensor.mul_(factor)
 
     return lambda here: here.model.model.layers[1].set_custom_reduce_scatter(Scaled(collectives.AS_IT_IS))
+
+
+def gradients_of_one_rank(here: Here) -> None:
+    """The gradients of block 1 are those of this rank's tokens."""
+
+    class Own(CodecReduceScatter):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, *args: Any, **more: Any) -> None:
+            super().__call__(output_tensor, input_tensor, group, *args, **more)
+            output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()] / group.size())
+
+    here.model.model.layers[1].set_custom_reduce_scatter(Own(collectives.AS_IT_IS))
 
 
 def never_recast(here: Here) -> None:
@@ -562,6 +576,7 @@ FAULTS = [
     Fault("dgrad of v missing", "tp2+sp", "fp32", one_sibling, Q_1, "dx", "missing part"),
     Fault("gradient divided twice", "dp2", "fp32", gradient_factor(0.5), DOWN_1, "dw", "divided twice"),
     Fault("gradient not averaged", "dp2", "fp32", gradient_factor(2.0), DOWN_1, "dw", "summed twice"),
+    Fault("gradients not summed over cp", "cp2", "fp32", gradients_of_one_rank, DOWN_1, "dw", "missing sum"),
     Fault("replicas summed", "hsdp2x2", "fp32", gradient_factor(2.0), DOWN_1, "dw", "summed twice"),
     Fault("weight cast not renewed", "tp2", "fp8", never_recast, DOWN_1, "codes of w", "stale weight", 3),
     Fault("stale gather", "dp2", "fp32", stale_gather, DOWN_1, "y", "stale weight", 2),

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dlp
 from dlp import ops
 from dlp.ops.fusions import REGISTERED
 from dlp.quant.recipe import Operand
 from tests.cases import RECIPES
 from tests.metrics import assert_bit_equal, assert_close
-from tests.ops_models import H, M, Watched, linear, run, values
+from tests.ops_models import FFN, H, M, Watched, linear, run, values
 from tests.restored_tables import restored_fusions
 
 SHIPPED = [fusion.__name__ for fusion in REGISTERED.forward]  # before any sequence has run
@@ -225,3 +226,54 @@ def test_a_fusion_equals_its_basic_ops(said: str, recipe: str, learns: str):
             assert_bit_equal(found[name], tensor, name)
         else:
             assert_close(found[name], tensor, bound, name)
+
+
+# Norms and activations before the cast of a linear
+
+BEFORE_CASTS: dict[str, Any] = {
+    "linear": lambda r: [ops.LayerNorm(H), linear(r)],
+    "zero-centered": lambda r: [ops.LayerNorm(H, zero_centered_gamma=True), linear(r, bias=False)],
+    "siblings": lambda r: [
+        ops.LayerNorm(H), ops.Linear(H, (FFN, FFN), bias=False, recipe=r), ops.SwiGLU(), ops.Linear(FFN, H, recipe=r),
+    ],
+    "two norms": lambda r: [ops.LayerNorm(H), linear(r), ops.GELU(), ops.LayerNorm(H), linear(r)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [M, M + 16], ids=["whole blocks", "padded"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("program", BEFORE_CASTS)
+def test_a_layer_norm_in_a_sequence_has_the_bits_of_ops_one_by_one(program: str, recipe: str, tokens: int):
+    torch.manual_seed(0)
+    sequence = ops.Sequential(*BEFORE_CASTS[program](recipe)).bfloat16()
+    for parameter in sequence.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    alone = nn.Sequential(*copy.deepcopy(sequence))
+    for step in range(2):  # the second step reads delayed scales
+        found, expected = (run(each, tokens, H, seed=3 * step, dtype=torch.bfloat16) for each in (sequence, alone))
+        for (name, tensor), other in zip(found.items(), expected.values(), strict=True):
+            assert_bit_equal(tensor, other, name)
+        dlp.end_step(sequence)
+        dlp.end_step(alone)
+
+
+STORED = "stores y, which the cast of"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_plan_says_which_outputs_casts_read_from_memory(recipe: str):
+    """RMSNorm and SwiGLU are computed by casts of bf16 to E4M3, LayerNorm and other activations by none."""
+    model = ops.Sequential(
+        ops.LayerNorm(H), linear(recipe), ops.GELU(), linear(recipe), ops.RMSNorm(H), linear(recipe)
+    ).bfloat16()
+    model(values(0, 128, H).bfloat16())
+    expected = [
+        f"0 (LayerNorm) {STORED} 1 (Linear) reads: no cast computes LayerNorm",
+        f"2 (GELU) {STORED} 3 (Linear) reads: no cast computes GELU",
+    ] * (recipe != "bf16")
+    if recipe in ("nvfp4", "int8"):
+        expected.append(f"4 (RMSNorm) {STORED} 5 (Linear) reads: the casts of {recipe} read stored values")
+    assert [line.strip() for line in str(model.plan()).splitlines() if STORED in line] == expected
+    model.float()(values(0, 128, H))
+    said = f"4 (RMSNorm) {STORED} 5 (Linear) reads: casts compute RMSNorm in torch.bfloat16; got torch.float32"
+    assert (said in str(model.plan())) == (recipe != "bf16")

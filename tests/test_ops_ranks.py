@@ -221,7 +221,7 @@ def test_a_row_parallel_linear_does_not_add_a_bias_that_it_returns(ranks: Any):
         assert_close(apart, added, 1e-6)
 
 
-def handed_over(recipe: str) -> tuple[list[dict[str, Tensor]], str, list[str], list[list[str]]]:
+def handed_over(recipe: str, by_reader: bool) -> tuple[list[dict[str, Tensor]], str, list[str], list[list[str]]]:
     """Gradients for token shards x and dy that arrive quantized with scales agreed over tp, and for values; the message about
     scales that are not agreed; the gathered operands; and the casts of the linears."""
     mesh = worker.mesh(dp_shard=1, tp=2)
@@ -238,14 +238,18 @@ def handed_over(recipe: str) -> tuple[list[dict[str, Tensor]], str, list[str], l
             torch.manual_seed(0)
             column = ops.Linear(H, 2 * H, tensor_parallel_mode="column", **more)
             row = ops.Linear(2 * H, H, tensor_parallel_mode="row", **more)
-            quantize = ops.Quantize(True, True, recipe=recipe, strict=True, process_group=group)
+            told = {"recipe": recipe, "process_group": group}
+            before = ops.Quantize(strict=True, **({"reader": column} if by_reader else told))
+            behind = ops.Quantize(False, True, strict=True, **({"reader": row} if by_reader else told))
             x = ((1 + rank) * values(1 + rank, 128, H)).requires_grad_()
-            between = quantize(x) if handed else x
+            between = before(x) if handed else x
             y = row(column(between))
-            y = quantize(y) if handed else y
+            seen = list[Any]()
+            y.register_hook(lambda dy, seen=seen: seen.append(type(dy)))
+            y = behind(y) if handed else y
             dy = (1 + rank) * values(3 + rank, 128, H)
             y.backward(dy)
-            assert not handed or type(between) is type(y) is ops.Handed
+            assert not handed or (type(between) is ops.Handed and seen == [ops.Handed])
             found.append({name: p.grad for name, p in (("dw", column.weight), ("dw'", row.weight))})
     finally:
         quantization.start_gather, quantization.cast = start, cast
@@ -258,9 +262,10 @@ def handed_over(recipe: str) -> tuple[list[dict[str, Tensor]], str, list[str], l
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("by_reader", [False, True], ids=["by recipe", "by reader"])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
-def test_codes_that_came_are_gathered_as_they_are(recipe: str, ranks: Any):
-    for (handed, plain), said, sent, casts in ranks(2).run(handed_over, recipe):
+def test_codes_that_came_are_gathered_as_they_are(recipe: str, by_reader: bool, ranks: Any):
+    for (handed, plain), said, sent, casts in ranks(2).run(handed_over, recipe, by_reader):
         own = [[tensor for tensor in each if tensor in ("x", "dy")] for each in casts]
         assert own == [["x", "dy"], ["x", "x", "dy", "dy"]], "what came quantized is not cast again before a gather"
         for name, grad in plain.items():

@@ -7,7 +7,7 @@ import torch
 
 import dlp
 from dlp.proof.bounds import Gemm, allowed, cast_variance, measure
-from dlp.proof.cases import MeshCase, Place
+from dlp.proof.cases import MeshCase, Place, tokens_of
 from dlp.proof.diagnose import Guess
 from dlp.proof.record import Key
 from dlp.proof.report import Finding, MeshResult, Report, places
@@ -20,6 +20,8 @@ from tests.cases import RECIPES
 def test_meshes_have_names():
     assert MeshCase.parse("tp2xdp4+sp+accumulate3") == MeshCase("tp2xdp4+sp+accumulate3", 1, 4, 2, True, 3)
     assert MeshCase.parse("hsdp2x3xtp4").ranks == 24
+    assert MeshCase.parse("cp2xtp2+sp") == MeshCase("cp2xtp2+sp", tp=2, sequence_parallel=True, cp=2)
+    assert MeshCase.parse("cp3xdp2").ranks == 6
     for wrong in ("", "tp", "tp2x", "tp2tp4", "tp2xtp4", "tp0", "ep2", "tp2 sp"):
         with pytest.raises(ValueError, match="expected tpN"):
             MeshCase.parse(wrong)
@@ -35,6 +37,26 @@ def test_a_rank_has_its_part_of_a_tensor():
     assert torch.equal(place.part(x, torch.Size([3, 4])), mine.reshape(6, 4)[3:])
     assert torch.equal(place.part(x, torch.Size([6, 2])), mine.reshape(6, 4)[:, 2:])
     assert place.part(x, torch.Size([5, 4])) is None
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["sequences", "tokens"])
+def test_a_rank_of_cp_has_its_chunks_of_each_sequence(flat: bool):
+    """Rank 1 of cp = 2 has chunks 1 and 2 of the four chunks of a sequence; tp shards the tokens or the features of these."""
+    case = MeshCase("", dp_shard=2, cp=2, tp=2, sequences=4)
+    x = torch.arange(4 * 8 * 4.0).view(4, 8, 4)  # [B, S, F]
+    place = Place(case, tp=1, dp=1, cp=1).at(0)
+    mine, given = x[2:4, 2:6], x.flatten(0, 1) if flat else x
+    assert place.name == "tp rank 1, cp rank 1, dp rank 1" and place.shard == 3
+    for shape, expected in {
+        (8, 4): mine.reshape(8, 4), (8, 2): mine.reshape(8, 4)[:, 2:], (4, 4): mine.reshape(8, 4)[4:],
+    }.items():  # fmt: skip
+        part = place.part(given, torch.Size(shape))
+        assert part is not None and torch.equal(part, expected)
+    assert place.part(given, torch.Size([6, 4])) is None
+    outer = Place(case, tp=0, dp=0, cp=0).at(0)
+    tokens = torch.arange(32).view(4, 8)
+    assert torch.equal(outer.part(tokens, torch.Size([2, 4])), tokens[:2, [0, 1, 6, 7]])  # type: ignore[arg-type]
+    assert tokens_of(case, 32, 1, 1, 1).tolist() == tokens[2:4, 2:6].flatten().tolist()[4:]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -92,6 +114,8 @@ def test_a_config_is_shrunk_with_the_same_divisibility():
     assert any("optimizer" in remark for remark in remarks) and any("compile" in remark for remark in remarks)
     with pytest.raises(ValueError, match="tp 16 does not divide \\[model\\] kv_heads"):
         list(prove.fitting(["tp16"], config))
+    with pytest.raises(ValueError, match="cp 3 needs sequences of a multiple of 6 tokens; \\[train\\] sequence is 64"):
+        list(prove.fitting(["cp3"], config))
 
 
 def test_what_cannot_travel_to_ranks_is_refused(monkeypatch):

@@ -57,6 +57,7 @@ from dlp.kernels.gemm_entries import gemm_hp
 from dlp.kernels.lazy_activations import Activated, ActivationGrad, GatedBy, GatedGrad, GatedGrads, LayerNormed
 from dlp.kernels.lazy_matrix import (
     ACTIVATION_CODES,
+    FUSED_DTYPE,
     AddedNormed,
     Gated,
     LazyMatrix,
@@ -105,8 +106,8 @@ from dlp.kernels.table import DEFAULT_OPTIONS, GemmLaunchOptions
 
 __all__ = [
     "ACTIVATION_CODES", "AMAX_ALGORITHMS", "Activated", "ActivationGrad", "AddedNormed", "DEFAULT_OPTIONS", "DelayedSlots",
-    "FLT_MAX",
-    "FP8_MAX", "Flags", "Fp8Scale", "Gated", "GatedBy", "GatedGrad", "GatedGrads", "GemmLaunchOptions", "Launches",
+    "FLT_MAX", "FP8_MAX", "FUSED_DTYPE",
+    "Flags", "Fp8Scale", "Gated", "GatedBy", "GatedGrad", "GatedGrads", "GemmLaunchOptions", "Launches",
     "LayerNormed", "LazyMatrix", "Outs", "Parts", "PhiloxState", "Produced",
     "RHT_SIGNS", "RmsNormed", "Summed", "Wanted", "activation",
     "activation_backward", "amax", "amax_gate_grads", "amax_lines", "amax_nvfp4", "amax_nvfp4_both", "block_1d_layout",

@@ -178,7 +178,7 @@ class Pass:
                 ctx.pass_tensors = self.given[each.weights], self.parts[i] if self.parts else ()
             plan = self.call.plan
             for i, ctx in enumerate(self.ctxs if plan else ()):
-                ctx.requires_grad, ctx.needs_dx = plan.needs_backward[i], plan.needs_dx[i]
+                ctx.requires_grad, ctx.needs_dx, ctx.record = plan.needs_backward[i], plan.needs_dx[i], self.record
             for ctx, own in zip(self.ctxs, self.replayed.attributes, strict=True) if self.replayed else ():
                 vars(ctx).update(own)
         return self.ctxs

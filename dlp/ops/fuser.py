@@ -8,7 +8,7 @@ or eval mode, dtype, registered fusions. The result, a `FuserPlan`, is kept, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -263,6 +263,7 @@ class OperationFuser:
         forward_ops, backward_ops = (
             self._placed(fuse(which, ops, recipe, notes), which) for which in ("forward", "backward")
         )
+        notes += self._stored_before_casts(forward_ops, ctxs)
         dx_quantizers = _quantizers_before(pairs, "grad_output_quantizer")
         y_quantizers = _quantizers_before(pairs[::-1], "input_quantizer")[::-1]
         linears = ", ".join(dict.fromkeys(ctxs[i].bound.spec.name for _, i, _ in self.linears))
@@ -279,6 +280,16 @@ class OperationFuser:
             with_end_backward=[i for _, i, op in self.linears if needs_backward[i] and op.has_end_backward(ctxs[i])],
             notes=notes, captured=captured, num_parameters=list(map(len, own)),
         )  # fmt: skip
+
+    def _stored_before_casts(self, forward_ops: Sequence[Placed], ctxs: Sequence[Any]) -> list[str]:
+        """Lines for the plan: ops directly before a linear whose output the cast of x reads from memory, with reasons."""
+        lines, linears = [], {i: op for _, i, op in self.linears}
+        for placed, following in pairwise(forward_ops):
+            at = placed.places[-1]
+            for i in linears.keys() & {*following.places}:
+                if why := linears[i].why_stored(ctxs[i], self.basic_ops[at]):
+                    lines.append(f"{self.names[at]} stores y, which the cast of {self.names[i]} reads: {why}")
+        return lines
 
     def _obstacle(self, which: str, direction: Sequence[Placed], ctxs: Sequence[Any]) -> str:
         """Reason why a direction cannot be captured, from the first op with a reason; empty: the direction can be captured."""

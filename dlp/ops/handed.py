@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_map
 
 from dlp.kernels.ops import LazyMatrix
 from dlp.parallel.casts import BOTH, CastContext, CastPlan, Operands, cast, cast_plan, operand_shape
+from dlp.parallel.linear.active import active_region
 from dlp.parallel.linear.plan import Route
 from dlp.parallel.linear.quantize import as_matrix, cast_context, plan_of, trimmed
-from dlp.parallel.linear.state import BoundSpec
+from dlp.parallel.linear.state import BoundSpec, LayerState
 from dlp.parallel.style import COLUMN_SP, LOCAL, ROW_SP
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Operand, Recipe
@@ -124,7 +125,7 @@ def why_not(recipe: Recipe, tensor: str, shape: Sequence[int]) -> str | None:
     tensor can be quantized before."""
     operand = recipe.of(tensor)
     if operand is None or operand.keeps_source:
-        return "the recipe does not quantize"
+        return UNQUANTIZED
     caps = [caps_of(quantizer) for quantizer in (operand.rowwise, operand.columnwise)]
     if any(each.slot is not None for each in caps):
         return "delayed scales belong to the layer that reads the tensor"
@@ -136,7 +137,9 @@ def why_not(recipe: Recipe, tensor: str, shape: Sequence[int]) -> str | None:
     return None
 
 
+UNQUANTIZED = "the recipe does not quantize"
 DRAWS = "stochastic rounding depends on the layer that reads the tensor"
+BIAS_SUMS = "the bias sums dy"
 
 
 def quantized(
@@ -177,20 +180,15 @@ class LayerOperand(Operand):
     record: bool
     obstacle: str = ""
 
-    def cast(self, value: Any) -> Handed | None:
-        """x or dy [..., C], cast as the linear casts it; None, and a note in the plan, if only the linear can cast."""
-        if self.rowwise.format.keeps_source and self.columnwise.format.keeps_source:
-            return None
-        spec, rows = self.bound.spec, as_matrix(value)
-        route = self._route(value)
-        if why := self.obstacle or self._why_not(route):
-            self.bound.session.note(f"{spec.name}: {self.tensor} arrives in high precision: {why}")
-            return None
+    def cast(self, value: Any, strict: bool = False) -> Handed:
+        """x or dy [..., C], cast as the linear casts it, for which `why_not` has found no reason against. strict: see
+        `CastRecord`."""
+        spec, rows, route = self.bound.spec, as_matrix(value), self._route(value)
         assert route.before is not None
         context = partial(cast_context, self.bound)
         member = spec.owners(self.tensor)[:1]
         (operands,) = cast(route.before, route.cast_before, [rows], member, context, record=self.record)
-        record = CastRecord(Operand(self.rowwise, self.columnwise), bound=self.bound)
+        record = CastRecord(Operand(self.rowwise, self.columnwise), strict=strict, bound=self.bound)
         return Handed(operands, record, value.shape, rows.dtype)
 
     def _route(self, value: Any) -> Route:
@@ -201,19 +199,46 @@ class LayerOperand(Operand):
         rows = value.shape[:-1].numel()
         return (self.bound.plans_back.get(rows) or self.bound.plan_back(rows)).dys[True, self.wgrad]
 
-    def _why_not(self, route: Route) -> str:
-        """Reason why the tensor must arrive in high precision; "": no reason."""
-        quantizers = self.rowwise, self.columnwise
-        spec = self.bound.spec
+    def why_not(self, value: Any) -> str:
+        """Reason why only the linear can cast x or dy [..., C]; "": the tensor can be cast before."""
+        quantizers, spec = (self.rowwise, self.columnwise), self.bound.spec
+        if self.keeps_source:
+            return UNQUANTIZED
+        if self.obstacle:
+            return self.obstacle
         if any(caps_of(quantizer).origin for quantizer in quantizers):
             return DRAWS
-        if any(route.cast_after) or any(quantizer.format.keeps_source for quantizer in quantizers):
+        if any(self._route(value).cast_after) or any(quantizer.format.keeps_source for quantizer in quantizers):
             return "the recipe gathers or multiplies high precision, too"
         if spec.options.save_original_input and self.tensor == "x":
             return "save_original_input keeps x itself"
         if self.tensor == "dy" and len(spec.members) > 1:
             return "siblings share one cast of all dy"
         return ""
+
+
+def bound_reader(layer: Any) -> BoundSpec:
+    """The spec under which a linear outside of this sequence runs now: the spec of the layer, or of the autocast region.
+    TypeError for a module without the casts of a linear."""
+    core, region = getattr(layer, "core", None), active_region()
+    if not isinstance(core, LayerState):
+        raise TypeError(
+            f"reader must be a linear of dlp; got {type(layer).__name__}: pass the layer that reads the tensor, or pass "
+            f"recipe= instead"
+        )
+    return core.bound if region is None else region.spec_for(core)
+
+
+def reader_operand(layer: Any, bound: BoundSpec, tensor: str, record: bool) -> LayerOperand:
+    """Quantizers of x or dy of a linear of another sequence, under the spec `bound`."""
+    operand, core, obstacle = bound.spec.recipe.of(tensor), layer.core, ""
+    assert operand is not None
+    biased = not core.bias_apart and any(each.module._parameters.get(each.bias) is not None for each in core.members)
+    if bound.spec.slots and not bound.session.attached:
+        obstacle = "delayed scales without dlp.attach belong to the layer that reads the tensor"
+    elif tensor == "dy" and biased:
+        obstacle = BIAS_SUMS
+    return LayerOperand(operand.rowwise, operand.columnwise, bound, tensor, True, record, obstacle)
 
 
 def quantize_for(value: Tensor, quantizers: Operand | None) -> Tensor:
@@ -247,8 +272,11 @@ def quantize_for(value: Tensor, quantizers: Operand | None) -> Tensor:
             f"quantize_for takes the quantizers that op_forward receives from the fuser; got a {type(quantizers).__name__}: "
             f"to quantize by a recipe, use ops.Quantize"
         )
-    handed = quantizers.cast(value)
-    return value if handed is None else handed
+    why = quantizers.why_not(value)
+    if why and why is not UNQUANTIZED:
+        spec = quantizers.bound.spec
+        quantizers.bound.session.note(f"{spec.name}: {quantizers.tensor} arrives in high precision: {why}")
+    return value if why else quantizers.cast(value)
 
 
 def _no_context(plan: CastPlan, *asked: Any) -> CastContext:

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dlp.kernels.ops import ACTIVATION_CODES, FUSED_DTYPE
 from dlp.ops.basic.bias import Bias, ReturnedBias, check_bias
 from dlp.ops.basic.communication import AllReduce, ReduceScatter
 from dlp.ops.basic.quantize import HandOver
@@ -31,6 +32,7 @@ from dlp.ops.handed import LayerOperand
 from dlp.ops.op import BasicOperation
 from dlp.ops.te_names import TeNames, names_of
 from dlp.ops.values import HANDED, LAZY, MANY, Tensors, Value, each, is_handed, one_tensor, rows_of
+from dlp.parallel.casts import BOTH, cast_plan
 from dlp.parallel.linear import modules
 from dlp.parallel.linear.autograd import check_features, check_given, leave_wgrads, num_left, parts_of
 from dlp.parallel.linear.capture import obstacle
@@ -174,6 +176,20 @@ class BasicLinear(BasicOperation, modules.Linear):
             operand.rowwise, operand.columnwise, self._unreduced(ctx), tensor, wgrad, ctx.record,
             "all ranks agree on scales inside the layer" if agrees else "",
         )  # fmt: skip
+
+    def why_stored(self, ctx: OperationContext, producer: BasicOperation) -> str:
+        """Reason why no cast of x computes the output of `producer`, which is stored first; "": the cast on a GPU computes the
+        output, or x is not cast."""
+        recipe = ctx.bound.spec.recipe
+        if producer.in_casts is None or recipe.x.keeps_source:
+            return ""
+        if not producer.in_casts:
+            return f"no cast computes {type(producer).__name__}"
+        if ctx.dtype != FUSED_DTYPE:
+            return f"casts compute {type(producer).__name__} in {FUSED_DTYPE}; got {ctx.dtype}"
+        codes = {quantizer.format.parts[0].dtype for quantizer in (recipe.x.rowwise, recipe.x.columnwise)}
+        one_read = cast_plan(LOCAL, recipe, "x", BOTH, recipe.units[0]).lazy
+        return "" if one_read and codes <= {*ACTIVATION_CODES} else f"the casts of {recipe} read stored values"
 
     def obstacle(self, basic_op_ctxs: Sequence[OperationContext], which: str) -> str:
         return obstacle(self._unreduced(basic_op_ctxs[0]), which)

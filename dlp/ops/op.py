@@ -119,6 +119,7 @@ class BasicOperation(FusibleOperation):
         token_rows: rows of a token shard, in an operation that conversion has replicated over tp; else None.
         traced_by: linear that does the work of this operation when operations run one by one; else None.
         traced_note: difference under torch.compile and dispatch modes, for the plan.
+        in_casts: whether casts on a GPU compute the output, in place of reading a stored output; None: the output is a tensor.
         layer_name: name in a converted model, else the name of the class.
 
     Examples:
@@ -141,6 +142,7 @@ class BasicOperation(FusibleOperation):
     token_rows: int | None = None
     traced_by: nn.Module | None = None
     traced_note = ""
+    in_casts: bool | None = None
     layer_name: str
 
     def __init_subclass__(cls, **keywords: object) -> None:

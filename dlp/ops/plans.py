@@ -45,12 +45,21 @@ def group_plan(fuser: OperationFuser) -> str:
 
 
 def _without_quantizers(fuser: OperationFuser) -> list[str]:
-    """Lines for user-defined ops that receive quantizers only in eager calls (`quantize_for`)."""
-    receivers = [] if fuser.last is None else zip(fuser.names, fuser.basic_ops, fuser.last.quantizers, strict=True)
+    """Lines for user-defined ops that receive quantizers only in eager calls (`quantize_for`). Before the first eager call, all
+    user-defined ops in a sequence with a linear that quantizes."""
+    if fuser.last is None:
+        quantizes = any(not op.core.spec.recipe.x.keeps_source for _, _, op in fuser.linears)
+        receives = [quantizes] * len(fuser.basic_ops)
+    else:
+        receives = [
+            any(each is not None and not each.keeps_source for each in neighbours)
+            for neighbours in fuser.last.quantizers
+        ]
     return [
-        f"compiled or watched, {name} receives no quantizers: the neighbouring linears cast high precision"
-        for name, op, neighbours in receivers
-        if op.takes_keywords and any(each is not None and not each.keeps_source for each in neighbours)
+        f"compiled or watched, {name} receives no quantizers: the neighbouring linears cast high precision: traced ops take "
+        f"dense x and dy"
+        for name, op, asked in zip(fuser.names, fuser.basic_ops, receives, strict=True)
+        if asked and op.takes_keywords
     ]
 
 

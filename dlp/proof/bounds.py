@@ -22,9 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from dlp.parallel.linear.modules import ParallelLinear
-from dlp.proof.record import Key, Trace, is_parameter_gradient
+from dlp.proof.record import Key, Trace, is_activation_gradient, is_parameter_gradient
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Operand
+
+Part = slice | Tensor  # of a contraction: a slice, or indices
+EVERYTHING = slice(None)
 
 FP32 = torch.finfo(torch.float32).eps / 2
 UNITS = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "e2m1": 2.0**-2}  # unit roundoff of normal numbers
@@ -89,8 +92,8 @@ class Gemm:
     def length(self) -> int:
         return self.a.shape[1]
 
-    def product(self, part: slice = slice(None)) -> Tensor:
-        """C, or the contribution of a part of the contraction."""
+    def product(self, part: Part = EVERYTHING) -> Tensor:
+        """C, or the contribution of a part of the contraction: a slice, or indices."""
         return self.a[:, part] @ self.b[:, part].t()
 
     def squares(self) -> Tensor:
@@ -118,7 +121,7 @@ class TokenSum:
     def length(self) -> int:
         return self.terms.shape[0]
 
-    def product(self, part: slice = slice(None)) -> Tensor:
+    def product(self, part: Part = EVERYTHING) -> Tensor:
         return self.terms[part].sum(0, keepdim=True)
 
     def squares(self) -> Tensor:
@@ -141,7 +144,7 @@ class Scatter:
     def length(self) -> int:
         return len(self.tokens)
 
-    def product(self, part: slice = slice(None)) -> Tensor:
+    def product(self, part: Part = EVERYTHING) -> Tensor:
         return self.dy.new_zeros(self.vocabulary, self.dy.shape[1]).index_add_(0, self.tokens[part], self.dy[part])
 
     def squares(self) -> Tensor:
@@ -163,7 +166,8 @@ class Lookup:
     def length(self) -> int:
         return self.w.shape[0]
 
-    def product(self, part: slice = slice(None)) -> Tensor:
+    def product(self, part: Part = EVERYTHING) -> Tensor:
+        assert isinstance(part, slice), "tp shards the vocabulary in slices"
         first, last, _ = part.indices(self.length)
         mine = (self.tokens >= first) & (self.tokens < last)
         return self.w[self.tokens] * mine.unsqueeze(1)
@@ -267,7 +271,7 @@ class Spread(NamedTuple):
 
 def spread(trace: Trace, key: Key) -> Spread:
     """The spread of a tensor. Code between modules, and modules other than linears, are modelled as sums over a row or column
-    of the result, with terms of the typical size of the row."""
+    of the result, with terms of the typical size of the row; for gradients, of at least the typical size of the tensor."""
     value = trace.values[key].float()
     if not is_computed(key):
         before = trace.values.get(key._replace(step=key.step - 1))
@@ -277,7 +281,12 @@ def spread(trace: Trace, key: Key) -> Spread:
         moved = (value - before.float()).square()
         return Spread(rounded, moved + moved.mean(), trace.elements)  # clipping reads the norm of all gradients
     found, rows = terms(trace, key), rows_of(value)
-    squares = rows.square().mean(-1, keepdim=True).expand_as(rows).reshape(value.shape)
+    typical = rows.square().mean(-1, keepdim=True)
+    if not found and is_activation_gradient(
+        key
+    ):  # of a softmax over one key, equal terms cancel, as large as in other rows
+        typical = typical.clamp(min=typical.mean())
+    squares = typical.expand_as(rows).reshape(value.shape)
     casts: Tensor | float = 0.0
     for each in found:
         squares = squares + each.squares().reshape(value.shape)

@@ -2,6 +2,7 @@
 
 tp2        tensor parallel over 2 ranks              dp2        FSDP over 2 ranks
 tp2+sp     the same with sequence parallelism        hsdp2x2    2 replicas of FSDP over 2 ranks
+cp2        context parallel over 2 ranks             cp2xtp2    context and tensor parallel
 accumulate4    4 microbatches                        tp2xdp2+sp+accumulate2    several of these
 """
 
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP, ParallelDims, placement_on
+from dlp.comm.mesh import CP, DP_REPLICATE, DP_SHARD, DP_SHARD_CP, TP, ParallelDims, placement_on
+from dlp.parallel.model.context import Context
 
 MESHES = ("tp2", "tp2+sp", "dp2", "accumulate2", "hsdp2x2", "tp2xdp2", "tp2xdp2+sp+accumulate2")
-_PART = re.compile(r"hsdp(\d+)x(\d+)|(tp|dp|accumulate)(\d+)|(sp)")
+_PART = re.compile(r"hsdp(\d+)x(\d+)|(tp|dp|cp|accumulate)(\d+)|(sp)")
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,10 @@ class MeshCase:
     """One mesh that is compared with one rank.
 
     name                                as the user wrote the mesh
-    dp_replicate, dp_shard, tp          sizes of the axes
+    dp_replicate, dp_shard, cp, tp      sizes of the axes
     sequence_parallel                   whether tp shards tokens between layers
     accumulate                          microbatches of a step
+    sequences                           sequences of the global batch; 0: not known yet
     """
 
     name: str
@@ -37,6 +40,8 @@ class MeshCase:
     tp: int = 1
     sequence_parallel: bool = False
     accumulate: int = 1
+    cp: int = 1
+    sequences: int = 0
 
     @classmethod
     def parse(cls, text: str) -> MeshCase:
@@ -61,7 +66,8 @@ class MeshCase:
                 break
             rest = rest[1:]
         raise ValueError(
-            f"mesh {text!r}: expected tpN, dpN, hsdpNxM, accumulateN and sp, joined by x or +, as in tp2xdp2+sp+accumulate2"
+            f"mesh {text!r}: expected tpN, dpN, cpN, hsdpNxM, accumulateN and sp, joined by x or +, as in "
+            f"tp2xdp2+sp+accumulate2"
         )
 
     @property
@@ -71,7 +77,7 @@ class MeshCase:
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.tp
+        return self.dp * self.cp * self.tp
 
     @property
     def pieces(self) -> int:
@@ -104,24 +110,35 @@ class Place:
     tp: int = 0
     dp: int = 0
     piece: int | None = None
+    cp: int = 0
 
     @classmethod
     def of(cls, case: MeshCase, dims: ParallelDims) -> Place:
-        return cls(case, dims.rank(TP), dims.dp_rank)
+        return cls(case, dims.rank(TP), dims.dp_rank, cp=0 if dims.cp == 1 else dims.rank(CP))
 
     def at(self, micro: int) -> Place:
         """The place of a microbatch of this rank; microbatches are numbered step by step over neighbouring data-parallel
         ranks."""
-        return Place(self.case, self.tp, self.dp, micro * self.case.dp + self.dp)
+        return replace(self, piece=micro * self.case.dp + self.dp)
+
+    @property
+    def shard(self) -> int:
+        """Index of this rank among the ranks over which FSDP shards parameters."""
+        return self.dp % self.case.dp_shard * self.case.cp + self.cp
+
+    @property
+    def name(self) -> str:
+        """Coordinates of the rank, for reports."""
+        return f"tp rank {self.tp}, {f'cp rank {self.cp}, ' * (self.case.cp > 1)}dp rank {self.dp}"
 
     def part(self, whole: Tensor, shape: torch.Size) -> Tensor | None:
         """The part of the one-rank tensor that a rank at this place holds as an activation of `shape`; None: no sharding by
-        data and tp gives this shape."""
+        data, sequence and tp gives this shape."""
         case = self.case
         candidates = [whole]
         if self.piece is not None and case.pieces > 1 and whole.dim() and whole.shape[0] % case.pieces == 0:
             candidates.insert(0, whole.chunk(case.pieces)[self.piece])
-        for given in candidates:
+        for given in map(self._of_context, candidates):
             if given.numel() == shape.numel() and _folds(given, shape):
                 return given.reshape(shape)
             if given.numel() != shape.numel() * case.tp or not given.dim():
@@ -136,6 +153,20 @@ class Place:
                     return cut.reshape(shape)
         return None
 
+    def _of_context(self, given: Tensor) -> Tensor:
+        """The tokens of this rank of cp in a tensor [sequences, S, ...] or [sequences * S, ...] of one piece, or of all pieces.
+        A tensor without such dimensions is returned unchanged."""
+        case, context = self.case, Context(self.case.cp, self.cp)
+        if case.cp == 1 or not given.dim() or not case.sequences:
+            return given
+        for sequences in (case.sequences // case.pieces, case.sequences):
+            length, rest = divmod(given.shape[0], sequences)
+            if length == 1 and not rest and given.dim() > 1 and given.shape[1] % (2 * case.cp) == 0:
+                return context.split(given)
+            if not rest and length and length % (2 * case.cp) == 0:
+                return context.split(given.unflatten(0, (sequences, length))).flatten(0, 1)
+        return given
+
 
 def _folds(tensor: Tensor, shape: torch.Size) -> bool:
     """Whether the tensor has `shape`, up to folded leading dimensions."""
@@ -143,22 +174,24 @@ def _folds(tensor: Tensor, shape: torch.Size) -> bool:
     return tensor.shape == shape or (last and (len(shape) != tensor.dim()))
 
 
-def tokens_of(case: MeshCase, tokens: int, piece: int, tp: int) -> slice:
-    """The tokens of a tp rank in a piece of the global batch, under sequence parallelism."""
-    size = tokens // case.pieces // case.tp
-    start = (piece * case.tp + tp) * size
-    return slice(start, start + size)
+def tokens_of(case: MeshCase, tokens: int, piece: int, cp: int, tp: int) -> Tensor:
+    """Indices of the tokens of a rank of cp and tp in a piece of the global batch, under sequence parallelism."""
+    mine = torch.arange(tokens).chunk(case.pieces)[piece]
+    if case.cp > 1:
+        mine = Context(case.cp, cp).split(mine.view(case.sequences // case.pieces, -1)).flatten()
+    return mine.chunk(case.tp)[tp]
 
 
 def parameter_part(full: Tensor, parameter: Tensor, place: Place | None = None) -> Tensor:
-    """The slice of a full parameter or gradient on this rank, or on the rank at `place`: sharded by tp, then by dp_shard."""
+    """The slice of a full parameter or gradient on this rank, or on the rank at `place`: sharded by tp, then by dp_shard, or by
+    dp_shard and cp together."""
     if not isinstance(parameter, DTensor):
         return full
-    for axis in (TP, DP_SHARD):
+    for axis in (TP, DP_SHARD, DP_SHARD_CP):
         dim = getattr(placement_on(axis, parameter), "dim", None)
         if dim is not None:
             group = parameter.device_mesh.get_group(axis)
-            rank = group.rank() if place is None else place.tp if axis == TP else place.dp % place.case.dp_shard
+            rank = group.rank() if place is None else place.tp if axis == TP else place.shard
             chunks = full.chunk(group.size(), dim)
             full = chunks[rank] if rank < len(chunks) else full.narrow(dim, 0, 0)
     return full

@@ -1,12 +1,12 @@
 """Kinds of mistakes that make a tensor differ. Each hypothesis is the tensor that a known mistake would give; hypotheses are
 tried in order.
 
-A contraction consists of shares P_q on the ranks that hold its terms: over tp (features, or tokens under sequence parallelism)
-and over the pieces of the global batch. The tensor of a rank is fitted by the shares P_q of the contraction, found = sum c_q
-P_q:
+A contraction consists of shares P_q on the ranks that hold its terms: over tp (features, or tokens under sequence
+parallelism), over cp, and over the pieces of the global batch. The tensor of a rank is fitted by the shares P_q of the
+contraction, found = sum c_q P_q:
 
     c = 1 for all shares              correct
-    c = 1 for this rank's, else 0     missing sum: over tp, over dp, or over both
+    c = 1 for this rank's, else 0     missing sum: over tp, cp, dp, or over several of these
     c = 0 for one microbatch          missing microbatch
     c = 0 for some other rank         missing part
     c = 2, or the number of ranks     summed twice
@@ -19,16 +19,18 @@ the last gradient not cleared, the bias added several times, rows or columns wit
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from itertools import combinations, product, starmap
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from dlp.comm.mesh import TP
-from dlp.proof.bounds import Terms, is_weight, rows_of, terms
-from dlp.proof.cases import Place, tokens_of
+from dlp.comm.mesh import CP, TP
+from dlp.proof.bounds import EVERYTHING, Part, Terms, is_weight, rows_of, terms
+from dlp.proof.cases import MeshCase, Place, tokens_of
 from dlp.proof.record import Key, Trace, is_parameter_gradient
 
 EXPLAINED = 0.05  # of the squared difference: what a hypothesis may leave
@@ -52,7 +54,7 @@ KINDS = {
     "coarser rounding": "the values are right but rounded more coarsely than the formats allow",
     "zero": "the tensor is zero or missing",
     "not finite": "values are NaN or infinite",
-    "shape": "no cut by data and tp gives this shape",
+    "shape": "no cut by data, sequence and tp gives this shape",
     "values": "the values differ, and no known mistake explains the difference",
 }
 
@@ -156,17 +158,15 @@ def _other_part(case: Case) -> Guess | None:
     for other in _places(place):
         part = case.cut(whole, other) if other != place else None
         if part is not None and case.explained(rows_of(part) - (0 if bias is None else bias)):
-            return Guess("another rank's part", f"the part of tp rank {other.tp}, dp rank {other.dp}")
+            return Guess("another rank's part", f"the part of {other.name}")
     return None
 
 
 def _places(place: Place) -> Iterator[Place]:
     case = place.case
-    for dp in range(case.dp):
-        for tp in range(case.tp):
-            for micro in range(case.accumulate):
-                there = Place(case, tp, dp)
-                yield there if place.piece is None else there.at(micro)
+    for dp, cp, tp, micro in product(*map(range, (case.dp, case.cp, case.tp, case.accumulate))):
+        there = Place(case, tp, dp, cp=cp)
+        yield there if place.piece is None else there.at(micro)
 
 
 def _stale(case: Case) -> Guess | None:
@@ -185,7 +185,7 @@ def _stale(case: Case) -> Guess | None:
     return None
 
 
-def sum_of(found: list[Terms], part: slice = slice(None)) -> Tensor:
+def sum_of(found: list[Terms], part: Part = EVERYTHING) -> Tensor:
     total = found[0].product(part)
     for each in found[1:]:
         total = total + each.product(part)
@@ -203,21 +203,26 @@ def _terms(case: Case) -> Guess | None:
     return None
 
 
-Share = tuple[int, int]  # piece of the global batch, tp rank; -1: not cut
+class Share(NamedTuple):
+    """Part of a contraction: piece of the global batch, rank of cp, rank of tp; -1: not cut."""
+
+    piece: int
+    cp: int
+    tp: int
 
 
-def _cuts(case: Case, found: list[Terms]) -> dict[Share, slice]:
-    """The slices of the contraction that ranks and microbatches hold."""
+def _cuts(case: Case, found: list[Terms]) -> dict[Share, Part]:
+    """The parts of the contraction that ranks and microbatches hold."""
     mesh, length = case.place.case, min(each.length for each in found)
     if found[0].over == "features":
         if mesh.tp == 1 or length % mesh.tp:
             return {}
         size = length // mesh.tp
-        return {(-1, tp): slice(tp * size, (tp + 1) * size) for tp in range(mesh.tp)}
-    if length % (mesh.pieces * mesh.tp):
+        return {Share(-1, -1, tp): slice(tp * size, (tp + 1) * size) for tp in range(mesh.tp)}
+    if length % (mesh.pieces * mesh.tp) or (mesh.cp > 1 and length % (2 * mesh.cp * mesh.sequences)):
         return {}
-    pieces = range(mesh.pieces)
-    return {(i, tp): tokens_of(mesh, length, i, tp) for i in pieces for tp in range(mesh.tp)}
+    shares = starmap(Share, product(*map(range, (mesh.pieces, mesh.cp, mesh.tp))))
+    return {share: tokens_of(mesh, length, *share) for share in shares}
 
 
 def _shares(case: Case) -> Guess | None:
@@ -254,8 +259,9 @@ def _pattern(place: Place, c: dict[Share, Fraction]) -> Guess | None:
     values, mesh = set(c.values()), place.case
     if len(values) == 1:
         return _multiple(values.pop())
-    own_tp = {share for share in c if share[1] == place.tp}
-    own_dp = {share for share in c if share[0] % mesh.dp == place.dp or share[0] == -1}
+    own_tp = {share for share in c if share.tp == place.tp}
+    own_cp = {share for share in c if share.cp in (place.cp, -1)}
+    own_dp = {share for share in c if share.piece % mesh.dp == place.dp or share.piece == -1}
     ones, zeros = ({share for share, each in c.items() if each == value} for value in (1, 0))
     if len(ones) + len(zeros) < len(c):
         if mesh.tp > 1 and {share for share, each in c.items() if each} == own_tp and len(values) == 2:
@@ -264,24 +270,24 @@ def _pattern(place: Place, c: dict[Share, Fraction]) -> Guess | None:
             )
         rest = {share: each for share, each in c.items() if each not in (0, 1)}
         many = max(rest.values()) > 1
-        return Guess(
-            "summed twice" if many else "divided twice", f"{_named(rest, mesh.dp)}, {max(rest.values())} times"
-        )
-    for wanted, axis in ((own_tp & own_dp, "tp and dp"), (own_tp, TP), (own_dp, "dp")):
-        if ones == wanted:
-            over = axis if mesh.tp > 1 and mesh.dp > 1 else TP if mesh.tp > 1 else "dp"
-            return Guess("missing sum", f"over {over}")
-    micros = {share[0] // mesh.dp for share in zeros}
-    if mesh.accumulate > 1 and len(micros) == 1 and not {share for share in ones if share[0] // mesh.dp in micros}:
+        return Guess("summed twice" if many else "divided twice", f"{_named(rest, mesh)}, {max(rest.values())} times")
+    own = {TP: (mesh.tp, own_tp), CP: (mesh.cp, own_cp), "dp": (mesh.dp, own_dp)}
+    wide = {axis: shares for axis, (size, shares) in own.items() if size > 1}
+    for axes in (axes for count in range(len(wide), 0, -1) for axes in combinations(wide, count)):
+        if ones == set.intersection(*(wide[axis] for axis in axes)):
+            return Guess("missing sum", f"over {' and '.join(axes)}")
+    micros = {share.piece // mesh.dp for share in zeros}
+    if mesh.accumulate > 1 and len(micros) == 1 and not {share for share in ones if share.piece // mesh.dp in micros}:
         return Guess("missing microbatch", f"number {micros.pop()} of {mesh.accumulate}, counted from 0")
-    return Guess("missing part", _named(zeros, mesh.dp))
+    return Guess("missing part", _named(zeros, mesh))
 
 
-def _named(shares: set[Share] | dict[Share, Fraction], dp: int) -> str:
+def _named(shares: set[Share] | dict[Share, Fraction], mesh: MeshCase) -> str:
     first = min(shares)
-    data = "" if first[0] < 0 else f"dp rank {first[0] % dp}, microbatch {first[0] // dp}, "
+    data = "" if first.piece < 0 else f"dp rank {first.piece % mesh.dp}, microbatch {first.piece // mesh.dp}, "
+    data += f"cp rank {first.cp}, " * (mesh.cp > 1 and first.cp >= 0)
     more = f" and {len(shares) - 1} more" if len(shares) > 1 else ""
-    return f"the share of {data}tp rank {first[1]}{more}"
+    return f"the share of {data}tp rank {first.tp}{more}"
 
 
 def _multiple(ratio: Fraction) -> Guess | None:
@@ -299,7 +305,8 @@ def _factor(case: Case) -> Guess | None:
 
 def _order(case: Case) -> Guess | None:
     """Blocks of rows or columns in another order, as many blocks as ranks."""
-    for count in dict.fromkeys((case.place.case.tp, case.place.case.dp)):
+    mesh = case.place.case
+    for count in dict.fromkeys((mesh.tp, mesh.cp, mesh.dp)):
         for dim in (0, 1):
             if count == 1 or case.found.shape[dim] % count:
                 continue
@@ -320,9 +327,9 @@ def _wrong_group(case: Case) -> Guess | None:
     cuts = _cuts(case, found) if found and found[0].over == "features" else {}
     if not cuts or mesh.dp == 1 or case.place.piece is None:
         return None
-    whole = sum_of(found, cuts[-1, case.place.tp]).reshape(case.trace.values[case.key].shape)
+    whole = sum_of(found, cuts[Share(-1, -1, case.place.tp)]).reshape(case.trace.values[case.key].shape)
     micro = case.place.piece // mesh.dp
-    parts = [case.cut(whole, Place(mesh, case.place.tp, dp).at(micro)) for dp in range(mesh.dp)]
+    parts = [case.cut(whole, replace(case.place, dp=dp).at(micro)) for dp in range(mesh.dp)]
     if any(part is None for part in parts):
         return None
     total = torch.stack([part for part in parts if part is not None]).sum(0)
@@ -343,7 +350,7 @@ def _bias(case: Case) -> Guess | None:
 def _scales(case: Case) -> Guess | None:
     """A factor for each block of rows or of columns, as many blocks as ranks."""
     mesh = case.place.case
-    for count in dict.fromkeys((mesh.tp, mesh.dp, mesh.ranks, 8)):
+    for count in dict.fromkeys((mesh.tp, mesh.cp, mesh.dp, mesh.ranks, 8)):
         for dim, word in enumerate(("rows", "columns")):
             if count == 1 or case.found.shape[dim] % count:
                 continue

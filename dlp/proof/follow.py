@@ -43,9 +43,9 @@ class Seen(NamedTuple):
 
 
 def gain_of(model: nn.Module, case: MeshCase) -> int:
-    """Factor between gradients on a data-parallel rank and on one rank: FSDP averages gradients, and adds the gradients of an
-    invariant model."""
-    return 1 if is_invariant(model) else case.dp
+    """Factor between gradients on a rank and on one rank: FSDP averages gradients over the ranks of dp and cp, and adds the
+    gradients of an invariant model."""
+    return 1 if is_invariant(model) else case.dp * case.cp
 
 
 def is_invariant(model: nn.Module) -> bool:
@@ -99,7 +99,7 @@ class Follower:
             if key.tensor == "y":
                 mask = (tensor == 0).cpu().contiguous().view(torch.uint8)
                 digest = hashlib.sha256(mask.numpy().tobytes()).hexdigest()
-                is_cut = tensor.numel() * place.case.pieces < whole.numel()
+                is_cut = tensor.numel() * place.case.pieces * place.case.cp < whole.numel()
                 self.masks[key, self.micro] = is_cut, digest
         else:
 

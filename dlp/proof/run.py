@@ -24,9 +24,9 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from dlp.comm.mesh import AXES, BACKENDS, ParallelDims, init_process_group
+from dlp.comm.mesh import BACKENDS, ParallelDims, init_process_group
 from dlp.parallel.linear.state import cores
 from dlp.parallel.model.autocast import autocast
 from dlp.parallel.model.boundary import attach, end_step
@@ -72,13 +72,14 @@ def prove(  # many parameters: what is compared and how, all by keyword but thre
 
     Args:
         build_model: `build_model(mesh, case)` returns a model, or (model, optimizer), on a mesh as of `dlp.build_mesh`:
-            converted, sharded, with equal weights on every mesh, the optimizer attached. `case.sequence_parallel`, `case.dp`
-            and `case.accumulate` describe the mesh. The default optimizer is AdamW with lr = 1e-3. A tensor that
+            converted, sharded, with equal weights on every mesh, the optimizer attached. `case.sequence_parallel`, `case.dp`,
+            `case.cp` and `case.accumulate` describe the mesh. The default optimizer is AdamW with lr = 1e-3. A tensor that
             `optimizer.step()` returns is compared as the gradient norm.
         example_batch: a tensor, or a tuple, list or dict of tensors, with all sequences of a step along dimension 0; or
             a function of the step that returns such a batch.
-        loss: `loss(model, batch, mesh)` returns the scalar loss of a part of the batch, equal on all tp ranks.
-        meshes: names of meshes, such as "tp2", "tp2+sp", "dp2", "hsdp2x2", "accumulate4", "tp2xdp2+sp".
+        loss: `loss(model, batch, mesh)` returns the scalar loss of a part of the batch, equal on all tp ranks. Ranks of cp get
+            complete sequences: the loss of a rank is the share of the tokens of `dlp.Context.of(mesh)`.
+        meshes: names of meshes, such as "tp2", "tp2+sp", "dp2", "cp2", "hsdp2x2", "accumulate4", "tp2xdp2+sp".
         steps: optimizer steps. Stale weights and gradients show from the second step on.
         exact: judge by equal bits instead of bounds. All meshes and one rank then use microbatches of equal size, in the number
             of the mesh with the most microbatches. Models of `dlp.convert(..., invariant=True)` pass.
@@ -178,8 +179,8 @@ def prove_here(program: Program, cases: Sequence[MeshCase]) -> Report:
 def mesh_of(case: MeshCase, device: str) -> DeviceMesh:
     """The mesh of a case, in equal copies if the run has more ranks."""
     copies = dist.get_world_size() // case.ranks
-    sizes = (copies, case.dp_replicate, case.dp_shard, case.tp)
-    return init_device_mesh(device, sizes, mesh_dim_names=("copies", *AXES))[AXES]
+    sizes = ParallelDims(case.dp_replicate, case.dp_shard, case.tp, case.cp).sizes
+    return init_device_mesh(device, (copies, *sizes.values()), mesh_dim_names=("copies", *sizes))[tuple(sizes)]
 
 
 def one_rank(program: Program) -> Trace:
@@ -195,6 +196,8 @@ def one_rank(program: Program) -> Trace:
 
 def on_mesh(program: Program, bounds: Bounds, case: MeshCase) -> MeshResult:
     """Run and compare one mesh; all ranks call this function and get the result."""
+    tensors = (each for each in tree_leaves(_batch(program, 0)) if isinstance(each, Tensor) and each.dim())
+    case = replace(case, sequences=len(next(tensors, ())))
     result, error, follower = MeshResult(case.name, case.ranks), "", None
     mesh = mesh_of(case, program.device_type)
     try:
@@ -280,6 +283,11 @@ def _random_findings(case: MeshCase, told: Sequence[Told]) -> list[Finding]:
     return found
 
 
+def _batch(program: Program, step: int) -> Any:
+    """The global batch of a step."""
+    return program.batch(step) if callable(program.batch) else program.batch
+
+
 def _built(program: Program, mesh: DeviceMesh, case: MeshCase) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     built = program.build(mesh, case)
@@ -326,7 +334,7 @@ def _forward_backward(
     program: Program, model: nn.Module, mesh: DeviceMesh, case: MeshCase, run: Trace | Follower, step: int
 ) -> Tensor:
     """Run the microbatches of a step; returns their parts of the loss."""
-    batch = program.batch(step) if callable(program.batch) else program.batch
+    batch = _batch(program, step)
     place, device = Place.of(case, ParallelDims.from_mesh(mesh)), torch.device(program.device_type)
     losses: list[Tensor] = []
     mean, invariant = program.reduction == "mean", is_invariant(model)
@@ -382,7 +390,7 @@ def _piece(each: Any, case: MeshCase, piece: int, device: torch.device) -> Any:
 
 
 def _total(own: Tensor, case: MeshCase) -> Tensor:
-    """The loss over all data-parallel ranks of this copy; if tp ranks, which must have equal losses, differ: the first
+    """The loss over all ranks of dp and cp of this copy; if tp ranks, which must have equal losses, differ: the first
     different loss."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, own.tolist())

@@ -346,6 +346,14 @@ def wrong_tokens() -> dict[str, str]:
     two = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(worker.device())
     cut = [{"name": s, "match": n, "style": s, "sequence_parallel": True} for n, s in (("0", "column"), ("1", "row"))]
     dlp.convert(two, cut, mesh, batch=(BATCH + 1, SEQUENCE))
+    norm = nn.Sequential(nn.LayerNorm(8)).to(worker.device())
+    dlp.convert(norm, [{"name": "sp", "match": "0", "sequence_parallel": True}], mesh, batch=(3, 8), invariant=True)
+    for rows in (24, 16):
+        found[f"invariant, {rows} rows"] = refusal(lambda rows=rows: norm(torch.zeros(rows, 8, device=worker.device())))  # type: ignore[misc]
+    lookup = nn.Sequential(nn.Embedding(16, 8)).to(worker.device())
+    dlp.convert(lookup, [{"name": "sp", "match": "0", "sequence_parallel": True}], mesh, batch=(3, 8))
+    for rows in (24, 16):
+        found[f"embedding, {rows} rows"] = refusal(lambda rows=rows: lookup(tokens.new_zeros(rows)))  # type: ignore[misc]
     found["other batch, linear"] = refusal(lambda: two(torch.zeros(12, 8, device=worker.device())))
     return found
 
@@ -369,6 +377,13 @@ def test_tokens_that_are_not_scattered_are_noticed_by_name(ranks):
         assert found["norms left out"].startswith(
             "blocks.0: the module is called with token shards (12, 32), so its gradients must be summed"
         )
+        for name, shard, features in (("invariant", "[12, H]", ", 8"), ("embedding", "[12]", ",")):
+            refused = f"0: {expects} {shard}; got x of shape"
+            assert found[f"{name}, 24 rows"].startswith(f"{refused} (24{features}). Split the tokens")
+            assert found[f"{name}, 16 rows"].startswith(
+                f"{refused} (16{features}). If x is a shard of a microbatch of 32 tokens: "
+                f"dlp.convert was called with batch = (B, S) of 24 tokens"
+            )
         assert found["embedding before scatter"].startswith(f"embed: {expects} [12]; got x of shape (3, 8)")
 
 

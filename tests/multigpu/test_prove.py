@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dlp
-from dlp.comm.mesh import AXES
+from dlp.comm.mesh import ParallelDims
 from dlp.parallel.weight.fsdp2 import set_grad_wire
 from dlp.proof import run
 from dlp.proof.cases import MeshCase
@@ -29,23 +29,24 @@ pytestmark = pytest.mark.slow
 
 # Every mesh in one kind of model, and what a kind adds (ties, masks, delayed scales) on each axis that concerns it.
 MESHES = {
-    ("fp8", 2): ("tp2", "tp2+sp", "dp2", "accumulate2", "tp2+sp+accumulate2"),
+    ("fp8", 2): ("tp2", "tp2+sp", "dp2", "cp2", "accumulate2", "tp2+sp+accumulate2"),
     ("tied", 2): ("dp2", "tp2+sp+accumulate2"),
     ("dropout", 2): ("tp2", "dp2", "tp2+sp+accumulate2"),
-    ("fp32", 4): ("tp2xdp2", "hsdp2x2"),
+    ("fp32", 4): ("tp2xdp2", "hsdp2x2", "cp2xtp2+sp", "cp2xdp2"),
     ("delayed", 4): ("tp2xdp2+sp+accumulate2",),
 }
 NIGHTLY = (("fp32", 4), ("dropout", 2), ("delayed", 4))  # without --all-cases, the other kinds stand for these kinds
 
 
 @functools.cache
-def mesh_of(sizes: tuple[int, ...], device: str) -> DeviceMesh:
-    return init_device_mesh(device, sizes, mesh_dim_names=("copies", *AXES))[AXES]
+def mesh_of(axes: tuple[str, ...], sizes: tuple[int, ...], device: str) -> DeviceMesh:
+    return init_device_mesh(device, sizes, mesh_dim_names=("copies", *axes))[axes]
 
 
 def cached_mesh(case: MeshCase, device: str) -> DeviceMesh:
     """In place of `run.mesh_of`: one mesh for each shape, so that DTensor derives the sharding of each operation once."""
-    return mesh_of((dist.get_world_size() // case.ranks, case.dp_replicate, case.dp_shard, case.tp), device)
+    sizes = ParallelDims(case.dp_replicate, case.dp_shard, case.tp, case.cp).sizes
+    return mesh_of(tuple(sizes), (dist.get_world_size() // case.ranks, *sizes.values()), device)
 
 
 def program(kind: str, fault: Fault | None = None, stack: ExitStack | None = None, steps: int = 2) -> run.Program:
@@ -116,6 +117,15 @@ def test_planted_faults_are_named(ranks, world, part):
     assert len(FAULTS) >= 30
 
 
+@pytest.mark.ranks(2)
+def test_a_missing_sum_over_cp_is_named(ranks):
+    (fault,) = (fault for fault in FAULTS if "over cp" in fault.name)
+    (result,) = ranks(2).run(found, fault.model, [fault.name])[0]
+    assert names(result.findings[0], fault)
+    sentence = run.Report(1, False, [result]).sentence()
+    assert "on ranks 0, 1 of 2" in sentence and "missing sum (over cp)" in sentence
+
+
 def of_config(mesh: str, wire: str) -> run.Report:
     """In a worker: a shrunk config on a mesh whose FSDP sends gradients as `wire`, not as the config says."""
     config, _ = launched.provable(load("tiny"), launched.Size(1, 64))
@@ -133,9 +143,10 @@ def of_config(mesh: str, wire: str) -> run.Report:
 
 @pytest.mark.ranks(2)
 def test_a_config_is_proved_and_its_bytes_are_counted(ranks):
-    report = ranks(2).run(of_config, "dp2", "fp32")[0]
-    assert "PROVED: dp2 computes what one rank computes." in str(report)
-    assert re.search(r"dp2: each rank sent [\d,]+ bytes in step 2, as the plan says", str(report))
+    for mesh in ("dp2", "cp2"):
+        report = ranks(2).run(of_config, mesh, "fp32")[0]
+        assert f"PROVED: {mesh} computes what one rank computes." in str(report)
+        assert re.search(rf"{mesh}: each rank sent [\d,]+ bytes in step 2, as the plan says", str(report))
     report = ranks(2).run(of_config, "dp2", "fp8")[0]
     wires = [finding for finding in report.meshes[0].findings if finding.kind == "wire"]
     assert len(wires) == 1 and "planned" in wires[0].guess.detail and "counted" in wires[0].guess.detail

@@ -28,6 +28,7 @@ class _Activation(BasicOperation):
     act: str
     takes = frozenset({LAZY})
     launches = True
+    in_casts = False
 
     def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         x = tensor_of(input_)
@@ -121,6 +122,7 @@ class _Gate(BasicOperation):
     act: str
     takes = frozenset({LAZY, MANY})
     launches = True
+    in_casts = False
 
     def halves(self, input_: Value) -> tuple[Tensor, Tensor]:
         """gate and up [..., F], of siblings or of the halves of x [..., 2 F]. ValueError for three tensors, or odd features."""
@@ -185,6 +187,7 @@ class SwiGLU(_Gate):
     """
 
     act = "silu"
+    in_casts = True
 
 
 class GEGLU(_Gate):

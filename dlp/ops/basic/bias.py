@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dlp.kernels.launches import by_torch
 from dlp.kernels.ops import Produced, Summed, rounded, stored
 from dlp.ops.context import OperationContext
-from dlp.ops.handed import LayerOperand
+from dlp.ops.handed import BIAS_SUMS, LayerOperand
 from dlp.ops.op import BasicOperation, Extras
 from dlp.ops.values import HANDED, LAZY, MANY, Grads, Tensors, Value, each, is_handed, like_tuple, rows_of, tensor_of
 from dlp.parallel.linear.modules import parameter_is_gone
@@ -92,7 +92,7 @@ class Bias(_BiasVectors):
     def passed(self, quantizers: Operand | None) -> Operand | None:
         """The quantizers of dy, which must arrive in high precision, since db is the sum of dy."""
         assert quantizers is None or isinstance(quantizers, LayerOperand)
-        return None if quantizers is None else replace(quantizers, obstacle="the bias sums dy")
+        return None if quantizers is None else replace(quantizers, obstacle=BIAS_SUMS)
 
     def __init__(
         self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

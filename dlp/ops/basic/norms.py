@@ -1,7 +1,7 @@
 """RMSNorm, LayerNorm, L2Normalization of x [..., C] over the last dimension, computed in fp32, rounded to the dtype of x.
 
-The first two return a lazy matrix (`dlp.kernels.lazy_matrix`): the cast of the next linear may compute the values. Backward
-needs rstd and mean, which exist after the forward of all ops.
+The first two return a lazy matrix (`dlp.kernels.lazy_matrix`). The cast of the next linear may compute RMSNorm; no cast
+computes LayerNorm. Backward needs rstd and mean, which exist after the forward of all ops.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class _Norm(BasicOperation):
     """
 
     launches = True
+    in_casts = False
     settings = "_eps", "zero_centered_gamma"
     takes = frozenset({LAZY})
     biased = False
@@ -136,7 +137,8 @@ class _LayerNorm(torch.autograd.Function):
 class RMSNorm(_Norm):
     """Root-mean-square normalization: x / sqrt(mean(x^2) + eps) * weight.
 
-    Before a linear, the normalization is fused into the cast of x.
+    Before a linear that casts x of bf16 to E4M3, the cast computes the normalization on a GPU; the plan states where it does
+    not.
 
     Args:
         normalized_shape: size of the last dimension.
@@ -153,6 +155,8 @@ class RMSNorm(_Norm):
         >>> ops.RMSNorm(64)(torch.randn(16, 64)).shape
         torch.Size([16, 64])
     """
+
+    in_casts = True
 
     def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         return self.normed(ctx, ops.RmsNormed(self.rows(input_), self.scale_by_launch(), self.eps), input_.shape)
@@ -183,7 +187,7 @@ class RMSNorm(_Norm):
 class LayerNorm(_Norm):
     """Layer normalization: (x - mean(x)) / sqrt(var(x) + eps) * weight + bias.
 
-    Before a linear, the normalization is fused into the cast of x.
+    One kernel computes the values, mean and rstd. The cast of a linear behind reads the stored values, as the plan states.
 
     Args:
         normalized_shape: size of the last dimension.
@@ -236,6 +240,8 @@ class L2Normalization(BasicOperation):
         >>> ops.L2Normalization()(torch.randn(16, 64)).shape
         torch.Size([16, 64])
     """
+
+    in_casts = False
 
     def __init__(self, *, eps: float = 1e-6) -> None:
         super().__init__()

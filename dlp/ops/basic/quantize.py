@@ -1,21 +1,22 @@
 """Quantize: return a quantized tensor (`dlp.ops.handed`) for the next module, whose linears then need no cast.
 
 Before a linear of the same fuser the op does nothing, since the linear casts the input. At the end of a sequence the op
-quantizes by `recipe`, or by the recipe of the `dlp.autocast` region. Without a recipe, and for recipes whose casts belong to a
-layer (`handed.why_not`), the op returns the input.
+quantizes as `reader` casts, by `recipe`, or by the recipe of the `dlp.autocast` region. Without a recipe, and for casts that
+belong to a layer (`handed.why_not`), the op returns the input.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from dlp.ops.basic.communication import OfRanks
 from dlp.ops.context import OperationContext
-from dlp.ops.handed import Handed, quantized, why_not
+from dlp.ops.handed import Handed, bound_reader, quantized, reader_operand, why_not
 from dlp.ops.values import HANDED, LAZY, Tensors, Value, rows_of
 from dlp.parallel.linear.active import active_region
 from dlp.quant import recipe as recipes
@@ -26,8 +27,9 @@ class Quantize(OfRanks):
     """Quantize the output in forward, the gradient of the input in backward, or both.
 
     A linear reads the quantized tensor if its recipe quantizes in the same way. Otherwise the linear decodes and quantizes
-    again, with a note in the plan. Tensors of fp8_delayed, padded and stochastically rounded operands stay in high precision,
-    with the reason in the plan.
+    again, with a note in the plan. By `recipe`, tensors of fp8_delayed, padded and stochastically rounded operands stay in high
+    precision, with the reason in the plan. With `reader`, only stochastically rounded operands, dy that a bias sums and dy of
+    siblings do.
 
     Args:
         forward: quantize the output.
@@ -35,9 +37,16 @@ class Quantize(OfRanks):
         recipe: name of a recipe, or a `Recipe`; None: the recipe of the `dlp.autocast` region.
         strict: raise ValueError if a linear cannot read the quantized tensor.
         process_group: if the next linear gathers token shards: the ranks with these shards, which agree on scales.
+        reader: the linear of another module that reads the output (forward) or the gradient (backward): the tensor is cast as
+            this layer casts, including delayed scales (after `dlp.attach`), padding and agreement over ranks. The layer is not
+            a submodule of the op.
 
     Shape:
         - input, output: [..., C]
+
+    Raises:
+        ValueError: for a reader together with a recipe, a group, or both directions.
+        TypeError: for a reader that is no linear of dlp.
 
     Examples:
         >>> quantize = ops.Sequential(ops.LayerNorm(64), ops.Quantize(recipe="fp8_current"))
@@ -51,9 +60,15 @@ class Quantize(OfRanks):
 
     def __init__(
         self, forward: bool = True, backward: bool = False, *, recipe: str | Recipe | None = None, strict: bool = False,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | None = None, reader: nn.Module | None = None,
     ) -> None:  # fmt: skip
+        if reader is not None and (recipe is not None or process_group is not None or (forward and backward)):
+            raise ValueError(
+                "Quantize(reader=...) takes recipe and ranks from the reader, which reads either the output or the gradient: "
+                "omit recipe and process_group, and use one Quantize for each direction"
+            )
         super().__init__(process_group)
+        vars(self)["reader"] = reader  # not a submodule: the layer belongs to another module
         self._high_precision: dict[str, str] = {}  # "x" or "dy" -> why the last call returned high precision
         self.on_forward, self.on_backward, self.strict = forward, backward, strict
         self.recipe = None if recipe is None else recipes.as_recipe(recipe).for_layer("quantize")
@@ -77,23 +92,30 @@ class Quantize(OfRanks):
     def _quantized(self, ctx: OperationContext, value: Value, tensor: str) -> Value:
         """The value, quantized as the recipe of this pass casts "x" or "dy"; unchanged if that is not possible. ValueError if
         the op is strict."""
-        recipe, strict, group = ctx.how
-        if recipe is None or isinstance(value, Handed):
+        recipe, strict, group, bound = ctx.how
+        if isinstance(value, Handed) or (recipe is None and bound is None):
             return value
-        why = why_not(recipe, tensor, value.shape)
-        if why is not None and strict:
+        if bound is not None:
+            operand = reader_operand(self.reader, bound, tensor, ctx.record)
+            recipe, why, quantize = bound.spec.recipe, operand.why_not(value), partial(operand.cast, value, strict)
+        else:
+            why = why_not(recipe, tensor, value.shape) or ""
+            quantize = partial(quantized, rows_of(value), value.shape, recipe, tensor, group, strict)
+        if why and strict:
             raise ValueError(f"Quantize(strict=True): {recipe}: {why}; leave strict out")
-        if why is not None:
+        if why:
             self._high_precision[tensor] = f"{recipe}: {why}"
             return value
         self._high_precision.pop(tensor, None)
-        return quantized(rows_of(value), value.shape, recipe, tensor, group, strict)
+        return quantize()
 
     def op_forward(
         self, ctx: OperationContext, input_: Value, *, prev_op_grad_output_quantizer: Operand | None = None,
         next_op_input_quantizer: Operand | None = None, **kwargs: Any,
     ) -> Value:  # fmt: skip
-        ctx.how = self.active_recipe(), self.strict, self.process_group  # of backward, too, whatever is set meanwhile
+        bound = None if self.reader is None else bound_reader(self.reader)
+        # of backward, too, whatever is set meanwhile
+        ctx.how = self.active_recipe(), self.strict, self.process_group, bound
         ctx.quantizes_dx = self.on_backward and prev_op_grad_output_quantizer is None
         if not self.on_forward or next_op_input_quantizer is not None:
             return input_

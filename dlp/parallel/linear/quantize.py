@@ -290,7 +290,8 @@ def accepted(bound: BoundSpec, value: Any, tensor: str) -> Any:
         return value
     theirs, options = record.quantizers, spec.options
     quantized = not (theirs.rowwise.format.keeps_source or theirs.columnwise.format.keeps_source)
-    any_layer = record.bound is None or record.bound.spec.members == spec.members
+    cast_by = record.bound
+    any_layer = cast_by is None or (cast_by.session is bound.session and cast_by.spec.members == spec.members)
     same = theirs == spec.recipe.of(tensor) and not options.save_original_input and quantized and any_layer
     shared = spec.tp == 1 or (spec.amax_group is None and spec.recipe.amax_scope == "table")
     if same and shared and spec.style.gathers == tensor and spec.tp > 1:

@@ -290,8 +290,9 @@ def _convert_other(target: _Target, row: OtherPlan, inside: tuple[nn.Module, ...
         return
     rows = None if target.tokens is None or target.tp.size() == 1 else target.tokens // target.tp.size()
     replicate(
-        module, row.name, on_shards=row.sequence_parallel, reads_cut=row.reads_cut, token_rows=rows, inside=inside
-    )
+        module, row.name, on_shards=row.sequence_parallel, reads_cut=row.reads_cut, token_rows=rows,
+        tp_size=target.tp.size(), inside=inside,
+    )  # fmt: skip
     if target.invariant and row.style == "replicated" and holds_vectors(module):
         shared = target.tp.get_group() if row.partial else None
         module.segments = Segments(row.name, -2 if row.reads_cut else 0, shared)  # type: ignore[assignment]
@@ -307,6 +308,7 @@ class ReplicatedMixin(SpreadModule):
     on_shards = False
     tp_sums: PartialGradients | None = None
     token_rows: int | None = None
+    tp_size: int = 1
     layer_name: str = ""
     segments: Segments | None = None
 
@@ -347,10 +349,9 @@ class ReplicatedMixin(SpreadModule):
                 f"add it to a layer group with sequence_parallel = true"
             )
         if not shard and self.on_shards:
-            sums = self.tp_sums
-            tp = 1 if sums is None else sums.group.size()
-            other = x.dim() == 1 + features and len(x) != self.token_rows * tp
-            remark = other_microbatch(len(x) * tp, self.token_rows * tp) if other else ""
+            tokens = self.token_rows * self.tp_size
+            other = x.dim() == 1 + features and len(x) != tokens
+            remark = other_microbatch(len(x) * self.tp_size, tokens) if other else ""
             raise ValueError(
                 f"{self.layer_name}: sequence parallelism expects token shards [{self.token_rows}{', H' * features}]; got x "
                 f"of shape {tuple(x.shape)}. {remark}Split the tokens with dlp.scatter_tokens before this module, or "
@@ -397,20 +398,21 @@ def _class_of(cls: type, whole: bool) -> type:
 
 def replicate(
     module: nn.Module, name: str, *, on_shards: bool = False, reads_cut: bool = False, token_rows: int | None = None,
-    inside: tuple[nn.Module, ...] = (),
+    tp_size: int = 1, inside: tuple[nn.Module, ...] = (),
 ) -> None:  # fmt: skip
     """Change the module so that its forward sees plain tensors in place of its parameters.
 
     on_shards    the module runs on token shards
     reads_cut    the module reads features that tp shards
     token_rows   tokens of a shard, checked at each call; None if tp is 1
+    tp_size      ranks of tp
     inside       for a left-out module: all modules with parameters in it
     """
     module.__class__ = _class_of(type(module), bool(inside))
     module.inside = inside  # type: ignore[assignment]
     module.tp_partial = tuple(module._parameters) if on_shards or reads_cut else ()  # type: ignore[assignment]
     module.on_shards, module.layer_name = on_shards, name  # type: ignore[assignment]
-    module.token_rows = None if reads_cut else token_rows  # type: ignore[assignment]
+    module.token_rows, module.tp_size = None if reads_cut else token_rows, tp_size  # type: ignore[assignment]
 
 
 def note_added(session: Session, model: nn.Module) -> None:

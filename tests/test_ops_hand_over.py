@@ -1,0 +1,192 @@
+"""The matrix of hand-overs: every recipe, inside one sequence and between two, eager and compiled.
+
+A hand-over means: the producer returns x or dy quantized, and the linear that reads the tensor casts nothing. Results and
+gradients are bitwise equal to the same model without hand-over. A cell without hand-over states the reason in the plan.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dlp
+from dlp import ops
+from dlp.parallel.linear import quantize as quantization
+from tests.cases import RECIPES, few
+from tests.metrics import assert_bit_equal
+from tests.ops_models import values
+from tests.test_ops_handed import Halved
+
+C, TOKENS = 64, 48  # mxfp8 pads 48 tokens
+QUANTIZING = [recipe for recipe in RECIPES if recipe != "bf16"]
+DRAWN = "stochastic rounding depends on the layer that reads the tensor"
+DELAYED = "delayed scales belong to the layer that reads the tensor"
+PADDED = "pads [48, 64] to complete blocks"
+
+
+class TwoLinears(nn.Module):
+    """Two linears, and between them the ops that hand over x of `last` and dy of `first`.
+
+    where    "one sequence": a user-defined op; "by recipe", "by reader": two sequences, with a Quantize at the end of the
+             first sequence and at the start of the second
+    handed   False: the same ops return high precision
+    """
+
+    def __init__(self, recipe: str, where: str, handed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        first, last = (ops.Linear(C, C, bias=False, recipe=recipe) for _ in range(2))
+        if where == "one sequence":
+            self.parts = nn.ModuleList([ops.Sequential(first, Halved(handed), last)])
+        else:
+            told = [{"recipe": recipe}] * 2 if where == "by recipe" else [{"reader": last}, {"reader": first}]
+            behind = ops.Quantize(handed, False, **told[0])  # type: ignore[arg-type]
+            before = ops.Quantize(False, handed, **told[1])  # type: ignore[arg-type]
+            self.parts = nn.ModuleList([ops.Sequential(first, behind), ops.Sequential(before, last)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def plans(self) -> str:
+        return "\n".join(str(part.plan()) for part in self.parts)  # type: ignore[operator]
+
+
+class Found(NamedTuple):
+    """Results of three steps, and the casts of x and dy that linears ran: (tensor, name of the linear)."""
+
+    tensors: list[Tensor]
+    casts: set[tuple[str, str]]
+    plans: str
+
+
+def trained(model: TwoLinears, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> Found:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    dlp.attach(model, optimizer)
+    names = {op.core.spec.members[0]: end for end, op in _linears(model)}
+    casts: set[tuple[str, str]] = set()
+    engine = quantization.cast
+
+    def recorded(plan: Any, asked: Any, given: Any, members: Any, *rest: Any, **options: Any) -> Any:
+        casts.add((plan.tensor, names[members[0]]))
+        return engine(plan, asked, given, members, *rest, **options)
+
+    monkeypatch.setattr(quantization, "cast", recorded)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    tensors: list[Tensor] = []
+    for step in range(3):  # fp8_delayed reads scales of earlier steps from the second on
+        x = values(step, TOKENS, C).requires_grad_()
+        y = run(x)
+        y.backward(values(9 + step, TOKENS, C))
+        tensors += [y.detach(), x.grad, *[p.grad for p in model.parameters()]]  # type: ignore[list-item]
+        optimizer.step()
+        optimizer.zero_grad()
+    monkeypatch.undo()
+    return Found(tensors, {each for each in casts if each[0] in ("x", "dy")}, model.plans())
+
+
+def _linears(model: TwoLinears) -> list[tuple[str, Any]]:
+    linears = [op for part in model.parts for op in part if isinstance(op, ops.Linear)]  # type: ignore[attr-defined]
+    return list(zip(("first", "last"), linears, strict=True))
+
+
+# where -> for a recipe: the reasons by which x or dy stay in high precision
+REASONS: dict[str, Callable[[str], dict[str, str]]] = {
+    "one sequence": lambda recipe: {"dy": DRAWN} if recipe == "nvfp4" else {},
+    "by reader": lambda recipe: {"dy": DRAWN} if recipe == "nvfp4" else {},
+    "by recipe": lambda recipe: {
+        "fp8_delayed": {"x": DELAYED, "dy": DELAYED},
+        "mxfp8": {"x": PADDED, "dy": PADDED},
+        "nvfp4": {"dy": DRAWN},
+    }.get(recipe, {}),
+}
+EVERY = {("x", "first"), ("x", "last"), ("dy", "first"), ("dy", "last")}
+READ = {"x": ("x", "last"), "dy": ("dy", "first")}  # the casts that a hand-over saves
+
+
+@pytest.mark.parametrize("where", REASONS)
+@pytest.mark.parametrize("recipe", QUANTIZING)
+def test_codes_are_handed_over_or_the_plan_says_why(recipe: str, where: str, monkeypatch: pytest.MonkeyPatch):
+    found, plain = (trained(TwoLinears(recipe, where, handed), False, monkeypatch) for handed in (True, False))
+    for i, (mine, expected) in enumerate(zip(found.tensors, plain.tensors, strict=True)):
+        assert_bit_equal(mine, expected, f"{i}")
+    reasons = REASONS[where](recipe)
+    assert found.casts == EVERY - {READ[tensor] for tensor in {"x", "dy"} - reasons.keys()}
+    assert plain.casts == EVERY
+    for reason in reasons.values():
+        assert reason in found.plans
+    assert ("in high precision: " in found.plans) == bool(reasons)
+
+
+COMPILED = {
+    "one sequence": "compiled or watched, 1 (Halved) receives no quantizers: the neighbouring linears cast high precision: "
+    "traced ops take dense x and dy",
+    "by recipe": "compiled or watched, 1 (Quantize) passes values, which the next linear casts: traced ops take dense x and dy",
+    "by reader": "compiled or watched, 0 (Quantize) passes values, which the next linear casts: traced ops take dense x and dy",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", COMPILED)
+@pytest.mark.parametrize("recipe", few(QUANTIZING, ("fp8_current", "fp8_delayed", "nvfp4")))
+def test_compiled_code_hands_over_nothing_and_the_plan_says_so(
+    recipe: str, where: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The bits are those of eager code."""
+    torch._dynamo.reset()
+    found = trained(TwoLinears(recipe, where, True), True, monkeypatch)
+    plain = trained(TwoLinears(recipe, where, False), False, monkeypatch)
+    for i, (mine, expected) in enumerate(zip(found.tensors, plain.tensors, strict=True)):
+        assert_bit_equal(mine, expected, f"{i}")
+    assert found.casts == EVERY
+    assert COMPILED[where] in found.plans
+
+
+def test_a_reader_that_cannot_be_handed_codes_is_named():
+    """A lone delayed layer changes scales without a step boundary; a bias sums dy in high precision."""
+    x = values(1, TOKENS, C)
+    delayed = ops.Quantize(reader=ops.Linear(C, C, recipe="fp8_delayed"))
+    assert type(delayed(x)) is Tensor
+    assert delayed.plan_notes == [
+        "returns y in high precision: fp8_delayed: delayed scales without dlp.attach belong to the layer that reads the tensor"
+    ]
+    first = ops.Linear(C, C, recipe="fp8_current")
+    second = ops.Quantize(False, True, reader=first)
+    second(first(x)).sum().backward()
+    assert second.plan_notes == ["returns dx in high precision: fp8_current: the bias sums dy"]
+    siblings = ops.Linear(C, (C, C), bias=False, recipe="fp8_current")
+    assert isinstance(ops.Quantize(reader=siblings)(x), ops.Handed)
+    with pytest.raises(
+        ValueError, match=r"Quantize\(strict=True\): bf16: the recipe does not quantize; leave strict out"
+    ):
+        ops.Quantize(reader=ops.Linear(C, C), strict=True)(x)
+
+
+def test_a_reader_replaces_recipe_and_ranks():
+    linear = ops.Linear(C, C, recipe="fp8_current")
+    for wrong in ({"recipe": "fp8_block"}, {"backward": True}):
+        with pytest.raises(ValueError, match="takes recipe and ranks from the reader"):
+            ops.Quantize(reader=linear, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="reader must be a linear of dlp; got Linear: pass the layer"):
+        ops.Quantize(reader=nn.Linear(C, C))(values(1, TOKENS, C))
+    assert not list(ops.Quantize(reader=linear).parameters())
+
+
+def test_a_reader_casts_by_the_region_around_it():
+    """In a region the reader runs under another recipe; another layer, and a copy of the layer, cast again."""
+    layer, x = dlp.Linear(C, C, recipe="fp8_current"), values(1, TOKENS, C)
+    quantize = ops.Quantize(reader=layer, strict=True)
+    with dlp.autocast(recipe="fp8_block"):
+        handed = quantize(x)
+        assert "fp8_block" in str(handed)
+        assert_bit_equal(layer(handed), layer(x))
+    assert "fp8_tensor" in str(quantize(x))
+    for other in (dlp.Linear(C, C, recipe="fp8_current"), copy.deepcopy(layer)):
+        with pytest.raises(ValueError, match="x is quantized twice"):
+            other(quantize(x))
