@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -324,10 +323,11 @@ def scheme_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def static_choices(x: Mapping[str, Any], weights: Mapping[str, Any]) -> list[Quantizer]:
     """The static quantizers of x that `input_activations` may state, for `static_x`."""
     if x["type"] == "int":
-        scaling = IntScaling(int(x["num_bits"]), symmetric=bool(x["symmetric"]))
-        return [StaticScaling(each) for each in (scaling, replace(scaling, narrow=True))[: 1 + scaling.symmetric]]
-    rows: list[Quantizer] = [StaticScaling(RowwiseScaling(power_of_two=power)) for power in (False, True)]
-    return [*rows, static()] if weights["strategy"] == "channel" else [static(), *rows]
+        symmetric = bool(x["symmetric"])
+        narrow = (False, True) if symmetric else (False,)
+        return [StaticScaling(IntScaling(int(x["num_bits"]), symmetric=symmetric, narrow=each)) for each in narrow]
+    rows = StaticScaling(RowwiseScaling(power_of_two=False))  # returns a scale that is a power of two unchanged
+    return [rows, static()] if weights["strategy"] == "channel" else [static(), rows]
 
 
 def is_stated(x: Mapping[str, Any], activation: Quantizer) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def on_mesh(sequence_parallel: bool, **sizes: int) -> nn.Module:
     return model
 
 
-def quantized(model: nn.Module, recipe: str, mode: str, x: torch.Tensor) -> nn.Module:
+def quantized(model: nn.Module, recipe: Any, mode: str, x: torch.Tensor) -> nn.Module:
     """A converted model frozen, a plain one quantized; static scales are those of x."""
     if mode == "static":
         with dlp.calibrate(model):
@@ -45,7 +46,7 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def saved_and_loaded(recipe: str, mode: str, folder: str) -> None:
+def saved_and_loaded(recipe: Any, mode: str, folder: str) -> None:
     """From tp 2 to FSDP over 2, one rank, and tp 2 again; whoever reads was quantized from values and scales of its own."""
     x, file = batch(width=WIDTH).to(worker.device()), Path(folder, "codes.pt")
 
@@ -77,7 +78,7 @@ def saved_and_loaded(recipe: str, mode: str, folder: str) -> None:
     assert_bit_equal(again(x), y, "tp")
 
 
-@pytest.mark.parametrize(("recipe", "mode"), FLOWS)
+@pytest.mark.parametrize(("recipe", "mode"), FLOWS, ids=str)
 @pytest.mark.ranks(2)
 def test_codes_go_from_one_mesh_to_another(ranks, tmp_path, recipe, mode):
     ranks(2).run(saved_and_loaded, recipe, mode, str(tmp_path))
