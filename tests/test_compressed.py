@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import warnings
 from typing import Any
@@ -12,12 +13,17 @@ from torch import nn
 
 import dlp
 from dlp.flows import compressed
+from dlp.flows.compressed_models import exact_of, header
 from dlp.quant import recipe as recipes
+from dlp.quant.affine import code_range
 from dlp.quant.fake import deployed
+from dlp.quant.fp8 import CurrentScaling
 from dlp.quant.integers import IntScaling
+from dlp.quant.quantizer import ScaleSlot
 from dlp.quant.tensor import QuantizedTensor, as_bytes
 
 pytest.importorskip("safetensors")
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 FORMATS: dict[str, Any] = {
     "fp8_current": "fp8_current", "fp8_rowwise": "fp8_rowwise", "fp8_block": "fp8_block", "nvfp4": "nvfp4",
@@ -42,8 +48,8 @@ def test_the_layout_holds_the_codes_and_the_package_reads_the_same_values(case: 
     q, made = quantized(FORMATS[case])
     values = q.dequantize(torch.float32)
     scheme = compressed.scheme(q.format, None if made.x.rowwise.format.keeps_source else made.x.rowwise)
-    encoded = compressed.encode(q, (144, 256), x_in_codes=scheme["input_activations"] is not None)
-    exact = {name: float.fromhex(float(value).hex()) for name, value in encoded.exact.items()}
+    encoded = compressed.encode(q, (144, 256), None if scheme["input_activations"] is None else made.x.rowwise)
+    exact = {name: exact_of(text) for name, text in header(encoded.exact).items()}
     back = compressed.decode(encoded.tensors, scheme["weights"], exact)
     assert torch.equal(back.dequantize(torch.float32), values[:144])
     if not (case == "mxfp8-2d" or case == "nvfp4"):  # scales of tiles, once for each row
@@ -68,12 +74,12 @@ def test_zero_points_and_exact_numbers_come_back() -> None:
     w = torch.randn(48, 64) + 1
     for quantizer in (IntScaling(4, 32, symmetric=False), IntScaling(5, symmetric=False)):
         q = quantizer.cast(w, quantizer.observe(w))
-        encoded = compressed.encode(q, (48, 64), x_in_codes=False)
+        encoded = compressed.encode(q, (48, 64), None)
         back = compressed.decode(encoded.tensors, compressed.scheme(q.format, None)["weights"], {})
         assert all(map(torch.equal, back.parts, q.parts))
     q, _ = quantized("nvfp4")
     zero = QuantizedTensor(q.format, (torch.zeros_like(q.parts[0]), q.parts[1], torch.tensor(0.0)))
-    assert compressed.encode(zero, (144, 256), x_in_codes=True).tensors["weight_global_scale"].isfinite().all()
+    assert compressed.encode(zero, (144, 256), CurrentScaling()).tensors["weight_global_scale"].isfinite().all()
 
 
 def model(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
@@ -100,6 +106,105 @@ def test_a_model_comes_back_with_the_same_forward(tmp_path, mode: Any) -> None:
         assert torch.equal(other(x), plain(x)), case
         config = json.loads((tmp_path / case / "config.json").read_text())["quantization_config"]
         assert config["ignore"] == (["2"] if case == "int8" else [])
+
+
+STATIC: dict[str, Any] = {
+    "fp8_current": "fp8_current", "fp8_rowwise": "fp8_rowwise", "int8": "int8",
+    "fp8_rowwise-any": {"name": "fp8_rowwise", "power_of_two": False}, "int8-wide": {"name": "int8", "narrow": False},
+    "zero-points": {"name": "qat", "weight": "int8 channel"}, "int4-groups": "qat",
+    "int6-zero-points": {"name": "qat", "weight": "int8 channel", "activation": "int6 token"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STATIC)
+@pytest.mark.parametrize("frozen", [False, True])
+@torch.no_grad()
+def test_static_scales_of_x_come_back_with_the_same_forward(tmp_path, case: str, frozen: bool) -> None:
+    """With the recipe and without, and without the exact range of the header, as from another program, within 1e-3."""
+    x, saved = 3 * torch.randn(8, 128).bfloat16(), model()
+    if frozen:
+        for i in (0, 2):
+            sizes = saved[i].in_features, saved[i].out_features
+            layer = dlp.Linear(*sizes, bias=True, recipe="bf16", dtype=torch.bfloat16)
+            layer.load_state_dict(saved[i].state_dict())
+            saved[i] = layer
+    with dlp.calibrate(saved, observer="minmax"):
+        saved(x / 2)  # so that larger x saturate
+    if frozen:
+        dlp.freeze(saved, "**", STATIC[case], "static")
+    else:
+        dlp.quantize_(saved, STATIC[case], mode="static")
+    y = saved(x)
+    dlp.save_compressed(saved, tmp_path)
+    for recipe in (None, STATIC[case]):
+        other = model()
+        dlp.load_compressed(other, tmp_path, recipe)
+        assert torch.equal(other(x), y), recipe
+    (file,), config = tmp_path.glob("*.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    (scheme,) = config["quantization_config"]["config_groups"].values()
+    stated = scheme["input_activations"]
+    assert stated["strategy"] == "tensor" and stated["dynamic"] is False
+    tensors = load_file(file)
+    assert ("0.input_zero_point" in tensors) is not stated["symmetric"]
+    used: Any = other[0].weight
+    slot = ScaleSlot(used.x_scale, torch.zeros(()))
+    decoded = used.use.activation.cast(x.float(), None, slot=slot).dequantize()
+    scale, zero = tensors["0.input_scale"], tensors.get("0.input_zero_point", torch.tensor([0])).int()
+    ends = (-448, 448) if stated["type"] == "float" else code_range(stated["num_bits"])
+    narrow = case == "int8"  # which the layout cannot state
+    assert decoded.min() == ((ends[0] + narrow) - zero) * scale and decoded.max() == (ends[1] - zero) * scale
+    save_file(tensors, file, metadata={"format": "pt"})
+    for recipe in (None, STATIC[case]):
+        foreign = model()
+        dlp.load_compressed(foreign, tmp_path, recipe)
+        theirs: Any = foreign[0].weight
+        activation = theirs.use.activation
+        parts = compressed.x_parts(activation, theirs.x_scale)
+        torch.testing.assert_close(parts[0], scale, rtol=2**-22, atol=0)
+        assert len(parts) == 1 or (parts[1] == zero).all()
+        torch.testing.assert_close(foreign(x), y, rtol=1e-2, atol=5e-2)
+    if importlib.util.find_spec("compressed_tensors") is None:
+        return
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+
+    read = fake_quantize(x.float(), scale, tensors.get("0.input_zero_point"), QuantizationArgs(**stated))
+    torch.testing.assert_close(read.clamp(min=float(decoded.min())), decoded, rtol=1e-6, atol=0)
+
+
+@torch.no_grad()
+def test_a_static_scale_of_another_cast_is_refused(tmp_path) -> None:
+    x, saved = torch.randn(8, 128).bfloat16(), model_with_buffer()
+    with dlp.calibrate(saved, observer="minmax"):
+        saved(x)
+    dlp.quantize_(saved, {"name": "qat", "weight": "int8 channel"}, mode="static")
+    saved[1].max_scale.fill_(1)  # a buffer of the user, saved as any other
+    dlp.save_compressed(saved, tmp_path)
+    other = model_with_buffer()
+    with pytest.raises(
+        ValueError, match=r"0: the file states a static cast of x with .*, and int8 casts x to int8\[row\]"
+    ):
+        dlp.load_compressed(other, tmp_path, "int8")
+    dlp.load_compressed(other, tmp_path, mode="weight_only")
+    assert other[1].max_scale.all() and other[0].weight.x_scale is None
+    other = model_with_buffer()
+    dlp.load_compressed(other, tmp_path, mode="dynamic")
+    assert other[0].weight.x_scale is None and other[0].weight.use.activation == IntScaling(symmetric=False)
+    e5m2 = dlp.CustomRecipe({"linear_input": CurrentScaling("e5m2"), "linear_weight": CurrentScaling()}.get)
+    saved = model()
+    with dlp.calibrate(saved):
+        saved(x)
+    dlp.quantize_(saved, e5m2, mode="static")
+    with pytest.raises(
+        ValueError, match=r"0: compressed-tensors has no static scale of this x for weights of fp8_tensor"
+    ):
+        dlp.save_compressed(saved, tmp_path)
+
+
+def model_with_buffer() -> nn.Module:
+    made = model()
+    made[1].register_buffer("max_scale", torch.zeros(2))
+    return made
 
 
 def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path) -> None:

@@ -27,6 +27,7 @@ STATIC = ["fp8_current", "fp8_rowwise", "int8"]
 FLOWS = [
     *((recipe, mode) for recipe in FROZEN for mode in ("weight_only", "dynamic")),
     *((recipe, "static") for recipe in STATIC),
+    *((dlp.recipe("qat", weight="int8 channel"), mode) for mode in ("dynamic", "static")),  # x has zero points
 ]
 LARGEST = {"nvfp4": 0.25}  # relative error; 0.06 for 8 bits
 

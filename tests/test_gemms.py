@@ -14,19 +14,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dlp.kernels import gemms, loader, ops, reference
-from dlp.kernels.gemm_entries import _int8_sums_on_gpu
+from dlp.kernels.gemm_entries import _int8_sums_on_gpu, int8_rowwise_by_torch, int8_rowwise_reference
 from dlp.kernels.reference import gemm_hp
+from dlp.kernels.registry import DEFAULT_OPTIONS, GemmLaunch
 from dlp.quant.fp8 import CurrentScaling
 from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.fp8_rowwise import RowwiseScaling
 from dlp.quant.gemm import Gemm, support
-from dlp.quant.integers import IntScaling
+from dlp.quant.integers import Int, IntScaling
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, Recipe
 from dlp.quant.tensor import QuantizedTensor
-from tests.metrics import relative_error
+from tests.metrics import assert_bit_equal, relative_error
 from tests.quantizers import EXPONENTS, SEEDS, every_recipe, matrix, quantize
 
 
@@ -113,6 +114,26 @@ def test_int8_sums_are_exact_however_long():
         assert torch.equal(filled.long(), left.long() @ right.long().t()) and filled.shape == (rows, cols)
         (lines, along), others = (each.shape for each in sums.call_args.args)
         assert lines > 16 and along % 8 == others[0] % 8 == others[1] % 8 == 0, "what torch asks for on CUDA"
+
+
+@pytest.mark.parametrize("run", [int8_rowwise_reference, int8_rowwise_by_torch], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("contraction", [64, 100, 2**16 + 24])
+@pytest.mark.parametrize(("left", "right"), [(False, True), (True, False), (False, False)])
+def test_zero_points_are_folded_into_exact_sums(run: GemmLaunch, contraction: int, left: bool, right: bool):
+    """The float64 product of codes less zero points at the ends of int8, where a sum needs more than 32 bits; rounded once."""
+    a, b = (torch.randint(-128, 128, (rows, contraction), dtype=torch.int8) for rows in (3, 5))
+    a[0], b[0] = 127, 127
+    a_zero, b_zero = (torch.randint(-128, 128, (rows,), dtype=torch.int8) for rows in (3, 5))
+    a_zero[0] = b_zero[0] = -128
+    a_scale, b_scale = torch.rand(3) + 1, torch.rand(5) + 1
+    parts = [(a, a_scale, a_zero)[: 3 - left], (b, b_scale, b_zero)[: 3 - right]]
+    values = [p[0].double() - (p[2].double()[:, None] if len(p) > 2 else 0) for p in parts]
+    expected = (values[0] @ values[1].t()).float() * a_scale[:, None] * b_scale
+    made = [Int(symmetric=len(p) == 2).wrap(p) for p in parts]
+    assert_bit_equal(run(*parts, torch.float32, None, None, DEFAULT_OPTIONS), expected)
+    assert_bit_equal(Gemm("fprop", made[1], torch.float32)(made[0]), expected)
+    kernel = support(made[0].format, made[1].format, "sm_90")
+    assert (kernel.kernel, kernel.status) == ("torch._int_mm + zero points", "native")
 
 
 KINDS: list[Quantizer] = [

@@ -1,4 +1,4 @@
-"""calibrate: scales of activations from a few batches, for static casts.
+"""calibrate: scales of x and y from a few batches, for static casts.
 
     with dlp.calibrate(model, "**", observer="max"):
         for batch in batches:
@@ -161,7 +161,7 @@ def calibrate(
     model: nn.Module, pattern: str = "**", observer: str | Callable[[Tensor], Tensor] = "max",
     tensors: Sequence[str] = ("x",),
 ) -> Iterator[dict[str, nn.Module]]:  # fmt: skip
-    """Observe x of linears during forwards, and store static scales afterwards. A context manager.
+    """Observe x, and y on request, of linears during forwards, and store static scales afterwards. A context manager.
 
     On exit each observed linear gets the buffers `x_scale`, the multiplier of a cast to E4M3, and `x_range`, the smallest and
     the largest value, or minus and plus the amax; with y observed also `y_scale` and `y_range`. All are equal on all ranks.
@@ -172,7 +172,8 @@ def calibrate(
         observer: "max": largest amax of all batches; "minmax": smallest and largest value of all batches, for casts with zero
             points; "average": mean of the amaxes; "mse": largest of the amaxes that minimize the error of each batch in E4M3;
             or a function of the amaxes [batches, layers], oldest first, that returns [layers].
-        tensors: "x", "y" or both: observe inputs, outputs or both.
+        tensors: "x", "y" or both: observe inputs, outputs or both. `dlp.freeze` in static mode reads the scales of y if the
+            recipe quantizes y.
 
     Yields:
         The observed linears by name.
@@ -235,7 +236,9 @@ def _records_x(record: Callable[[Tensor], None]) -> Callable[..., None]:
 def _records_y(record: Callable[[Tensor], None]) -> Callable[..., None]:
     @torch.no_grad()
     def hook(module: nn.Module, inputs: tuple[Any, ...], y: Any) -> None:
-        record(_rows(y[0] if isinstance(y, tuple) else y))
+        ys = y[0] if isinstance(module, ParallelLinear) and module.core.bias_apart else y
+        for each in ys if isinstance(ys, tuple) else (ys,):  # siblings of one module share the scale of y
+            record(_rows(each))
 
     return hook
 

@@ -3,8 +3,8 @@
     NAME.weight.codes, NAME.weight.scale_inv, ...   the parts of a quantized weight, unsharded
     NAME.weight.format                              uint8 [bytes]: the name of the format, such as "int4[32]", with the shape
                                                     of the weight if the codes are padded: "int4[32] of 64 x 48"
-    NAME.x_scale                                    multiplier of x, for a static cast of x to per-tensor FP8
-    NAME.x_amax                                     amax of x, for other static casts; with zero points the largest value of x
+    NAME.x_scale, NAME.y_scale                      multiplier of x or y, for a static cast to per-tensor FP8
+    NAME.x_amax, NAME.y_amax                        amax of x or y, for other static casts; with zero points the largest value
                                                     and minus the smallest value
     NAME                                            every other parameter and buffer, unsharded
 
@@ -13,14 +13,14 @@ The tensors can be read without dlp and without high-precision values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from dlp.flows.frozen import AMAX, SCALE, scale_name, scale_of, set_scale
+from dlp.flows.frozen import scale_name, static_slots
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.weight.held import HeldWeight
 from dlp.parallel.weight.local import local_values, shards_of
@@ -32,13 +32,14 @@ FORMAT = "format"
 
 
 class Held(NamedTuple):
-    """A quantized weight by name: parts on this rank, the parameter with the placement of the parts, and the quantizer of x
-    (None: x stays in high precision)."""
+    """A quantized weight by name: parts on this rank, the parameter with the placement of the parts, and the quantizers of x
+    and y (None: the tensor stays in high precision)."""
 
     name: str
     q: QuantizedTensor
     parameter: Tensor
     activation: Quantizer | None
+    y: Quantizer | None = None
 
 
 def held_weights(model: nn.Module) -> Iterator[Held]:
@@ -46,10 +47,9 @@ def held_weights(model: nn.Module) -> Iterator[Held]:
         if isinstance(module, ParallelLinear):
             for weight in module.core.weights:
                 if isinstance(weight, HeldWeight) and weight.member.module is module:
-                    fmt = weight.recipe.w.rowwise.format
-                    x = weight.recipe.x.rowwise
-                    activation = None if x.format.keeps_source else x
-                    yield Held(f"{name}.{weight.member.weight}", fmt.wrap(weight.parts), weight.parameter, activation)
+                    recipe, x = weight.recipe, weight.recipe.x.rowwise
+                    q, activation = recipe.w.rowwise.format.wrap(weight.parts), None if x.format.keeps_source else x
+                    yield Held(f"{name}.{weight.member.weight}", q, weight.parameter, activation, recipe.y)
             continue
         for key, parameter in module.named_parameters(recurse=False):
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -57,18 +57,19 @@ def held_weights(model: nn.Module) -> Iterator[Held]:
                 yield Held(f"{name}.{key}" if name else key, local.quantized, parameter, local.use.activation)
 
 
-def static_scales(model: nn.Module) -> Iterator[tuple[str, Tensor, ParallelLinear | None]]:
+def static_scales(model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield the static scales of x and y by name: the tensors that casts read, which are equal."""
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear):
-            if (scale := scale_of(module.core)) is not None and isinstance(next(iter(module.core.weights)), HeldWeight):
-                yield f"{name}.{scale_name(module.core.spec.recipe.x.rowwise)}", scale, module
+            if isinstance(next(iter(module.core.weights)), HeldWeight):
+                yield from ((f"{name}.{key}", slots) for key, slots in static_slots(module).items())
             continue
         weight = getattr(module, "weight", None)
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         if isinstance(local, QuantizedParameter) and local.x_scale is not None:
             assert local.use.activation is not None
-            key = scale_name(local.use.activation)
-            yield (f"{name}.{key}" if name else key), local.x_scale, None
+            key = scale_name("x", local.use.activation)
+            yield (f"{name}.{key}" if name else key), [local.x_scale]
 
 
 def _placements(held: Held, part: Part) -> list[Placement]:
@@ -129,7 +130,7 @@ def quantized_state_dict(model: nn.Module) -> dict[str, Tensor]:
         for part, tensor in zip(held.q.format.parts, held.q.parts, strict=True):
             found[f"{name}.{part.name}"] = whole_part(held, part, tensor)
         found[f"{name}.{FORMAT}"] = _bytes_of(held)
-    found |= {name: scale.clone() for name, scale, _ in static_scales(model)}
+    found |= {name: slots[0].clone() for name, slots in static_scales(model)}
     others = [*model.named_parameters(), *saved_buffers(model)]
     for name, tensor in others:
         if name not in weights:
@@ -198,7 +199,8 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
         spread = held.parameter if isinstance(held.parameter, DTensor) else None
         for part, tensor in zip(held.q.format.parts, held.q.parts, strict=True):
             into[f"{name}.{part.name}"] = tensor, spread, _placements(held, part) if spread is not None else []
-    into |= {name: (scale, None, []) for name, scale, _ in static_scales(model)}
+    scales = dict(static_scales(model))
+    into |= {name: (slots[0], None, []) for name, slots in scales.items()}
     for name, tensor in [*model.named_parameters(), *saved_buffers(model)]:
         if name not in weights:
             spread = tensor if isinstance(tensor, DTensor) else None
@@ -239,15 +241,17 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
                 f"{name} was saved as {found[name].dtype} {tuple(found[name].shape)}, and the shard of this rank is "
                 f"{tensor.dtype} {tuple(tensor.shape)} in the model: quantize the model as it was saved"
             )
-    _check_values(weights, found, state)
+    _check_values(weights, scales, found, state)
     for name, (tensor, _, _) in into.items():
         tensor.copy_(found[name])
-    for name, _, layer in static_scales(model):
-        if layer is not None:
-            set_scale(layer.core, found[name])
+    for name, slots in scales.items():
+        for slot in slots:
+            slot.copy_(found[name])
 
 
-def _check_values(weights: Mapping[str, Held], found: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+def _check_values(
+    weights: Mapping[str, Held], scales: Iterable[str], found: Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> None:
     """Raise ValueError for parts and static scales with NaN or Inf, which `quantized_state_dict` never writes. Each rank
     checks the scales of all ranks, which are small, and its own codes."""
     for name, held in weights.items():
@@ -257,7 +261,7 @@ def _check_values(weights: Mapping[str, Held], found: Mapping[str, Tensor], stat
                 raise ValueError(
                     f"{part} has NaN or Inf, which would spread to every y: save the codes again, or load another file"
                 )
-    for name in (each for each in found if each.rpartition(".")[2] in (SCALE, AMAX)):
+    for name in scales:
         if not (_finite(state[name]) and bool((state[name] >= 0).all()) and bool(state[name].any())):
             raise ValueError(
                 f"{name} must be finite and positive, got {state[name].flatten()[:4].tolist()}: calibrate again"

@@ -11,53 +11,60 @@
     int8 rows, x in int8   weight int8 [N, K], weight_scale fp32 [N, 1]              int-quantized, channel
     other integers         weight_packed int32 [N, ceil(K bits / 32)], weight_scale fp32 [N, 1] or [N, K/group],
                            weight_shape int64 [2], weight_zero_point int32           pack-quantized, channel or group
+    static x               input_scale fp32 [1]; with zero points also input_zero_point int8 [1]
 
 Codes are copied, never computed again. Scales of tiles are repeated for each row if the layout has no tiles (mxfp8, nvfp4). A
-number that the layout stores only as a rounded reciprocal (the amax of nvfp4, a static scale of x) is also stored in the
-header of the safetensors file, as `float.hex`, so that `decode` returns the exact codes and scales.
+number that the layout stores only after a rounding (the amax of nvfp4, the multiplier or the range of a static x) is also
+stored in the header of the safetensors file, as `float.hex`, so that reading returns the exact codes and scales. The static
+scale of x in a file of another program is exact within two units in the last place.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlp.quant.fp8 import CurrentScaling, Fp8Tensor
+from dlp.kernels import ops
+from dlp.quant.fp8 import CurrentScaling, Fp8Tensor, static
 from dlp.quant.fp8_block import BlockScaling, Fp8Block
 from dlp.quant.fp8_rowwise import Fp8Rowwise, RowwiseScaling
 from dlp.quant.integers import Int, IntScaling, pack, pack_bits, unpack, unpack_bits
 from dlp.quant.mxfp8 import Mxfp8, MxScaling
 from dlp.quant.nvfp4 import FACTOR, Nvfp4
-from dlp.quant.quantizer import Quantizer
+from dlp.quant.quantizer import Quantizer, ScaleSlot
+from dlp.quant.static import StaticScaling
 from dlp.quant.tensor import Format, QuantizedTensor
 
 METHOD = "compressed-tensors"
-AMAX, X_SCALE = "weight_amax", "x_scale"  # names in the header of the file
+AMAX, X_SCALE, X_AMAX = EXACT = "weight_amax", "x_scale", "x_amax"  # names in the header of the file
+X_PARTS = "input_scale", "input_zero_point"
 NAMES = (
-    "weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_shape", "weight_zero_point", "input_scale",
+    "weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_shape", "weight_zero_point", *X_PARTS,
 )  # fmt: skip
 FLOATS = (Fp8Tensor, Fp8Rowwise, Fp8Block)
 
 
 class Encoded(NamedTuple):
-    """Tensors of one linear by the name after the module's name, and the exact numbers for the header, fp32 []."""
+    """Tensors of one linear by the name after the module's name, and the exact numbers for the header, fp32 [] or [2]."""
 
     tensors: dict[str, Tensor]
     exact: dict[str, Tensor]
 
 
-def encode(q: QuantizedTensor, shape: tuple[int, int], *, x_in_codes: bool, x_scale: Tensor | None = None) -> Encoded:
+def encode(
+    q: QuantizedTensor, shape: tuple[int, int], activation: Quantizer | None, x_scale: Tensor | None = None
+) -> Encoded:  # fmt: skip
     """Quantized weight -> tensors of the layout.
 
     q           the rowwise operand of w; its rows may be padded
     shape       (N, K) of the weight
-    x_in_codes  x is quantized, which decides the layout of int8
-    x_scale     fp32 [], multiplier of a static x
+    activation  quantizer of x, which decides the layout of int8; None: x stays in high precision
+    x_scale     slot of a static `activation`
 
     ValueError for a format or a padded contraction that the layout does not have.
     """
@@ -78,14 +85,15 @@ def encode(q: QuantizedTensor, shape: tuple[int, int], *, x_in_codes: bool, x_sc
     elif isinstance(fmt, Mxfp8):
         made = {"weight": codes, "weight_scale": _each_row(scale, fmt.block[0], rows)}
     elif isinstance(fmt, Int):
-        made = _encode_integers(fmt, codes, scale, q.parts[2:], shape, x_in_codes)
+        made = _encode_integers(fmt, codes, scale, q.parts[2:], shape, activation is not None)
     else:
         two_dim = isinstance(fmt, Fp8Block)
         made = {"weight": codes, "weight_scale": scale if two_dim else scale.reshape(-1, 1 if scale.dim() else 1)}
         if isinstance(fmt, Fp8Tensor):
             made["weight_scale"] = scale.reshape(1)
-    if x_scale is not None:
-        made["input_scale"], exact[X_SCALE] = (1 / x_scale).float().reshape(1), x_scale.float()
+    if x_scale is not None and activation is not None:
+        made |= zip(X_PARTS, x_parts(activation, x_scale), strict=False)
+        exact[X_AMAX if isinstance(activation, StaticScaling) else X_SCALE] = x_scale.float()
     return Encoded({name: tensor.contiguous() for name, tensor in made.items()}, exact)
 
 
@@ -133,7 +141,37 @@ def unpack_words(packed: Tensor, bits: int, columns: int) -> Tensor:
     return unpack_bits(packed.contiguous().view(torch.uint8), bits, columns)
 
 
-def decode(tensors: Mapping[str, Tensor], weights: Mapping[str, Any], exact: Mapping[str, float]) -> QuantizedTensor:
+def x_parts(activation: Quantizer, slot: Tensor) -> tuple[Tensor, ...]:
+    """Return scale_inv, fp32 [1], and for integers with zero points the zero point, int8 [1], of a static cast of x."""
+    if not isinstance(activation, StaticScaling):
+        return ((1 / slot).float().reshape(1),)
+    row = torch.zeros(1, activation.format.multiple[1], device=slot.device)
+    return activation.cast(row, None, slot=ScaleSlot(slot, torch.zeros_like(slot))).parts[1:]
+
+
+def static_x(
+    choices: Sequence[Quantizer], tensors: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+) -> tuple[Quantizer, Tensor]:
+    """Return the quantizer and the slot of a static x: the first of `choices` that computes the scale in the file from the
+    exact range in the header. Without such a range, the first choice, with a slot computed from the scale."""
+    stated = [tensors[name].reshape(1) for name in X_PARTS if name in tensors]
+    for activation in choices:
+        key = X_AMAX if isinstance(activation, StaticScaling) else X_SCALE
+        if key in exact and all(map(torch.equal, x_parts(activation, exact[key]), stated)):
+            return activation, exact[key]
+    activation, scale = choices[0], stated[0].float()
+    if not isinstance(activation, StaticScaling):
+        return activation, (1 / scale).reshape(())
+    if not isinstance(activation.inner, IntScaling):
+        return activation, (scale * ops.FP8_MAX[torch.float8_e4m3fn]).reshape(())
+    first, last = activation.inner.codes
+    if activation.inner.symmetric:
+        return activation, (scale * ((last - first) / 2)).reshape(())
+    zero = stated[1].float()
+    return activation, torch.cat([(last - zero) * scale, (zero - first) * scale])
+
+
+def decode(tensors: Mapping[str, Tensor], weights: Mapping[str, Any], exact: Mapping[str, Tensor]) -> QuantizedTensor:
     """Tensors of one linear -> quantized weight.
 
     tensors  by the name after the module's
@@ -145,7 +183,7 @@ def decode(tensors: Mapping[str, Tensor], weights: Mapping[str, Any], exact: Map
         return _decode_integers(tensors, weights)
     if "weight_packed" in tensors:
         given = tensors.get("weight_global_scale", torch.ones(1)).float()
-        amax = torch.tensor(exact[AMAX]) if AMAX in exact else (1 / (given * FACTOR)).reshape(())
+        amax = exact[AMAX] if AMAX in exact else (1 / (given * FACTOR)).reshape(())
         return QuantizedTensor(Nvfp4(), (tensors["weight_packed"], scale, amax.to(scale.device)))
     codes = tensors["weight"]
     if scale.dtype == torch.uint8:
@@ -178,14 +216,21 @@ def _decode_integers(tensors: Mapping[str, Tensor], weights: Mapping[str, Any]) 
 # Schemes: the tables of config.json
 
 
-def scheme(fmt: Format, activation: Quantizer | None, *, static: bool = False) -> dict[str, Any]:
+def scheme(fmt: Format, activation: Quantizer | None, *, with_scale: bool = False) -> dict[str, Any]:
     """The scheme of a linear, in the form of a group of `quantization_config`, without targets.
 
     fmt         format of the weight
     activation  quantizer of x; None: x stays in high precision
-    static      x has a static scale
+    with_scale  x has a static scale
+
+    ValueError for a static cast of x that the format cannot state.
     """
-    x = None if activation is None else _x_args(activation, static)
+    x = None if activation is None or isinstance(fmt, Nvfp4) else _x_args(activation, with_scale)
+    if with_scale and x is None:
+        raise ValueError(
+            f"compressed-tensors has no static scale of this x for weights of {fmt.name}: save codes with "
+            f"dlp.quantized_state_dict, or quantize by fp8_current"
+        )
     if isinstance(fmt, Nvfp4):
         weights = _args(4, "float", "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")
         return {"weights": weights, "input_activations": None, "format": "nvfp4-pack-quantized"}
@@ -213,12 +258,14 @@ def _args(bits: int, kind: str, strategy: str = "tensor", **more: Any) -> dict[s
     }  # fmt: skip
 
 
-def _x_args(activation: Quantizer, static: bool) -> dict[str, Any] | None:
+def _x_args(activation: Quantizer, with_scale: bool) -> dict[str, Any] | None:
     """`input_activations`; None for casts of x that the format cannot state."""
-    if static:
-        return _args(8, "float")
-    if isinstance(activation, IntScaling):
-        return _args(activation.bits, "int", "token", dynamic=True, symmetric=activation.symmetric)
+    inner = activation.inner if isinstance(activation, StaticScaling) else activation
+    how: dict[str, Any] = {"strategy": "tensor" if with_scale else "token", "dynamic": not with_scale}
+    if isinstance(inner, IntScaling):
+        return _args(inner.bits, "int", symmetric=inner.symmetric, **how)
+    if with_scale:
+        return None if inner.format.element == "e5m2" else _args(8, "float")
     if isinstance(activation, MxScaling):
         return _args(8, "float", dynamic=True, scale_dtype="torch.uint8", **_group(32))
     if isinstance(activation, BlockScaling):
@@ -273,8 +320,25 @@ def scheme_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found
 
 
+def static_choices(x: Mapping[str, Any], weights: Mapping[str, Any]) -> list[Quantizer]:
+    """The static quantizers of x that `input_activations` may state, for `static_x`."""
+    if x["type"] == "int":
+        symmetric = bool(x["symmetric"])
+        narrow = (False, True) if symmetric else (False,)
+        return [StaticScaling(IntScaling(int(x["num_bits"]), symmetric=symmetric, narrow=each)) for each in narrow]
+    rows = StaticScaling(RowwiseScaling(power_of_two=False))  # returns a scale that is a power of two unchanged
+    return [rows, static()] if weights["strategy"] == "channel" else [static(), rows]
+
+
+def is_stated(x: Mapping[str, Any], activation: Quantizer) -> bool:
+    """Whether a static quantizer of x has the element type and the zero points of `input_activations`."""
+    asked = _x_args(activation, True)
+    return asked is not None and all(x[key] == asked[key] for key in ("num_bits", "type", "symmetric"))
+
+
 def activation_of(x: Mapping[str, Any] | None) -> Quantizer | None:
-    """The quantizer of x that `input_activations` states, with the default options of dlp; None: x is not quantized."""
+    """The quantizer of x that `input_activations` states, with the default options of dlp; None: x is not quantized. For a
+    static scale (`static_choices`), the quantizer that computes a scale in each forward."""
     if x is None or x["dynamic"] == "local":
         return None
     if x["type"] == "int":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,15 @@ from torch.distributed.tensor import DTensor
 
 from dlp.flows import compressed
 from dlp.flows.codes import Held, held_weights, saved_buffers, static_scales, whole_part
-from dlp.flows.frozen import SCALE, Mode, cast_of_x, check_mode
+from dlp.flows.frozen import Mode, cast_in, check_mode, refuse_y
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.weight.local import fill
 from dlp.quant import recipe as recipes
 from dlp.quant.fake import deployed
-from dlp.quant.fp8 import static
 from dlp.quant.gemm import GemmOptions
 from dlp.quant.parameter import QuantizedParameter
 from dlp.quant.quantized_linear import Use
-from dlp.quant.static import StaticScaling
+from dlp.quant.quantizer import Quantizer
 from dlp.quant.tensor import QuantizedTensor
 
 CONFIG, FILE_BYTES = "config.json", 4 << 30
@@ -51,7 +50,8 @@ def save_compressed(model: nn.Module, folder: str | Path, config: Mapping[str, A
         A sentence with the number of layers and the bytes of codes and of other tensors.
 
     Raises:
-        ValueError: before anything is written, for a model without codes, and for a format that compressed-tensors lacks.
+        ValueError: before anything is written, for a model without codes, for a format that compressed-tensors lacks, and for a
+            layer that quantizes y or has several weights.
         ImportError: without the package safetensors.
 
     Examples:
@@ -62,19 +62,19 @@ def save_compressed(model: nn.Module, folder: str | Path, config: Mapping[str, A
     held = {each.name.removesuffix(".weight"): each for each in held_weights(model)}
     if not held:
         raise ValueError("save_compressed: no layer of the model holds codes; call dlp.quantize_ or dlp.freeze first")
-    scales = {name.removesuffix(f".{SCALE}"): scale for name, scale, _ in static_scales(model)}
+    scales = {name.rpartition(".")[0]: slots[0] for name, slots in static_scales(model)}
     schemes = {}
     for name, each in held.items():
         try:
-            if isinstance(each.activation, StaticScaling):
+            if each.y is not None or each.name.endswith(name):
+                what = "a quantized y" if each.y is not None else "several weights of one module"
                 raise ValueError(
-                    f"compressed-tensors files of dlp have no static scale of {each.activation.format.name}: save codes with "
-                    f"dlp.quantized_state_dict, or quantize by fp8_current"
+                    f"compressed-tensors files of dlp have no entry for {what}: save codes with dlp.quantized_state_dict"
                 )
-            _encoded(each, scales.get(name), torch.device("meta"))
+            _encoded(each, None, torch.device("meta"))
+            schemes[name] = compressed.scheme(each.q.format, each.activation, with_scale=name in scales)
         except ValueError as error:
             raise ValueError(f"save_compressed: {name}: {error}") from None
-        schemes[name] = compressed.scheme(each.q.format, each.activation, static=name in scales)
     writer = _Writer(Path(folder)) if not dist.is_initialized() or dist.get_rank() == 0 else None
     sizes = {True: 0, False: 0}
     others = {name: tensor for name, tensor in _other_tensors(model) if name.removesuffix(".weight") not in held}
@@ -98,19 +98,19 @@ def _encoded(held: Held, scale: Tensor | None, device: torch.device | None = Non
     """The tensors of a layer; on the meta device, their shapes on this rank."""
     if device is not None:
         parts = tuple(part.to(device) for part in held.q.parts)
-        shape, scale = held.q.shape if isinstance(held.parameter, DTensor) else tuple(held.parameter.shape), None
+        shape = held.q.shape if isinstance(held.parameter, DTensor) else tuple(held.parameter.shape)
     else:
         fmt = held.q.format
         parts = tuple(whole_part(held, part, each) for part, each in zip(fmt.parts, held.q.parts, strict=True))
         shape = tuple(held.parameter.shape)
     q = QuantizedTensor(held.q.format, parts)
-    return compressed.encode(q, shape, x_in_codes=held.activation is not None, x_scale=scale)  # type: ignore[arg-type]
+    return compressed.encode(q, shape, held.activation, scale)  # type: ignore[arg-type]
 
 
 def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, each shared tensor once, without static scales of x."""
+    """Parameters and buffers, each shared tensor once."""
     yield from model.named_parameters()
-    yield from ((name, buffer) for name, buffer in saved_buffers(model) if not name.endswith(SCALE))
+    yield from saved_buffers(model)
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
@@ -167,7 +167,13 @@ class _Writer:
 
 def header(exact: Mapping[str, Tensor]) -> dict[str, str]:
     """Exact numbers as text for the header of a safetensors file."""
-    return {name: float(value).hex() for name, value in exact.items()}
+    return {name: " ".join(number.hex() for number in value.reshape(-1).tolist()) for name, value in exact.items()}
+
+
+def exact_of(text: str) -> Tensor:
+    """The inverse of `header`: fp32 [] for one number, else [numbers]."""
+    numbers = torch.tensor([float.fromhex(number) for number in text.split()])
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 class SavesCodes:
@@ -192,13 +198,27 @@ class SavesCodes:
 # Reading
 
 
+class StoredLayer(NamedTuple):
+    """Weight, scheme, tensors and exact numbers of a layer in a folder."""
+
+    q: QuantizedTensor
+    scheme: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    exact: Mapping[str, Tensor]
+
+    @property
+    def has_static_x(self) -> bool:
+        x = self.scheme["input_activations"]
+        return x is not None and not x["dynamic"] and "input_scale" in self.tensors
+
+
 class Folder:
     """Folder of compressed-tensors: tables and tensors by name. ValueError for a folder of another kind."""
 
     def __init__(self, folder: str | Path) -> None:
         from safetensors import safe_open
 
-        self.path, self.files, self.exact = Path(folder), dict[str, Path](), dict[str, float]()
+        self.path, self.files, self.exact = Path(folder), dict[str, Path](), dict[str, Tensor]()
         try:
             self.config = json.loads((self.path / CONFIG).read_text())["quantization_config"]
         except (OSError, KeyError, ValueError):
@@ -210,8 +230,8 @@ class Folder:
             with safe_open(file, framework="pt") as opened:
                 self.files |= dict.fromkeys(opened.keys(), file)
                 texts = opened.metadata() or {}
-                ends = (compressed.AMAX, compressed.X_SCALE)
-                self.exact |= {name: float.fromhex(text) for name, text in texts.items() if name.endswith(ends)}
+                ours = {name: text for name, text in texts.items() if name.endswith(compressed.EXACT)}
+                self.exact |= {name: exact_of(text) for name, text in ours.items()}
 
     def layers(self) -> list[str]:
         """Names of the layers that hold codes."""
@@ -224,18 +244,11 @@ class Folder:
             found: Tensor = opened.get_tensor(name)
             return found
 
-    def layer(self, name: str) -> tuple[QuantizedTensor, Mapping[str, Any], Tensor | None]:
-        """The weight of a layer, its scheme, and the static multiplier of x, fp32 []."""
+    def layer(self, name: str) -> StoredLayer:
         scheme = compressed.scheme_of(self.config, name)
         given = {key: self.tensor(f"{name}.{key}") for key in compressed.NAMES if f"{name}.{key}" in self.files}
-        exact = {
-            key: self.exact[f"{name}.{key}"] for key in (compressed.AMAX, compressed.X_SCALE) if f"{name}.{key}" in self.exact
-        }  # fmt: skip
-        scale = None
-        if "input_scale" in given and not (scheme["input_activations"] or {"dynamic": True})["dynamic"]:
-            own = exact.get(compressed.X_SCALE)
-            scale = (1 / given["input_scale"].float()).reshape(()) if own is None else torch.tensor(own)
-        return compressed.decode(given, scheme["weights"], exact), scheme, scale
+        exact = {key: self.exact[f"{name}.{key}"] for key in compressed.EXACT if f"{name}.{key}" in self.exact}
+        return StoredLayer(compressed.decode(given, scheme["weights"], exact), scheme, given, exact)
 
     def others(self) -> list[str]:
         """Names of all tensors that belong to no layer with codes."""
@@ -296,32 +309,40 @@ def load_compressed(
 
 
 def _load_layer(read: Folder, name: str, module: Any, recipe: Any, mode: Mode | None) -> None:
-    q, scheme, scale = read.layer(name)
+    stored, device = read.layer(name), module.weight.device
+    q, x = stored.q, stored.scheme["input_activations"]
     if q.shape != tuple(module.weight.shape):
         raise ValueError(
             f"{read.path}: {name} is {list(q.shape)} in the files and {list(module.weight.shape)} in the model"
         )
-    stated, options = compressed.activation_of(scheme["input_activations"]), GemmOptions()
+    stated, options = compressed.activation_of(x), GemmOptions()
     mode = mode or (
-        "static" if scale is not None else "weight_only" if stated is None and recipe is None else "dynamic"
+        "static" if stored.has_static_x else "weight_only" if stated is None and recipe is None else "dynamic"
     )
-    activation = None if mode == "weight_only" else static() if mode == "static" else stated
+    if mode == "static" and not stored.has_static_x:
+        raise ValueError(f"{read.path}: {name} has no static scale of x; choose mode 'dynamic' or 'weight_only'")
+    choices = compressed.static_choices(x, stored.scheme["weights"]) if mode == "static" else []
+    activation: Quantizer | None = stated if mode == "dynamic" else None
     if recipe is not None:
         given = callable(recipe) and not isinstance(recipe, recipes.Recipe)
         made = deployed(recipes.as_recipe(recipe(name) if given else recipe).for_layer(name))
         check_mode(made, mode, name)
+        refuse_y(made, mode, name)
         wanted = made.w.rowwise.format
         if type(wanted) is not type(q.format) or wanted.element != q.format.element:
             raise ValueError(f"{read.path}: {name} holds {q.format.name}, and {made} has weights of {wanted.name}")
-        activation, options = cast_of_x(made, mode), made.fprop
-        if isinstance(activation, StaticScaling):
-            raise ValueError(
-                f"{read.path}: {name}: the file holds a static scale of per-tensor FP8, and {made} casts x to "
-                f"{activation.format.name}: choose mode 'dynamic', or fp8_current"
-            )
-    if mode == "static" and scale is None:
-        raise ValueError(f"{read.path}: {name} has no static scale of x; choose mode 'dynamic' or 'weight_only'")
-    moved = QuantizedTensor(q.format, tuple(part.to(module.weight.device) for part in q.parts))
+        activation, options = cast_in(made.x.rowwise, mode), made.fprop
+        if mode == "static" and activation is not None:
+            choices = [activation]
+            if not compressed.is_stated(x, activation):
+                raise ValueError(
+                    f"{read.path}: {name}: the file states a static cast of x with {x}, and {made} casts x to "
+                    f"{activation.format.name}: choose mode 'dynamic', or the recipe by which the model was quantized"
+                )
+    scale: Tensor | None = None
+    if choices:
+        activation, scale = compressed.static_x(choices, stored.tensors, stored.exact)
+        scale = scale.to(device)
+    moved = QuantizedTensor(q.format, tuple(part.to(device) for part in q.parts))
     use = Use(q.format, activation, options)
-    scale = scale.to(module.weight.device) if mode == "static" and scale is not None else None
     module.weight = nn.Parameter(QuantizedParameter(moved, module.weight.dtype, use, scale), requires_grad=False)

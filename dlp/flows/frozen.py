@@ -4,6 +4,10 @@
     dynamic       x is cast by the recipe, with a scale computed in each forward
     static        x is cast with the scale from `calibrate`, one for the whole tensor
 
+If the recipe quantizes y, y is rounded: in dynamic mode as in training, in static mode with the scale of y from `calibrate`.
+Zero points of int8 rows are folded into the integer sums of the GEMM (`dlp.kernels.reference.gemm_int8_rowwise`). Other pairs
+of codes without a kernel are decoded, and the plan says so.
+
 Scales of weights are agreed over tp, so that the codes equal the codes of the full weight, on any mesh
 (`dlp.flows.codes`).
 """
@@ -27,15 +31,16 @@ from dlp.parallel.weight.parameters import check_has_values, check_unshared, che
 from dlp.quant import recipe as recipes
 from dlp.quant.fake import deployed
 from dlp.quant.fp8 import Fp8Tensor, static
+from dlp.quant.gemm import kernel_name
 from dlp.quant.quantizer import KeepHighPrecision, Origin, Quantizer, QuantizerCaps, ScaleSlot, caps_of
 from dlp.quant.recipe import Operand, Recipe, both
-from dlp.quant.static import StaticScaling, fits, has_zero_points, reach_of
+from dlp.quant.static import StaticScaling, fits, reach_of
 from dlp.quant.tensor import Format, QuantizedTensor, Shape
 
 Mode = Literal["weight_only", "dynamic", "static"]
-SCALE = "x_scale"  # name of the buffer for the calibrated scale of x, the multiplier of a cast to E4M3
-RANGE = "x_range"  # name of the buffer for the smallest and the largest x
-AMAX = "x_amax"  # name of a static range of x in saved codes
+SCALE = "scale"  # x_scale, y_scale: buffer of the calibrated multiplier of a cast to E4M3, also in saved codes
+RANGE = "range"  # x_range, y_range: buffer of the smallest and the largest value
+AMAX = "amax"  # x_amax, y_amax: static range in saved codes
 
 
 @dataclass(frozen=True)
@@ -78,38 +83,55 @@ def check_mode(recipe: Recipe, mode: str, asked_by: str) -> None:
             f"{asked_by}: {recipe} keeps weights in high precision; choose a recipe that quantizes weights"
         )
     check_without_history(asked_by, recipe)
-    if mode == "dynamic" and caps_of(recipe.x.rowwise).slot is not None:
+    for tensor, quantizer in casts(recipe).items():
+        if mode == "dynamic" and caps_of(quantizer).slot is not None:
+            raise ValueError(
+                f"{asked_by}: {recipe} uses delayed scaling for {tensor}: choose mode 'static', or a recipe without delayed "
+                f"scales"
+            )
+        if mode == "static" and not (isinstance(quantizer.format, Fp8Tensor) or fits(quantizer)):
+            raise ValueError(
+                f"{asked_by}: a static scale is one per tensor, as in fp8_current, fp8_rowwise and int8; {recipe} casts "
+                f"{tensor} differently: choose mode 'dynamic'"
+            )
+
+
+def refuse_y(recipe: Recipe, mode: str, name: str) -> None:
+    """Raise ValueError for a recipe that quantizes y in this mode: a weight of codes in a plain nn.Linear casts x alone."""
+    if recipe.y is not None and mode != "weight_only":
         raise ValueError(
-            f"{asked_by}: {recipe} uses delayed scaling for x: choose mode 'static', or a recipe without delayed scales"
-        )
-    if mode == "static" and not (isinstance(recipe.x.rowwise.format, Fp8Tensor) or fits(recipe.x.rowwise)):
-        raise ValueError(
-            f"{asked_by}: a static scale is one per tensor, as in fp8_current, fp8_rowwise and int8; {recipe} casts x "
-            f"differently: choose mode 'dynamic'"
+            f"{name}: {recipe} quantizes y, which an nn.Linear with codes returns in high precision: call dlp.convert and "
+            f"dlp.freeze, or remove linear_output from the recipe"
         )
 
 
-def cast_of_x(recipe: Recipe, mode: str) -> Quantizer | None:
-    """Quantizer of x in this mode; None: x is not cast."""
+def casts(recipe: Recipe) -> dict[str, Quantizer]:
+    """Return the quantizers of x and y in a forward; without y if the recipe does not quantize y."""
+    found = {"x": recipe.x.rowwise, "y": recipe.y}
+    return {tensor: quantizer for tensor, quantizer in found.items() if quantizer is not None}
+
+
+def cast_in(quantizer: Quantizer, mode: str) -> Quantizer | None:
+    """Quantizer of x or y in this mode; None: the tensor is not cast."""
     if mode == "weight_only":
         return None
-    x = recipe.x.rowwise
     if mode == "dynamic":
-        return x
-    return static(x.format.element) if isinstance(x.format, Fp8Tensor) else StaticScaling(x)
+        return quantizer
+    return static(quantizer.format.element) if isinstance(quantizer.format, Fp8Tensor) else StaticScaling(quantizer)
 
 
-def scale_name(activation: Quantizer) -> str:
-    """Return the name of the static scale of x in saved codes."""
-    return AMAX if isinstance(activation, StaticScaling) else SCALE
+def scale_name(tensor: str, quantizer: Quantizer) -> str:
+    """Return the name of the static scale of x or y in saved codes."""
+    return f"{tensor}_{AMAX if isinstance(quantizer, StaticScaling) else SCALE}"
 
 
 def frozen_recipe(recipe: Recipe, mode: str) -> Recipe:
     """The forward of `recipe` in this mode, as a recipe."""
     keep = KeepHighPrecision()
-    w, x = Operand(recipe.w.rowwise, NotMade()), both(cast_of_x(recipe, mode) or keep)
+    made = {tensor: cast_in(quantizer, mode) for tensor, quantizer in casts(recipe).items()}
+    w, x = Operand(recipe.w.rowwise, NotMade()), both(made["x"] or keep)
     name = f"{recipe.name}, {mode}"
-    return replace(recipe, name=name, x=x, w=w, dy=both(keep), amax_scope="all", y=None, dx=None)
+    return replace(recipe, name=name, x=x, w=w, dy=both(keep), amax_scope="all", y=made.get("y"), dx=None)
 
 
 def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") -> list[str]:
@@ -122,7 +144,7 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
         pattern: pattern of module names, as in a layer group.
         recipe: name of a recipe, a dict with options, or a `Recipe`.
         mode: "weight_only": GEMMs read decoded weights; "dynamic": x is quantized in each forward; "static": x is quantized
-            with the scales of `dlp.calibrate`.
+            with the scales of `dlp.calibrate`. If the recipe quantizes y, y is quantized and decoded in the same mode.
 
     Returns:
         Names of the frozen layers.
@@ -148,27 +170,36 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
     specs = {core: core.with_recipe(frozen_recipe(chosen[name], mode)) for core, name in cores.items()}
     for core in cores:
         core.session.check_not_graphed([core])
-    for core, name in cores.items():
+    for core in cores:
         _freeze(core, specs[core])
-        if mode == "static":
-            set_scale(core, calibrated(modules[name], name, chosen[name]))
+    for name in reversed(names) if mode == "static" else ():  # siblings share x: the first layer decides
+        scales = calibrated(modules[name], name, chosen[name])
+        for (_, slots), scale in zip(static_slots(modules[name]).items(), scales.values(), strict=True):
+            for slot in slots:
+                slot.copy_(scale)
     return names
 
 
-def calibrated(module: nn.Module, name: str, recipe: Recipe) -> Tensor:
-    """Return the static scale of x of a layer, as the cast of x by `recipe` reads the scale, from the buffers of `calibrate`:
-    `x_scale` fp32 [], or `reach_of` the `x_range`. Raises ValueError if there is none, or if it was rounded to another dtype.
-    """
-    x = recipe.x.rowwise
-    buffer = RANGE if fits(x) else SCALE
-    found = getattr(module, buffer, None)
-    if found is None:
-        raise ValueError(f"{name}: static mode has no scale of x: run the model inside dlp.calibrate first")
-    if found.dtype != torch.float32:
-        raise ValueError(
-            f"{name}: {buffer} was converted to {found.dtype} together with the model: calibrate again after a change of dtype"
-        )
-    return reach_of(x, *found) if buffer == RANGE else found
+def calibrated(module: nn.Module, name: str, recipe: Recipe) -> dict[str, Tensor]:
+    """Return the static scales of x and y of a layer by tensor, as the casts of `recipe` read the scales, from the buffers
+    of `calibrate`: `x_scale` fp32 [], or `reach_of` the `x_range`. Raises ValueError for a missing buffer, and for a buffer
+    that was rounded to another dtype."""
+    made = dict[str, Tensor]()
+    for tensor, quantizer in casts(recipe).items():
+        buffer = f"{tensor}_{RANGE if fits(quantizer) else SCALE}"
+        found = getattr(module, buffer, None)
+        if found is None:
+            raise ValueError(
+                f"{name}: static mode has no scale of {tensor}: run the model inside dlp.calibrate first"
+                + (', with tensors=("x", "y")' if tensor == "y" else "")
+            )
+        if found.dtype != torch.float32:
+            raise ValueError(
+                f"{name}: {buffer} was converted to {found.dtype} together with the model: calibrate again after a change of "
+                f"dtype"
+            )
+        made[tensor] = reach_of(quantizer, *found) if fits(quantizer) else found
+    return made
 
 
 def _check(
@@ -177,11 +208,6 @@ def _check(
     core = modules[name].core
     if mode == "static":
         calibrated(modules[name], name, recipe)
-        if has_zero_points(recipe.x.rowwise):
-            raise ValueError(
-                f"{name}: {recipe} casts x with zero points, and a frozen layer has one static number for x: call "
-                f"dlp.quantize_ on the plain model, choose mode 'dynamic', or a recipe with symmetric x, such as int8"
-            )
     check_siblings(core, modules, names)
     held = next((weight for weight in core.weights if isinstance(weight, HeldWeight)), None)
     if held is not None:
@@ -205,18 +231,20 @@ def _freeze(core: LinearCore, spec: LinearSpec) -> None:
     for weight in held:
         weight.parameter.requires_grad_(False)
     core.session.rebuild()
+    a, b = (quantizer.format for quantizer in spec.recipe.operands("fprop"))
+    kernel = kernel_name(a, b, core.device.type)
+    if kernel.startswith("decode") and not a.keeps_source:
+        core.session.note(f"fprop of {spec.recipe} decodes x ({a.name}) and w ({b.name}): {kernel}")
 
 
-@torch.no_grad()
-def set_scale(core: LinearCore, scale: Tensor) -> None:
-    """Set the static scale of a layer's x."""
-    name = core.spec.slot_name("x", core.spec.members[0], False)
-    core.session.scaling.slot(name, True).scale.copy_(scale)
-
-
-def scale_of(core: LinearCore) -> Tensor | None:
-    """The static scale of a layer's x, fp32 []."""
-    if caps_of(core.spec.recipe.x.rowwise).slot is None:
-        return None
-    name = core.spec.slot_name("x", core.spec.members[0], False)
-    return core.session.scaling.slot(name, True).scale
+def static_slots(module: ParallelLinear) -> dict[str, list[Tensor]]:
+    """Return the static scales of a frozen layer in the table of the model, by the name in saved codes. Siblings share the
+    scale of x; siblings in one module have equal scales of y."""
+    core, found = module.core, dict[str, list[Tensor]]()
+    mine = [name for name, member in zip(core.spec.members, core.members, strict=True) if member.module is module]
+    for tensor, quantizer in casts(core.spec.recipe).items():
+        if caps_of(quantizer).slot is not None:
+            owners = core.spec.members[:1] if tensor == "x" else mine
+            slots = [core.session.scaling.slot(core.spec.slot_name(tensor, owner, False), True) for owner in owners]
+            found[scale_name(tensor, quantizer)] = [slot.scale for slot in slots]
+    return found

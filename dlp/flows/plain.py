@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dlp.flows.compressed_models import SavesCodes
-from dlp.flows.frozen import Mode, calibrated, cast_of_x, check_mode
+from dlp.flows.frozen import Mode, calibrated, cast_in, check_mode, refuse_y
 from dlp.flows.grouped import GroupedExperts, are_experts
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.weight.parameters import check_finite, check_is_parameter, check_plain, check_unshared
@@ -122,16 +122,17 @@ def _check_plain(model: nn.Module) -> None:
 
 def _quantized(model: nn.Module, name: str, module: Any, recipe: recipes.Recipe, mode: str) -> QuantizedParameter:
     check_mode(recipe, mode, name)
+    refuse_y(recipe, mode, name)
     check_is_parameter(name, module)
     check_plain(name, module.weight)
     check_unshared(model, module)
     weight = module.weight
     if not weight.is_meta:
         check_finite(name, weight)
-    scale = calibrated(module, name, recipe) if mode == "static" else None
+    scale = calibrated(module, name, recipe)["x"] if mode == "static" else None
     try:
         return QuantizedParameter.from_float(
-            weight, recipe.w.rowwise, cast_of_x(recipe, mode), x_scale=scale, options=recipe.fprop
+            weight, recipe.w.rowwise, cast_in(recipe.x.rowwise, mode), x_scale=scale, options=recipe.fprop
         )
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None

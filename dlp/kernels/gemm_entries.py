@@ -1,14 +1,15 @@
 """Functions of the GEMM table (`dlp.kernels.table`): D = A @ B.T for each pair of operands, from plain torch to tensor cores.
 
-    operand       parts                                                    block
-    hp            values bf16 or fp32 [rows, C]                            -
-    fp8_tensor    FP8 codes [rows, C], scale_inv fp32 []                   whole matrix
-    fp8_rowwise   FP8 codes [rows, C], scale_inv fp32 [rows]               (1, 0)
-    int8_rowwise  int8 codes [rows, C], scale_inv fp32 [rows]              (1, 0)
-    fp8_block_1d  FP8 codes [rows, C], scale_inv fp32 [rows, C/128]        (1, 128)
-    fp8_block_2d  FP8 codes [rows, C], scale_inv fp32 [rows/128, C/128]    (128, 128)
-    mxfp8         FP8 codes [rows, C], E8M0 bytes, one per block           (1 or 32, 32)
-    nvfp4         packed codes [rows, C/2], E4M3 scales, amax fp32 []      (1 or 16, 16)
+    operand          parts                                                 block
+    hp               values bf16 or fp32 [rows, C]                         -
+    fp8_tensor       FP8 codes [rows, C], scale_inv fp32 []                whole matrix
+    fp8_rowwise      FP8 codes [rows, C], scale_inv fp32 [rows]            (1, 0)
+    int8_rowwise     int8 codes [rows, C], scale_inv fp32 [rows]           (1, 0)
+    int8_zero_point  as int8_rowwise, and zero_point int8 [rows]           (1, 0)
+    fp8_block_1d     FP8 codes [rows, C], scale_inv fp32 [rows, C/128]     (1, 128)
+    fp8_block_2d     FP8 codes [rows, C], scale_inv fp32 [rows/128, C/128] (128, 128)
+    mxfp8            FP8 codes [rows, C], E8M0 bytes, one per block        (1 or 32, 32)
+    nvfp4            packed codes [rows, C/2], E4M3 scales, amax fp32 []   (1 or 16, 16)
 
 Scales are compact. If a tensor core reads another layout, the GEMM rearranges the scales right before the launch. On Hopper and
 Blackwell GEMMs run cuBLASLt (`gemms`); large GEMMs of blocks on Hopper run `gemm_sm90`. MXFP8 and NVFP4 codes are multiplied by
@@ -303,7 +304,9 @@ def _int8_rowwise(
     sums: Callable[[Tensor, Tensor], Tensor], a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any,
     options: Any,
 ) -> Tensor:  # fmt: skip
-    return finish(reference.gemm_int8_rowwise(a[0], b[0], a[1], b[1], sums), out_dtype, bias, accumulate)
+    zeros = {name: part for name, parts in (("a_zero", a), ("b_zero", b)) for part in parts[2:]}
+    product = reference.gemm_int8_rowwise(a[0], b[0], a[1], b[1], sums, **zeros)
+    return finish(product, out_dtype, bias, accumulate)
 
 
 def _int8_sums_on_gpu(a: Tensor, b: Tensor) -> Tensor:

@@ -130,6 +130,7 @@ KERNELS = (
 
 HP, FP8_TENSOR, FP8_ROWWISE = (("hp", "hp"),), (("fp8_tensor", "fp8_tensor"),), (("fp8_rowwise", "fp8_rowwise"),)
 INT8, MXFP8, NVFP4 = (("int8_rowwise", "int8_rowwise"),), (("mxfp8", "mxfp8"),), (("nvfp4", "nvfp4"),)
+ZEROS = (("int8_zero_point", "int8_rowwise"), ("int8_rowwise", "int8_zero_point"), ("int8_zero_point", "int8_zero_point"))
 TILES = (("fp8_block_1d", "fp8_block_2d"),)
 BLOCKS = (("fp8_block_1d", "fp8_block_2d"), ("fp8_block_1d", "fp8_block_1d"), ("fp8_block_2d", "fp8_block_1d"))
 ANY = ()
@@ -148,6 +149,8 @@ GEMMS = (
     Gemm(FP8_ROWWISE, ("sm_100",),                 "cublaslt fp8 tn + scales",   "native",   gemm.fp8_rowwise_on_blackwell,   cublaslt="sums"),
     Gemm(INT8,        ("cpu",),                    "reference",                  "emulated", gemm.int8_rowwise_reference),
     Gemm(INT8,        ("cuda", "sm_90", "sm_100"), "torch._int_mm + scales",     "native",   gemm.int8_rowwise_by_torch),
+    Gemm(ZEROS,       ("cpu",),                    "reference",                  "emulated", gemm.int8_rowwise_reference),
+    Gemm(ZEROS,       ("cuda", "sm_90", "sm_100"), "torch._int_mm + zero points", "native",  gemm.int8_rowwise_by_torch),
     Gemm(TILES,       ("sm_90",),                  "gemm_sm90",                  "native",   gemm.fp8_block_by_tile,          layouts=True, takes=gemm.is_large, when="large"),
     Gemm(BLOCKS,      ("sm_90",),                  "cublaslt fp8 blocks",        "native",   gemm.fp8_block_on_hopper,        layouts=True, cublaslt="codes"),
     Gemm(BLOCKS,      ("sm_100",),                 "cublaslt mxfp8 block-scaled", "native",  gemm.fp8_block_as_mxfp8,         layouts=True, exact=gemm.are_exact, cublaslt="tiles"),

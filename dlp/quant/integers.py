@@ -26,7 +26,8 @@ class Int(Format):
     """Format of integer codes [rows, contraction * bits / 8] with fp32 `scale_inv` [rows] or [rows, contraction / group], and
     an int8 `zero_point` of the same shape if not symmetric. Values are (code - zero_point) * scale_inv.
 
-    bits    2 to 8. Codes of 8 bits are int8, other codes are packed into bytes
+    bits    2 to 8. Codes of 8 bits are int8, other codes are packed into bytes. GEMMs of int8 rows multiply codes, and fold
+            zero points into the integer sums; GEMMs of other codes decode
     group   number of elements that share a scale along the contraction; 0: the whole row
 
     Raises ValueError for other bits, and for a negative group.
@@ -72,7 +73,9 @@ class Int(Format):
 
     @property
     def gemm_kind(self) -> str:
-        return "int8_rowwise" if self.symmetric and not self.group and self.bits == 8 else "decode"
+        if self.group or self.bits != 8:
+            return "decode"
+        return "int8_rowwise" if self.symmetric else "int8_zero_point"
 
     @property
     def factors(self) -> str | None:

@@ -30,7 +30,7 @@ Amaxes = tuple[Tensor | None, Tensor | None]  # both may be the same tensor
 class ScaleSlot:
     """Delayed scale of one tensor, as views of the model's table.
 
-    scale     fp32 [], the multiplier that the last update set
+    scale     fp32 [], the multiplier that the last update set; of several numbers fp32 [numbers] (`SlotOptions`)
     staging   fp32 [], max |x| over all casts since the last update; a cast updates `staging` in the same read
     """
 
@@ -56,6 +56,7 @@ class SlotOptions:
     amax_history_len    number of steps in the history
     amax_compute_algo   "max", "most_recent", or a function of the window of amaxes fp32 [L, n], oldest first, that returns one
                         amax per slot [n]
+    numbers             length of the scale: 1, or 2 for a static range with zero points (`dlp.quant.static`)
 
     Raises ValueError for an empty history, an unknown algorithm, or a margin without an fp32 scale.
     """
@@ -64,6 +65,7 @@ class SlotOptions:
     margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    numbers: int = 1
 
     def __post_init__(self) -> None:
         if self.amax_history_len < 1:

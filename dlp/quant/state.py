@@ -68,8 +68,14 @@ class SlotTable:
 
     def slot(self, name: str) -> ScaleSlot:
         """Return the slot of a tensor: views of the table, which stay valid after updates."""
-        i = self._index[name]
-        return ScaleSlot(self.scale[i], self.staging[i])
+        place = self.place(name)
+        return ScaleSlot(self.scale[place], self.staging[place])
+
+    def place(self, name: str) -> int | slice:
+        """Return the index of a slot in `scale` and `staging`; a slice if the scale has two numbers: the next slot of the table
+        holds the second number (`dlp.parallel.linear.spec.delayed_slots`)."""
+        i, numbers = self._index[name], self.options[name].numbers
+        return i if numbers == 1 else slice(i, i + numbers)
 
     def index(self, name: str) -> int:
         """Return the index of a slot in `scale` and `staging`."""
@@ -328,5 +334,5 @@ class ForwardScales:
     def slot(self, name: str) -> ScaleSlot:
         """Return the slot of a cast after a change of the table; the amax was recorded before, and does not count again."""
         assert self.values is not None
-        scale = self.values[self.state.table.index(name)]
+        scale = self.values[self.state.table.place(name)]
         return ScaleSlot(scale, self.state.unread)

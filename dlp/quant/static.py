@@ -42,7 +42,8 @@ class StaticScaling(Wrapped):
 
     @cached_property
     def caps(self) -> QuantizerCaps:
-        return replace(caps_of(self.inner), slot=SlotOptions(1.0, 0, 1, unchanged))
+        slot = SlotOptions(1.0, 0, 1, unchanged, 1 + has_zero_points(self.inner))
+        return replace(caps_of(self.inner), slot=slot)
 
     def observe(self, x: Tensor) -> Tensor | None:
         return None

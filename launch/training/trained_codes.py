@@ -69,7 +69,7 @@ class CodedLinear:
         return self._encoded(self.quantizer.cast(w, self.quantizer.observe(w), **slot))
 
     def _encoded(self, q: Any) -> compressed.Encoded:
-        return compressed.encode(q, self.shape, x_in_codes=self.activation is not None)
+        return compressed.encode(q, self.shape, self.activation)
 
 
 def coded_linears(reader: Reader, model: Model) -> dict[str, CodedLinear]:

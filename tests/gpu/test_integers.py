@@ -31,11 +31,12 @@ def test_a_cast_on_the_gpu_is_the_one_on_the_cpu(device, quantizer, dtype):
         assert_bit_equal(other.dequantize().cpu(), mine.dequantize(), how)
 
 
+@pytest.mark.parametrize("quantizer", [IntScaling(narrow=True), IntScaling(symmetric=False)], ids=str)
 @pytest.mark.parametrize("shape", [(256, 384, 512), (1, 3, 13), (16, 8, 8), (17, 9, 16), (3, 5, 2**17 + 24)], ids=str)
-def test_a_gemm_on_the_gpu_is_the_one_on_the_cpu(device, shape):
+def test_a_gemm_on_the_gpu_is_the_one_on_the_cpu(device, shape, quantizer):
     rows, cols, contraction = shape
-    quantizer = IntScaling(narrow=True)
-    assert kernel_name(quantizer.format, quantizer.format, "cuda") == "torch._int_mm + scales"
+    name = "torch._int_mm + scales" if quantizer.symmetric else "torch._int_mm + zero points"
+    assert kernel_name(quantizer.format, quantizer.format, "cuda") == name
     pair = [torch.randn(lines, contraction, generator=torch.Generator().manual_seed(lines)) for lines in (rows, cols)]
     a, b = (quantize(quantizer, x) for x in pair)
     there = [q.format.wrap([part.to(device) for part in q.parts]) for q in (a, b)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dlp
 from dlp.parallel.linear.modules import ParallelLinear
+from dlp.quant.integers import IntScaling
 from tests import pool as worker
 from tests.metrics import assert_bit_equal
 from tests.test_flows import FLOWS, LARGEST, batch, error, net
@@ -27,7 +29,7 @@ def on_mesh(sequence_parallel: bool, **sizes: int) -> nn.Module:
     return model
 
 
-def quantized(model: nn.Module, recipe: str, mode: str, x: torch.Tensor) -> nn.Module:
+def quantized(model: nn.Module, recipe: Any, mode: str, x: torch.Tensor) -> nn.Module:
     """A converted model frozen, a plain one quantized; static scales are those of x."""
     if mode == "static":
         with dlp.calibrate(model):
@@ -45,7 +47,7 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def saved_and_loaded(recipe: str, mode: str, folder: str) -> None:
+def saved_and_loaded(recipe: Any, mode: str, folder: str) -> None:
     """From tp 2 to FSDP over 2, one rank, and tp 2 again; whoever reads was quantized from values and scales of its own."""
     x, file = batch(width=WIDTH).to(worker.device()), Path(folder, "codes.pt")
 
@@ -77,10 +79,31 @@ def saved_and_loaded(recipe: str, mode: str, folder: str) -> None:
     assert_bit_equal(again(x), y, "tp")
 
 
-@pytest.mark.parametrize(("recipe", "mode"), FLOWS)
+@pytest.mark.parametrize(("recipe", "mode"), FLOWS, ids=str)
 @pytest.mark.ranks(2)
 def test_codes_go_from_one_mesh_to_another(ranks, tmp_path, recipe, mode):
     ranks(2).run(saved_and_loaded, recipe, mode, str(tmp_path))
+
+
+@torch.no_grad()
+def rounded_outputs() -> None:
+    """Static y of a column: the scale is that of the unsharded y, and so are the rounded values of each shard."""
+    zeros, x = IntScaling(symmetric=False), batch(width=WIDTH).to(worker.device())
+    recipe = dlp.CustomRecipe({"linear_input": zeros, "linear_weight": IntScaling(), "linear_output": zeros}.get)
+    made = []
+    for model in (on_mesh(False, tp=2), on_mesh(False)):
+        with dlp.calibrate(model, observer="minmax", tensors=("x", "y")):
+            model(x)
+        dlp.freeze(model, "**", recipe, "static")
+        made.append(model)
+    y, expected = (model[0](x) for model in made)
+    assert_bit_equal(y, expected.chunk(2, 1)[worker.mesh(tp=2)["tp"].get_local_rank()])
+    assert y.unique().numel() <= 256
+
+
+@pytest.mark.ranks(2)
+def test_static_scales_of_y_are_those_of_the_unsharded_y(ranks):
+    ranks(2).run(rounded_outputs)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from dlp.kernels.reference.nvfp4 import decode_nvfp4, nvfp4_alpha
 
 PROMOTION = 128  # number of contraction elements that are summed before the scales are applied
 INT8_PRODUCTS = 2**17 - 8  # number of products of two int8 whose sum fits int32; a multiple of 8
+FOLDED_PRODUCTS = 2**15 - 8  # the same for products of differences of int8, which have two more bits
 
 
 def matmul_bf16_exact(a: Tensor, b: Tensor) -> Tensor:
@@ -67,17 +68,29 @@ def gemm_fp8_rowwise(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Ten
 
 
 def gemm_int8_rowwise(
-    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, sums: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """Multiply int8 codes a [rows, C] and b [cols, C] with scale_inv [rows] and [cols] -> fp32 [rows, cols] =
-    fl(fl(acc * sa) * sb), where acc is the exact sum rounded to fp32. `sums`: function that returns int32 sums of at most
-    INT8_PRODUCTS products."""
-    if a.shape[1] <= INT8_PRODUCTS:
-        total = sums(a, b)
-    else:
-        pieces = zip(a.split(INT8_PRODUCTS, 1), b.split(INT8_PRODUCTS, 1), strict=True)
-        total = torch.stack([sums(*piece).long() for piece in pieces]).sum(0)
+    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, sums: Callable[[Tensor, Tensor], Tensor], *,
+    a_zero: Tensor | None = None, b_zero: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Multiply int8 codes a [rows, C] and b [cols, C] with scale_inv [rows] and [cols] and zero points int8 [rows] and [cols]
+    (None: 0) -> fp32 [rows, cols] = fl(fl(acc * sa) * sb), where acc is the exact sum of (a - za) (b - zb) rounded to fp32.
+    `sums`: function that returns int32 sums of at most INT8_PRODUCTS products."""
+    folds = a_zero is not None or b_zero is not None
+    most = FOLDED_PRODUCTS if folds else INT8_PRODUCTS
+    pieces = zip(a.split(most, 1), b.split(most, 1), strict=True)
+    made = [_less_zero_points(sums(*piece), *piece, a_zero, b_zero) for piece in pieces]
+    total = made[0] if len(made) == 1 else torch.stack([each.long() for each in made]).sum(0)
     return (total * a_scale_inv[:, None]).mul_(b_scale_inv)
+
+
+def _less_zero_points(total: Tensor, a: Tensor, b: Tensor, a_zero: Tensor | None, b_zero: Tensor | None) -> Tensor:
+    """Turn the sums of a b, int32 [rows, cols], into sums of (a - za) (b - zb) in place: a b - sum(a) zb - za sum(b - zb)."""
+    if b_zero is not None:
+        total.addcmul_(a.sum(1, dtype=torch.int32)[:, None], b_zero.int(), value=-1)
+    if a_zero is not None:
+        of_b = b.sum(1, dtype=torch.int32)
+        of_b = of_b if b_zero is None else of_b - b.shape[1] * b_zero.int()
+        total.addcmul_(a_zero.int()[:, None], of_b, value=-1)
+    return total
 
 
 def int8_sums(a: Tensor, b: Tensor) -> Tensor:

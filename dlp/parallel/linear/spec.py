@@ -7,7 +7,7 @@ not run yet keeps the old spec. Caches of a layer for a spec are in the `BoundSp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -279,8 +279,11 @@ def delayed_slots(recipe: Recipe, members: tuple[str, ...]) -> dict[str, tuple[s
         for columnwise, quantizer in orientations:
             options = caps_of(quantizer).slot
             if options is not None:
-                names = [_slot_name(recipe, tensor, member, columnwise) for member in owners(members, tensor)]
-                slots |= {name: (tensor, options) for name in names}
+                for member in owners(members, tensor):
+                    name = _slot_name(recipe, tensor, member, columnwise)
+                    slots[name] = tensor, options
+                    if options.numbers == 2:  # the next slot of the table, because the options are otherwise equal
+                        slots[f"{name}.second"] = tensor, replace(options, numbers=1)
     return slots
 
 
