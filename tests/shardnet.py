@@ -1,4 +1,4 @@
-"""A small network under FSDP, whose weights fit the blocks of every recipe, and steps of training on it."""
+"""A small network under FSDP, whose weights fit the blocks of every recipe, and training steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shardnet(
 
 
 def backward(model: Net, mesh: DeviceMesh, step: int) -> float:
-    """One microbatch, this rank's sequences of a global batch; the loss."""
+    """Run forward and backward of one microbatch, this rank's sequences of a global batch; return the loss."""
     generator = torch.Generator().manual_seed(100 + step)
     x, target = (torch.randn(BATCH, SEQUENCE, model.size, generator=generator) for _ in range(2))
     dims = ParallelDims.from_mesh(mesh)
@@ -72,6 +72,6 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The whole parameters and gradients, by name."""
+    """The unsharded parameters and gradients, by name."""
     found = {name: whole(p) for name, p in model.named_parameters()}
     return found | {f"{name}.grad": whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}

@@ -1,4 +1,4 @@
-"""Copies and pickles of layers on one rank, and what a first forward in inference mode leaves behind."""
+"""Copies and pickles of layers on one rank, and the state after a first forward in inference mode."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_copy_of_an_attached_model_casts_the_weights_it_has(again: Callable[[n
     trained(model, attached(model), range(2))
     other = again(model)
     other(values(0))
-    dlp.end_step(other)  # casts nothing: no optimizer step would do it again
+    dlp.end_step(other)  # casts nothing, because no optimizer step would cast again
     with torch.no_grad():
         other[0].weight.mul_(2)
         assert_bit_equal(other(values(0)), 2 * model(values(0)))
