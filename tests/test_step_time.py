@@ -1,4 +1,4 @@
-"""Predicted seconds of a step: the schedule, the rates, the sums of shares, the recorded runs, and the ranking of settings."""
+"""Predicted seconds of a step: schedule, rates, sums of shares, recorded runs, and the ranking of settings."""
 
 from __future__ import annotations
 
