@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def refused(subjects: Sequence[Subject], devices: int) -> Iterator[tuple[Subject, str]]:
-    """Subjects that this machine cannot run, with the reason."""
+    """Return the subjects that this machine cannot run, with the reasons."""
     for subject in subjects:
         if subject.ranks > devices:
             yield subject, f"it needs {subject.ranks} GPUs, and this machine has {devices}"
@@ -63,7 +63,7 @@ def refused(subjects: Sequence[Subject], devices: int) -> Iterator[tuple[Subject
 
 
 def write_report(study: Study, merged: Sequence[Path]) -> None:
-    """Raises ValueError where results have other settings than each other."""
+    """Write the report. Raises ValueError if results were made with different settings."""
     found = {
         (each.seed, each.subject, each.data): each for path in (*merged, study.results) for each in read_results(path)
     }

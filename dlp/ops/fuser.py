@@ -166,7 +166,7 @@ class OperationFuser:
         return (y, *extra) if extra else y
 
     def _held(self, tensor: Tensor | None) -> Any:
-        """This rank's plain tensor of a parameter or input. ValueError for a bias that was set to None."""
+        """This rank's plain tensor of a parameter or input. Raises ValueError for a bias that was set to None."""
         if tensor is None:
             parameters = ((self.names[i], self.basic_ops[i].op_parameters()) for i in self.owners)
             name = next(name for name, own in parameters if any(each is None for each in own))

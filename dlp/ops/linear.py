@@ -133,7 +133,7 @@ class BasicLinear(BasicOperation, modules.Linear):
     # Called by the fuser
 
     def local_weights(self, bound: BoundSpec) -> list[Tensor]:
-        """This rank's weights, plain tensors. RuntimeError if FSDP has resharded them."""
+        """This rank's weights, plain tensors. Raises RuntimeError if FSDP has resharded them."""
         parameters = self.op_parameters()
         for parameter in parameters:
             if bound.spec.group is not None or isinstance(parameter, DTensor):
@@ -379,7 +379,7 @@ class Linear(BasicLinear):
             )
         super().__init__(in_features, out_features, bias=bias, **options)
         self.biased, self.output, self.grad_input = bias, output, grad_input
-        self.own_fuser()  # here, since compiled code does not make it
+        self.own_fuser()  # created here, because compiled code cannot create the fuser
 
     def te_names(self, fused: bool = False) -> TeNames:
         """Names of Transformer Engine, where the layer consists of a BasicLinear and a Bias."""

@@ -31,7 +31,7 @@ from dlp.proof.bounds import Terms, is_weight, rows_of, terms
 from dlp.proof.cases import Place, tokens_of
 from dlp.proof.record import Key, Trace, is_parameter_gradient
 
-EXPLAINED = 0.05  # of the squared difference: what a hypothesis may leave
+EXPLAINED = 0.05  # share of the squared difference that a hypothesis may leave unexplained
 KINDS = {
     "missing sum": "the tensor is this rank's share of a sum that was not computed",
     "missing microbatch": "the share of a microbatch is not in the sum",
@@ -203,7 +203,7 @@ def _terms(case: Case) -> Guess | None:
     return None
 
 
-Share = tuple[int, int]  # piece of the global batch, tp rank; -1: not cut
+Share = tuple[int, int]  # piece of the global batch, tp rank; -1: not sharded
 
 
 def _cuts(case: Case, found: list[Terms]) -> dict[Share, slice]:

@@ -61,7 +61,7 @@ class _Replace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
-        return value.clone()  # not a view of it, which FSDP would warn of
+        return value.clone()  # a copy: FSDP would warn of a view
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -80,7 +80,7 @@ class Recorder:
         self._calls: Counter[tuple[bool, str]] = Counter()
         self._shared: dict[
             tuple[int, int], tuple[Tensor, Tensor, Link]
-        ] = {}  # of siblings: x, its replacement, its link
+        ] = {}  # for siblings: x, the replacement of x, and the link
         self._handles: list[Any] = []
         for name, module in model.named_modules():
             if not any(True for _ in module.children()):
@@ -196,7 +196,7 @@ class Trace:
         self.values.setdefault(key, value.detach().clone())
 
     def input(self, step: int, layer: str, call: int) -> Tensor | None:
-        """x of a module, as it was computed."""
+        """Record x of a module as it was computed, and return the tensor with which the run continues."""
         link = self.recorder.inputs.get((step, layer, call))
         return None if link is None else self.values.get(link.value)
 
@@ -205,7 +205,7 @@ class Trace:
         return None if link is None else self.values.get(link.value)
 
     def output_grad(self, step: int, layer: str, call: int) -> Tensor | None:
-        """dy of a module."""
+        """Record dy of a module."""
         link = self.recorder.outputs.get((step, layer, call))
         return None if link is None else self.values.get(link.grad)
 
@@ -215,7 +215,7 @@ class Trace:
         return link.readers if link is not None and link.grad == key else []
 
     def weight(self, step: int, layer: str, name: str = "weight") -> Tensor | None:
-        """A parameter as it was in a step's forward."""
+        """Record a parameter as it was in the forward of a step."""
         first = next((at for at, places in self.tied.items() if (layer, name) in places), (layer, name))
         return self.values.get(Key(step - 1, first[0], WEIGHT_NAMES.get(first[1], first[1])))
 

@@ -104,7 +104,7 @@ class Origin:
         )
 
 
-Origins = tuple[Origin, Origin]  # of a shard and of the transposed shard
+Origins = tuple[Origin, Origin]  # origin of a shard, and origin of the transposed shard
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,8 @@ def _offers(kind: type, member: str) -> bool:
     for cls in kind.__mro__:
         if member in vars(cls):
             return True
-        if "cast" in vars(cls) or "observe" in vars(cls):  # members of base classes belong to other casts
+        # Optional methods of base classes were written for other casts
+        if "cast" in vars(cls) or "observe" in vars(cls):
             return False
     return False
 

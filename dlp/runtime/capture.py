@@ -48,7 +48,8 @@ from dlp.kernels.ranges import named_range
 
 ALIGNMENT = 512  # bytes; alignment of torch's allocations on CUDA
 _NEW = {"aten::empty.memory_format", "aten::empty_strided", "aten::new_empty", "aten::empty_like"}
-# Allocation by (shape, strides, dtype) on the current device, without the dispatcher, as in compiled code of torch.
+# Allocate a tensor of (shape, strides, dtype) on the current device without the dispatcher, as compiled code of torch
+# does.
 _EMPTY = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")}
 DIRECTIONS = FORWARD, BACKWARD = "forward", "backward"
 LIMIT = 64  # captured kinds of inputs of one autograd function; inputs of further kinds are launched step by step
@@ -61,8 +62,9 @@ Key = tuple[Any, ...]
 _FIXED = -1
 Make = Callable[[], Tensor]
 Range = tuple[int, int]  # an address, and the number of bytes there
-# Memory that was used while recording: address, bytes; the tensor that replaces the memory in a later run, by index among the
-# tensors of that run (_FIXED: the address stays), and the offset of the memory in that tensor, in bytes.
+# Memory that was used during a recording: address and size in bytes; the tensor that replaces the memory in a later
+# run, as an index among the tensors of that run (_FIXED: the address stays); and the offset of the memory in that
+# tensor, in bytes.
 Memory = tuple[int, int, int, int]
 Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
@@ -100,7 +102,8 @@ class CapturedLaunches:
 
     def __init__(self, launched: Launched, given: Sequence[Tensor], fixed: Sequence[Range], returned: Sequence[Tensor],
                  allocated: Sequence[Tensor]) -> None:  # fmt: skip
-        # Results are views of `given`, taken again in each call, or allocations, made again in each call.
+        # Each result is a view of `given`, which is taken again in each call, or an allocation, which is made again in
+        # each call.
         wholes = {whole.data_ptr(): whole for whole in allocated}
         views = [None if result.data_ptr() in wholes else _view(result, given) for result in returned]
         results = [result for result, view in zip(returned, views, strict=True) if view is None]
@@ -174,8 +177,9 @@ def _segments(launched: Launched, memory: Sequence[Memory], count: int) -> Itera
 
 
 def _place(address: int, kind: Kind, memory: Sequence[Memory]) -> tuple[int, int, Kind]:
-    """Place of a tensor of a call in a later run: the index among the tensors of the run, the offset from the first element
-    of that tensor in bytes, and the kind. NotPlain for fixed memory and for memory that the recording does not know."""
+    """Place of a tensor of a call in a later run: the index among the tensors of the run, the offset from the first
+    element of that tensor in bytes, and the kind. Raises NotPlain for fixed memory and for memory that the recording
+    does not know."""
     for start, size, base, offset in memory:
         if start <= address < start + size and base != _FIXED:
             return base, address - start + offset, kind
@@ -313,7 +317,8 @@ def _span(tensor: Tensor) -> Range:
 
 
 def _whole(result: Tensor, wholes: dict[int, Tensor]) -> Tensor:
-    """The allocation that starts at a result. NotPlain if another result has this allocation, or if the dtype differs."""
+    """The allocation that starts at a result. Raises NotPlain if another result has this allocation, or if the dtype
+    differs."""
     whole = wholes.pop(result.data_ptr(), None)
     if whole is None or whole.dtype != result.dtype:
         raise NotPlain("returns two results that share memory")
@@ -321,8 +326,8 @@ def _whole(result: Tensor, wholes: dict[int, Tensor]) -> Tensor:
 
 
 def _view(result: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor]:
-    """For a result that is a view of a tensor in `given`: a function that takes the same view in a later run. NotPlain if the
-    result is not such a view."""
+    """For a result that is a view of a tensor in `given`: a function that takes the same view in a later run. Raises
+    NotPlain if the result is not such a view."""
     at, _ = _span(result)
     for i, tensor in enumerate(given):
         start, size = _span(tensor)

@@ -32,7 +32,7 @@ def write_index(folder: Path, tokenizer: Tokenizer, shards: Sequence[Shard]) -> 
 
 
 def read_index(folder: Path, remedy: str) -> dict[str, Any] | None:
-    """Return the index of a folder; None without index.json. ValueError for a file that is not an index."""
+    """Return the index of a folder; None without index.json. Raises ValueError for a file that is not an index."""
     path = folder / INDEX
     if not path.is_file():
         return None

@@ -125,5 +125,5 @@ def _coded(row: LayerPlan, recipe: Recipe, config: Config, tp: int, reader: Read
         if scale is None or scale.dim():
             raise ValueError("the checkpoint has no delayed scale of w that all ranks share; leave --codes out")
     linear = CodedLinear(recipe, row.shape, DTYPES[config.train.dtype], scale)
-    linear.shapes()  # ValueError for what the layout does not have
+    linear.shapes()  # raises ValueError for formats without this layout
     return linear

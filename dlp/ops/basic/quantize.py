@@ -75,8 +75,8 @@ class Quantize(OfRanks):
         return None if recipe is None else recipe.for_layer("quantize")
 
     def _quantized(self, ctx: OperationContext, value: Value, tensor: str) -> Value:
-        """The value, quantized as the recipe of this pass casts "x" or "dy"; unchanged if that is not possible. ValueError if
-        the op is strict."""
+        """The value, quantized as the recipe of this pass casts "x" or "dy"; unchanged if that is not possible. Raises
+        ValueError if the op is strict."""
         recipe, strict, group = ctx.how
         if recipe is None or isinstance(value, Handed):
             return value

@@ -181,8 +181,8 @@ def _again(core: LayerState, checkpoints: list[Checkpoint]) -> Ran:
 
 
 def _check_no_recomputation(core: LayerState) -> None:
-    """Check the first run of a layer after a recipe change. ValueError in a backward that recomputes an unknown forward
-    (`use_reentrant=True`): y and the gradients would have different recipes."""
+    """Check the first run of a layer after a recipe change. Raises ValueError in a backward that recomputes an unknown
+    forward (`use_reentrant=True`): y and the gradients would have different recipes."""
     if not in_backward():
         core.ran_under.recipe_changed = False
     elif not any(each.again for each in _checkpoints()):
@@ -193,7 +193,7 @@ def _check_no_recomputation(core: LayerState) -> None:
 
 
 def check_compiled(bound: BoundSpec) -> None:
-    """ValueError for compiled code that runs inside a region: compiled code cannot look up the region."""
+    """Raise ValueError for compiled code that runs inside a region: compiled code cannot look up the region."""
     region = REGION.get()
     if region is not None and bound not in region.resolved and not in_backward():
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FORWARD = ("w", "x", "y")  # tensors that forward casts, in the order in which a layer's flags lie
+FORWARD = ("w", "x", "y")  # tensors that forward casts, in the order of a layer's flags
 BACKWARD = ("dx", "dy")  # tensors that backward casts, from the last layer to the first
 
 

@@ -86,7 +86,7 @@ WIRES = {
     "fp8": ReduceCodec(pack_fp8, _sum_fp8, _kinds_fp8),
 }
 
-ASKED = "its recipe asks for it"  # by gather_dy = "high_precision"
+ASKED = "its recipe asks for it"  # because of gather_dy = "high_precision"
 Reasons = tuple[str | None, str | None]
 
 
@@ -215,8 +215,8 @@ class LinearPlan:
 
     @cached_property
     def scope(self) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-        """By step of a pass, a function that returns the context of the step: a named range of profilers, and for "forward" and
-        "backward" a direction of the transport."""
+        """For each step of a pass, a function that returns the context of the step: a named range of profilers, and for
+        "forward" and "backward" a direction of the transport."""
         spec = self.spec
         assert spec is not None
         ranges = {step: partial(named_range, f"{spec.name}.{step}") for step in STEPS}

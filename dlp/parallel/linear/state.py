@@ -42,8 +42,8 @@ _ENGINE: Any = torch.autograd.Variable._execution_engine
 Result = TypeVar("Result")
 Params = ParamSpec("Params")
 
-# The `BoundSpec` of each spec_id, as long as its model lives: the session holds it, since a backward may still need the spec of
-# its forward when the layer has another already.
+# The `BoundSpec` of each spec_id. A session keeps its `BoundSpec`s as long as its model exists, because a backward may
+# need the spec of its forward after the layer has got another spec.
 _BOUND: WeakValueDictionary[int, BoundSpec] = WeakValueDictionary()
 _NUMBERS = itertools.count()
 
@@ -144,16 +144,16 @@ class StepState:
         self.attached = False  # an optimizer's step is the step boundary
         self.ran: set[tuple[str, ...]] = set()  # layers that ran with gradients since the last boundary, by members
         self.last: LinearSpec | None = None  # spec of the layer that ran last
-        self.direction = "forward"  # direction in which that layer ran
+        self.direction = "forward"  # direction in which the last layer ran
         self.waiting: deque[tuple[Any, Callable[..., Tensor]]] = (
             deque()
         )  # (weight, its delayed wgrad), see `backward_dw`
         self.regions = False  # a layer has run in an autocast region
         self.graphing = False  # inside `graphing`
         self.graphed: set[tuple[str, ...]] = set()  # layers that are captured in a CUDA graph, by members
-        self._task: int | None = None  # the id of the backward at whose end scales of dy will be updated
+        self._task: int | None = None  # id of the backward at whose end the scales of dy will be updated
         self.before_gather: Callable[..., None] | None = None  # as `dlp.parallel.model.checks.check_gathered`
-        # raises RuntimeError in a backward of a layer where partial gradients of the model would not be summed
+        # Raises RuntimeError in a backward of a layer whose partial gradients would not be summed.
         self.check_gradients: Callable[[], None] | None = None
         # changes
         self.steps = 0  # optimizer steps so far
@@ -180,8 +180,8 @@ class StepState:
         return self.now if self.scales is None else self.now._replace(scales=self.scales)
 
     def resume(self, spec: LinearSpec, state: ForwardState) -> None:
-        """Begin a backward of a layer: restore the state of the forward. RuntimeError if a state was loaded after the
-        forward."""
+        """Begin a backward of a layer: restore the state of the forward. Raises RuntimeError if a state was loaded
+        after the forward."""
         self.scales, now = state.scales, self.now
         if state is now:
             return
@@ -203,9 +203,9 @@ class StepState:
             self.drawn_again = None
 
     def in_layer_backward(self, bound: BoundSpec) -> None:
-        """Begin a backward of a layer whose forward ran with `scales`. After a forward in an autocast region, the scales of dy
-        are updated at the end of the running backward, once for all layers. RuntimeError if partial gradients would not be
-        summed."""
+        """Begin a backward of a layer whose forward ran with `scales`. After a forward in an autocast region, the
+        scales of dy are updated at the end of the running backward, once for all layers. Raises RuntimeError if partial
+        gradients would not be summed."""
         self.last, self.direction = bound.spec, "backward"
         if self.check_gradients is not None:
             self.check_gradients()
@@ -246,7 +246,7 @@ class StepState:
                 LOG.warning("plan: %s", text)
 
     def check_not_graphed(self, layers: Iterable[LayerState]) -> None:
-        """ValueError for a swap of layers whose recipe a CUDA graph holds."""
+        """Raise ValueError for a swap of layers whose recipe a CUDA graph holds."""
         held = next((layer.spec for layer in layers if layer.spec.members in self.graphed), None)
         if held is not None:
             raise ValueError(
@@ -278,7 +278,7 @@ class StepState:
         return None
 
     def is_moved(self, weights: Any) -> bool:
-        """Whether something else than an attached optimizer has changed the weights of a layer since they were cast."""
+        """Whether weights of a layer were changed since the last cast, other than by an attached optimizer."""
         return False
 
     def weights_cast(self, weights: Sequence[Any]) -> None:
@@ -373,7 +373,7 @@ class StepState:
         """Add objects that a copy shares with this state to `memo`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """ValueError for a model with process groups, which cannot be pickled."""
+        """Raise ValueError for a model with process groups, which cannot be pickled."""
         if self.amax_group is not None:
             cannot_pickle(self.cores[0].spec.name)
         bounds = [core.bound for core in self.cores]
@@ -412,7 +412,7 @@ class BoundSpec:
         """Register a spec_id, which is valid in this process, and start with empty caches."""
         number, spec = next(_NUMBERS), self.spec
         _BOUND[number] = self
-        self.spec_id = torch.tensor(number, device="cpu")  # not on the default device
+        self.spec_id = torch.tensor(number, device="cpu")  # on the CPU, whatever the default device is
         self.trace_id = trace_of(spec)
         self.changes_dx = spec.recipe.x.clips or spec.recipe.dx is not None
         self.cache: dict[Any, Any] = {}
@@ -428,7 +428,7 @@ class BoundSpec:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """ValueError for a layer with a process group, which cannot be pickled."""
+        """Raise ValueError for a layer with a process group, which cannot be pickled."""
         if self.spec.group is not None or self.spec.amax_group is not None:
             cannot_pickle(self.spec.name)
         return {

@@ -376,7 +376,8 @@ def _hold(module: nn.Module, parameters: Mapping[str, Any]) -> None:
     vars(module)["_parameters"] = parameters
 
 
-_CLASSES: dict[tuple[type, type], type] = {}  # one subclass per class, so that modules of equal type keep equal type
+# One subclass per class, so that modules of one class stay modules of one class
+_CLASSES: dict[tuple[type, type], type] = {}
 
 
 def _class_of(cls: type, whole: bool) -> type:

@@ -143,8 +143,8 @@ class Weight(Protocol):
 
 
 def accumulates(parameter: Tensor) -> bool:
-    """Whether the running backward accumulates into the `grad` of a parameter. RuntimeError if `torch.autograd.grad` returns
-    the gradient.
+    """Whether the running backward accumulates into the `grad` of a parameter. Raises RuntimeError if
+    `torch.autograd.grad` returns the gradient.
 
     The AccumulateGrad node is looked up in each backward and never kept: a node that lives on stays on the stream of its
     creation, and steps on another stream would accumulate there, unordered with code that reads or frees gradients."""
@@ -178,7 +178,7 @@ class MainGrad:
         """Whether the running backward accumulates into the parameter's `grad`."""
         try:
             return accumulates(self.parameter)
-        except RuntimeError:  # torch.autograd.grad returns the gradient
+        except RuntimeError:  # raised by torch.autograd.grad, which returns the gradient
             return False
 
     def buffer(self) -> Target | None:
@@ -240,8 +240,8 @@ class MemberWeight:
         raise NotImplementedError
 
     def check(self, recipe: Recipe) -> None:
-        """Check only blocks: any recipe can cast values, and weights are gathered in high precision if codes cannot be
-        gathered."""
+        """Check the blocks only: any recipe can cast values, and weights are gathered in high precision if codes cannot
+        be gathered."""
         spec, stored = self.bound.spec, self.stored
         if stored is not None:
             check_blocks(spec.name, recipe, spec.style, stored.shape, spec.tp)
@@ -253,7 +253,7 @@ class MemberWeight:
         return nullcontext()
 
     def check_in_place(self, parameter: Any) -> None:
-        """No check: layers compute with any parameter of their module."""
+        """Check nothing: layers compute with any parameter of their module."""
 
 
 class WeightParts:

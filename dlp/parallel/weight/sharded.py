@@ -196,7 +196,7 @@ class ShardedWeight(MemberWeight):
         stored: Callable[[], Tensor],
         hook: Callable[[bool], None],
     ) -> None:
-        super().__init__(owner, index)  # `parts` stay empty: gathered operands do not outlive a pass
+        super().__init__(owner, index)  # `parts` stay empty, because gathered operands exist only during a pass
         self.rows, self._stored, self._hook = rows, stored, hook
         self.layouts: ShardLayouts | None = None
         self.own: dict[ShardLayout, QuantizedTensor] = {}
