@@ -103,7 +103,7 @@ class Bench:
         return begin.elapsed_time(end) * 1e3 / calls
 
     def times(self, runs: Sequence[Run], calls: int | None = None) -> list[float]:
-        """For each run, the median over repetitions of the slowest rank."""
+        """Return the time of each run: the median over repetitions of the time of the slowest rank."""
         rows = [[self.once(run, calls or self.calls) for run in runs] for _ in range(REPETITIONS + WARM)][WARM:]
         slowest = torch.tensor(rows, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)

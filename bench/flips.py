@@ -1,4 +1,4 @@
-"""Bit flips in training steps on two CPU ranks, and what `[train] sentinel` says of them.
+"""Bit flips in training steps on two CPU ranks, and the messages of `[train] sentinel` about them.
 
     python -m bench.flips [--flips 1000] [--clean 10000] [--first 0] [--clean-from 0] [--out FILE.csv]
 
@@ -215,7 +215,7 @@ def _flipped(draw: random.Random, grad: Tensor, found: dict[str, Any]) -> Tensor
 
 
 def flip_all(rank: int, ranks: int, out: Path, numbers: Sequence[int], clean: range) -> None:
-    """On all ranks: run the flips, then the clean steps, which use the tokens of their numbers."""
+    """Run the flips, then the clean steps, which use the tokens of their numbers. All ranks call it."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     alarms = 0

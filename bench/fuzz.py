@@ -99,7 +99,7 @@ def add_line(out: Path, seed: int, ranks: int, kind: str, said: str) -> None:
 
 
 def judge_all(rank: int, ranks: int, running: Path, out: Path, seeds: Sequence[int], loud: bool) -> None:
-    """On all ranks: judge programs one by one. `running`: a file that names the program."""
+    """Judge programs one by one; all ranks call it. `running`: a file that names the current program."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     for seed in seeds:

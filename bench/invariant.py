@@ -151,7 +151,7 @@ def trained(run: Run, device: torch.device) -> Result:
 
 
 def run_all(rank: int, ranks: int, out: Path, runs: Sequence[Run]) -> None:
-    """On all ranks: the runs of meshes with this number of ranks."""
+    """Run the configurations of meshes with this number of ranks. All ranks call it."""
     device = torch.device("cuda", rank) if runs[0].device == "cuda" else torch.device("cpu")
     for run in runs:
         began = time.perf_counter()

@@ -8,8 +8,8 @@ without the update. Inputs rotate over more than four times the L2 cache.
     device     device time: eight iterations at a time are queued behind a kernel that keeps the device busy
     fwd, bwd   the parts of `device` before the step boundary
     sustained  device time without pauses between iterations; "-" if the host cannot keep the device busy.
-               Clocks are lower then (`dlp.kernels.timing`), and those of FP8, which rests the larger part of its time in
-               the other column, fall further
+               Clocks are lower then (`dlp.kernels.timing`), and fall further for FP8, where the device is idle for a larger
+               share of the time in the column `device`
     host       time with the host waiting for the device before each iteration, so that host time counts
     gemms      the three GEMMs alone, with the fastest of cuBLASLt's candidates
     floor      gemms + 1.15 x the minimum bytes of casts / the bandwidth of a copy

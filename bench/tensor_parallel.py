@@ -1,28 +1,28 @@
-"""A column- and a row-parallel linear, and a Llama layer, over the ranks of a host, forward and backward, beside plain torch in
-bf16.
+"""A column- and a row-parallel linear, and a Llama layer, over the ranks of a host, forward and backward, compared with plain
+torch in bf16.
 
     torchrun --nproc-per-node 2 -m bench.tensor_parallel [--recipes fp8_delayed fp8_current] [--overlap serial chunked auto]
                                          [--shapes 4096x14336 4096x14336x32x8] [--tokens 8192] [--table FILE] [--json FILE]
 
     x [M/R, K] ─ column (gather x, K -> N) ─► [M, N/R] ─ row (N -> K, scatter y) ─► y [M/R, K]      sequence parallelism over R
 
-Shapes and subjects are those of `bench.parallel_subjects`: plain torch (all_gather, F.linear, reduce_scatter), ours, and
-Transformer Engine where it is installed. Ours sends through memory that GPUs map (--transport nccl: by NCCL), and its
-iterations end with the step boundary, which casts the weights. `auto` chooses by --table, or by the times that dlp ships
-of the same linears. `--recipes fp8_block --overlap serial chunked fused` shows the GEMM that waits inside and
-the one that sends, which `bench.operators` judges by themselves. By subject, milliseconds:
+`bench.parallel_subjects` defines shapes and subjects: plain torch (all_gather, F.linear, reduce_scatter), dlp, and
+Transformer Engine if it is installed. dlp sends through mapped memory (--transport nccl: by NCCL), and an iteration of dlp
+ends with the step boundary, which casts the weights. `auto` chooses by the table --table, or by the shipped tables.
+Milliseconds by subject:
 
-    alone     the host waits for the device before each iteration: what a step takes that the host cannot run ahead of
-    queued    iterations one after the other
-    host      what the host needs to queue one
+    alone     an iteration for which the host first waits for the device, as in a step in which the host cannot run ahead
+    queued    an iteration in a queue of iterations
+    host      the host's time for queueing an iteration
 
-as calls and as a CUDA graph of the iteration, step boundary included. Layers of dlp and of plain torch are compiled block by
+Each is measured with calls, and with a CUDA graph of the iteration including the step boundary. Layers of dlp and of plain torch are compiled block by
 block, as in the launcher (--eager: they are not). Graphs of Transformer Engine are made by `te.make_graphed_callables`, and
 "userbuffers" subjects overlap transfers with GEMMs. --profile lists the kernels of a subject on rank 0, of the graph if there
 is a graph.
 
-Shares are of plain torch's time, and of `serial` under the same recipe, which auto is not to exceed by more than noise.
-Medians over iterations of the slowest rank. Subjects take turns by blocks of iterations. On CPUs it shows that all runs.
+Shares are relative to the time of plain torch, and to the time of `serial` with the same recipe, which `auto` must not exceed
+by more than noise. Times are medians over iterations of the slowest rank. Subjects take turns by blocks of iterations. On
+CPUs the program only shows that everything runs.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ def _matches(pattern: str, names: Sequence[str]) -> bool:
 
 
 def _local(entries: Mapping[str, str]) -> dict[str, str]:
-    """By pattern the reason why modules stay local: the style of the module, or of another module of the same parent."""
+    """Return, by pattern, the reason why modules stay local: the style of the module, or of another module of the same
+    parent."""
     found = {
         pattern: f"{style} has no counterpart"
         for pattern, style in entries.items()

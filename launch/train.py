@@ -2,8 +2,8 @@
 
     settings ─► mesh ─► run directory ─► model ─► data, checkpoint ─► the loop (trainer.py)
 
-What cannot work is refused on the way, before the first step, in one sentence. Without torchrun there is one rank, and tp
-is made to fit that rank; `--plan` and `--print-config` start none.
+A run that cannot work is refused before the first step, with one sentence. Without torchrun there is one rank, and tp is
+chosen to fit that rank; `--plan` and `--print-config` start no ranks.
 """
 
 from __future__ import annotations

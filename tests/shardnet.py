@@ -25,9 +25,10 @@ def shardnet(
     lr: float = 1e-3, compiled: str = "", adamw: bool = False, down: Any = None,
     **keywords: Any,
 ) -> Net:  # fmt: skip
-    """The same network on every mesh, converted with `options` and a recipe of its own for `down`. Each block (compiled
-    by a backend) and the rest are sharded with `keywords`; the optimizer is attached as `model.optimizer`. Its size, unless
-    one is asked for, leaves whole blocks of 128 to a shard, or of 32 where its recipe has no larger ones."""
+    """The same network on every mesh, converted with `options` and with a separate recipe for `down`. Each block
+    (compiled by a backend) and the rest of the model are sharded with `keywords`; the optimizer is attached as
+    `model.optimizer`. The default size leaves complete blocks of 128 on a shard, or of 32 if the recipe has no larger
+    blocks."""
     torch.manual_seed(0)
     model = Net(size or (256 if recipe == "fp8_block" else 128)).to(worker.device())
     tp = mesh["tp"].size() > 1

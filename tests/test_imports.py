@@ -1,13 +1,13 @@
-"""The arrows between the packages, read from the source: who may import whom, that choices are loaded by name, and that
-the files of dlp stand in floors.
+"""The rules of imports, checked in the source: which packages a package may import, that choices are loaded by name,
+and that modules of dlp import only modules of lower floors.
 
      bench ──► launch ──► dlp.ops, dlp.flows ──► dlp.parallel ──► dlp.runtime, dlp.quant, dlp.comm ──► dlp.kernels
 
 Runtime, quant and comm never import each other, kernels import nothing of dlp, and only `load` reaches a recipe or an overlap
-strategy. No file imports one that imports it, over however many files. Imports inside functions and under TYPE_CHECKING
+strategy. There are no circular imports of any length. Imports inside functions and under TYPE_CHECKING
 count too, and so does `import_module` of a literal name.
 
-    python -m tests.test_imports      prints the circles, the longest chain of imports and the number of files as they are
+    python -m tests.test_imports      prints circular imports, the longest chain of imports and the number of files
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def violations(source: str, module: str, package: str, choices: set[str]) -> lis
 
 
 def sources() -> Iterator[tuple[Path, str, str]]:
-    """(file, module, package it lies in) of everything under dlp/, launch/ and bench/."""
+    """(file, module, package) of every file under dlp/, launch/ and bench/."""
     for folder in ("dlp", *PROGRAMS):
         for file in sorted((ROOT / folder).rglob("*.py")):
             package = ".".join(file.relative_to(ROOT).parent.parts)

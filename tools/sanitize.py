@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 PROBE = ROOT / "tools" / "sanitize_probe.cu"
 # Substring of the mangled namespace of dlp's kernels; checking torch's kernels would only take time
 OURS = ("--kernel-name", "kernel_substring=3dlp")
-# initcheck must see all writes, including those of torch's kernels
+# initcheck must see all writes, including writes of torch's kernels
 TOOLS = {"memcheck": OURS, "racecheck": OURS, "initcheck": ()}
 CLOSING = re.compile(r"(\b\d+ (passed|failed|skipped|deselected|errors?)|no tests ran)\b.* in [\d.]+s\b")
 FOUND = 99  # exit code of the sanitizer for a finding; exit codes of the program are passed on

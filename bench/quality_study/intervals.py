@@ -61,7 +61,7 @@ def t_cdf(t: float, df: float) -> float:
 
 @cache
 def t_quantile(probability: float, df: float) -> float:
-    """The t below which Student's t with `df` > 0 degrees of freedom, a fraction allowed, lies with `probability`."""
+    """Quantile of Student's t with `df` > 0 degrees of freedom, which may be a fraction."""
     if probability < 0.5:
         return -t_quantile(1 - probability, df)
     low, high = 0.0, 1.0

@@ -212,7 +212,7 @@ class OperationFuser:
     def _plan_call(self, call_key: Any, run: Pass, own: Sequence[Any], tensors: Sequence[Any]) -> None:
         """Give a new call a plan, which depends on the contexts of the first pass, and keep the plan for further passes."""
         run.call.follow(self._plan(run, own, tensors))
-        run.ctxs = None  # made anew, with the needs_dx and requires_grad of the plan
+        run.ctxs = None  # made again, with the needs_dx and requires_grad of the plan
         if len(self.calls) >= LIMIT:
             self.calls.clear()
         self.calls[call_key] = run.call

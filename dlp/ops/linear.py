@@ -243,7 +243,8 @@ class BasicLinear(BasicOperation, modules.Linear):
         return parts_of(read(ctx.bound, everyone, weights, ctx.x_dtype, columnwise=True, record=True))
 
     def targets(self, ctx: OperationContext) -> tuple[Any, ...]:
-        """For each weight the main gradient to which wgrad is written or added, or None; empty: autograd gets all wgrads."""
+        """Return for each weight the main gradient to which wgrad is written or added, or None. An empty list: autograd
+        gets all wgrads."""
         weights = ctx.saved_tensors[: len(ctx.needs_dw)]
         if not ctx.bound.weights.main_grads or self._waits(ctx):
             return ()

@@ -218,7 +218,8 @@ class BasicOperation(FusibleOperation):
         raise NotImplementedError(f"{type(self).__name__} must define op_forward")
 
     def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
-        """The gradient of the output -> the gradient of the input, and the gradients of `op_parameters()`, in order."""
+        """Compute the gradient of the input, and the gradients of `op_parameters()` in order, from the gradient of the
+        output."""
         raise NotImplementedError(f"{type(self).__name__} must define op_backward")
 
     def fuser_forward(

@@ -146,8 +146,8 @@ def _adapted_one(takes: frozenset[str], value: Any) -> Any:
 
 
 def forward(ctx: Any, run: Pass, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Inputs, parameters and extra inputs -> outputs and extra outputs. ctx: context of autograd; None: there will be no
-    backward."""
+    """Compute outputs and extra outputs from inputs, parameters and extra inputs. ctx: context of autograd; None: there
+    will be no backward."""
     call, reads, flat = run.call, run.reads, None
     entry = None if run.kwargs is not None else call.forward
     if entry is not None:

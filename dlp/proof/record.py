@@ -1,17 +1,17 @@
 """The recorder: hooks on every module without children, in the order of forward and backward.
 
-    one rank   `Trace`      keeps y, dy, dx, dw, db, weights, scales, loss and gradient norm, and hands each tensor on unchanged
-    a mesh     `Follower`   compares this rank's part of each tensor with the trace, and hands the trace's part on
+    one rank   `Trace`      stores y, dy, dx, dw, db, weights, scales, loss and gradient norm; the run continues with the same tensors
+    a mesh     `Follower`   compares this rank's part of each tensor with the trace; the run continues with the trace's part
 
-Because each module and each gap between modules gets the inputs of one rank, differences do not accumulate: what differs was
-computed wrongly right there, and the bound on roundings needs the formats and contraction of that one place only
-(`dlp.proof.bounds`).
+Because each module and each gap between modules gets the inputs of one rank, differences do not accumulate: a tensor that
+differs was computed wrongly in its own module, and the bound on roundings needs only the formats and the contraction of this
+module (`dlp.proof.bounds`).
 
     x ──► [pre-hook] ──► module ──► [hook] ──► y         each hook passes its tensor through `_Replace`, whose backward
     dx ◄── [tensor hook] ◄── backward ◄── [tensor hook] ◄── dy     leaves the gradient to a tensor hook
 
-Each reader of a tensor has an x of its own, so that its dx is the gradient of this reader alone; siblings, which must read the
-same tensor, share theirs.
+Each reader of a tensor gets a separate x, so that dx is the gradient of this reader alone. Siblings, which must read the same
+tensor, share one x.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Program(NamedTuple):
     pieces: int = 1  # microbatches of the step of one rank
 
 
-def prove(  # many parameters: what is compared and how, all by keyword but three
+def prove(  # many parameters: the subjects and the method of the comparison, all by keyword except three
     build_model: Build, example_batch: Any, loss: Loss, *, meshes: Sequence[str] = MESHES, steps: int = 2,
     exact: bool = False, reduction: str = "mean", device_type: str | None = None, wire: Wire | None = None,
 ) -> Report:  # fmt: skip

@@ -1,7 +1,7 @@
 """Captured launches: the launches of a function, recorded once, then launched on other tensors by one native call.
 
     captured = record(run, given, fixed)     records `run()`, which reads the tensors `given`, without launching
-    results = captured(given)                launches what was recorded: the bits of `run()` on these tensors
+    results = captured(given)                runs the recorded launches; bitwise equal to `run()` on these tensors
 
 Between two calls with tensors of equal shapes, strides, dtypes and alignment only addresses change, if (1) the function only
 allocates, takes views and launches kernels of this package, and (2) its decisions depend on nothing else. `record` checks the
@@ -134,8 +134,8 @@ class CapturedLaunches:
         self._launch: Any = self._steps[0] if self.segments == "L" else None
 
     def __call__(self, given: Sequence[Tensor], addresses: Sequence[int] = ()) -> list[Tensor]:
-        """Tensors of the recorded shapes, strides, dtypes and alignment -> the results. `addresses`: addresses of the tensors,
-        if the caller has computed them."""
+        """Run the launches on tensors of the recorded shapes, strides, dtypes and alignment; return the results.
+        `addresses`: addresses of the tensors, if the caller has computed them."""
         stream = stream_of(given[0])  # tensors are on the current device
         allocated = [make() for make in self._make]
         bases = [*addresses] if addresses else [tensor.data_ptr() for tensor in given]
@@ -284,7 +284,8 @@ class CapturedDirections:
         return run()
 
     def states(self, direction: str) -> Iterator[str]:
-        """For each kind of inputs of this direction: reason why it is not captured, empty if it is captured."""
+        """Return, for each kind of inputs of this direction, the reason why it is not captured; an empty reason if it
+        is captured."""
         if self.why.get(direction):
             yield self.why[direction]
         for key, launches in self.found.items():
@@ -326,8 +327,8 @@ def _whole(result: Tensor, wholes: dict[int, Tensor]) -> Tensor:
 
 
 def _view(result: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor]:
-    """For a result that is a view of a tensor in `given`: a function that takes the same view in a later run. Raises
-    NotPlain if the result is not such a view."""
+    """Return a function that takes the same view in a later run, for a result that is a view of a tensor in `given`.
+    Raises NotPlain if the result is not such a view."""
     at, _ = _span(result)
     for i, tensor in enumerate(given):
         start, size = _span(tensor)

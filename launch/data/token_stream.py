@@ -146,7 +146,8 @@ class TokenStream:
         return found
 
     def describe(self, steps: int) -> Iterator[str]:
-        """Yield what a run of `steps` steps reads of each source, if there are several."""
+        """Yield a line for each source with the tokens that a run of `steps` steps reads from the source, if there are
+        several sources."""
         for source in self.sources if len(self.sources) > 1 else ():
             part = source.share / PERIOD
             epochs = part * steps * self.global_batch / source.windows

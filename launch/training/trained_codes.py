@@ -61,7 +61,7 @@ class CodedLinear:
         return {name: each.to("meta") for name, each in self._encoded(q).tensors.items()}
 
     def encode(self, weight: Tensor) -> compressed.Encoded:
-        """Weight [N, K] of the checkpoint -> tensors of the layout."""
+        """Convert the weight [N, K] of the checkpoint to tensors of the layout."""
         w = self.quantizer.format.padded(weight.to(self.dtype))
         slot: dict[str, Any] = (
             {} if self.scale is None else {"slot": ScaleSlot(self.scale, torch.zeros_like(self.scale))}

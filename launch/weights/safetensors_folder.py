@@ -52,7 +52,8 @@ def entries(folder: Path) -> dict[str, Entry]:
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """Return the files of a folder with the tensor names of the index; None for all tensors of the file."""
+    """Return the files of a folder, each with the tensor names that the index lists, or None for a file all of whose
+    tensors are read."""
     if (folder / ONE).is_file():
         return {folder / ONE: None}
     path = folder / INDEX

@@ -27,7 +27,8 @@ from dlp.kernels.launches import capturing
 from dlp.parallel.linear.state import BoundSpec, ForwardState, LayerState, StepState, UpdateAfterBackward, in_backward
 from dlp.quant.state import ForwardScales
 
-_FRAME, _FRAME_AGAIN = "frame", "target_frame_ref"  # what the hooks of a first run and of a recomputation refer to
+# Attributes by which the hooks of a first run and of a recomputation refer to the checkpoint
+_FRAME, _FRAME_AGAIN = "frame", "target_frame_ref"
 
 
 @dataclass(eq=False)

@@ -1,4 +1,5 @@
-"""LinearPlan: what a linear casts, agrees on, sends, multiplies, reduces and saves; decided once per (spec, number of tokens).
+"""LinearPlan: the casts, agreements, transfers, GEMMs, reductions and saved tensors of a linear, decided once per
+(spec, number of tokens).
 
     fprop  y  [M, N]   x rowwise [M, K]       w rowwise [N, K]      x columnwise [K, M] is kept for wgrad
     dgrad  dx [M, K]   dy rowwise [M, N]      w columnwise [K, N]

@@ -55,7 +55,7 @@ def quantize(
     bound: BoundSpec, tensor: str, values: Sequence[Values], orientations: Orientations, *,
     members: Sequence[str] | None = None, record: bool = True, whole: bool = False, into: Wanted = NOWHERE,
 ) -> list[Operands]:  # fmt: skip
-    """Values [rows, columns] of x, w, dy, y or dx -> their operands, with one amax agreement for all.
+    """Quantize values [rows, columns] of x, w, dy, y or dx, with one amax agreement for all values.
 
     members    the members that the values belong to; None: one value for each member with this tensor
     record     amaxes count for delayed scales

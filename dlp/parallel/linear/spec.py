@@ -192,7 +192,7 @@ class LinearSpec:
 
     @cached_property
     def slots(self) -> dict[str, tuple[str, SlotOptions]]:
-        """Slot name -> (tensor, options), for each tensor that this layer casts with a delayed scale."""
+        """Return (tensor, options) by slot name, for each tensor that this layer casts with a delayed scale."""
         return {f"{name}{self.variant}": found for name, found in delayed_slots(self.recipe, self.members).items()}
 
     @cached_property
@@ -272,7 +272,8 @@ def _slot_name(recipe: Recipe, tensor: str, member: str, columnwise: bool) -> st
 
 
 def delayed_slots(recipe: Recipe, members: tuple[str, ...]) -> dict[str, tuple[str, SlotOptions]]:
-    """Slot name -> (tensor, options), for each tensor that a layer with these members casts with a delayed scale."""
+    """Return (tensor, options) by slot name, for each tensor that a layer with these members casts with a delayed
+    scale."""
     slots: dict[str, tuple[str, SlotOptions]] = {}
     for tensor in (*OPERANDS, *RESULTS):
         quantizers = recipe.of(tensor)

@@ -77,7 +77,8 @@ class _Target:
     def move(self, module: nn.Module, key: str, shard_dim: int | None) -> None:
         """Replace a module's parameter of this name, if it exists, by this rank's shard of it."""
         old = module._parameters.get(key)
-        if type(old) is not nn.Parameter:  # the parameter is None, or has a class of its own in a left-out module
+        # The parameter is None, or a left-out module has a parameter of another class
+        if type(old) is not nn.Parameter:
             return
         if id(old) not in self.shared:
             self.shared[id(old)] = place(old, self.tp, shard_dim)

@@ -94,8 +94,8 @@ CHECKS: dict[str, Callable[[], None]] = {"cpu": check_threads, "cuda": check_det
 
 
 def check_plan(plan: Plan, model: nn.Module, batch: tuple[int, int] | None) -> Plan:
-    """The plan of an invariant model: amaxes are agreed wherever tp cuts what a scale spans, and GEMMs run with
-    strategy "serial". Raises ValueError for a layer that cannot be invariant."""
+    """Return the plan of an invariant model: ranks agree on an amax wherever tp shards a dimension that the scale
+    spans, and GEMMs run with strategy "serial". Raises ValueError for a layer that cannot be invariant."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith("dlp.ops"):
             raise ValueError(
