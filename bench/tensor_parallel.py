@@ -15,10 +15,10 @@ Milliseconds by subject:
     queued    an iteration in a queue of iterations
     host      the host's time for queueing an iteration
 
-Each is measured with calls, and with a CUDA graph of the iteration including the step boundary. Layers of dlp and of plain torch are compiled block by
-block, as in the launcher (--eager: they are not). Graphs of Transformer Engine are made by `te.make_graphed_callables`, and
-"userbuffers" subjects overlap transfers with GEMMs. --profile lists the kernels of a subject on rank 0, of the graph if there
-is a graph.
+Each time is measured with calls, and with a CUDA graph of the iteration including the step boundary. Layers of dlp and of
+plain torch are compiled block by block, as in the launcher (--eager: they are not). Graphs of Transformer Engine are made by
+`te.make_graphed_callables`, and "userbuffers" subjects overlap transfers with GEMMs. --profile lists the kernels of a
+subject on rank 0, of the graph if there is a graph.
 
 Shares are relative to the time of plain torch, and to the time of `serial` with the same recipe, which `auto` must not exceed
 by more than noise. Times are medians over iterations of the slowest rank. Subjects take turns by blocks of iterations. On
@@ -275,7 +275,7 @@ def show(lines: Sequence[Line], tokens: int, judged: bool = False) -> None:
 
 
 def beside_peers(lines: Sequence[Line]) -> Iterator[str]:
-    """For each recipe, compare the fastest time of dlp over strategies and ways of running with the fastest time of
+    """Compare, for each recipe, the fastest time of dlp over strategies and ways of running with the fastest time of
     Transformer Engine."""
     for recipe, peer in COUNTERPARTS.items():
         ours = [line for line in lines if line.subject.startswith(f"{recipe} ")]

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from tests.pool import Pool
 
 pytest.register_assert_rewrite("tests.metrics")
-torch.set_num_threads(1)  # as in the workers, so that both sum in the same order
+torch.set_num_threads(1)  # workers set this too, so that both sum in the same order
 
 if importlib.util.find_spec("hypothesis"):  # the tests that run on GPUs do without it
     from hypothesis import settings

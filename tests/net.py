@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """x [B, S, size] -> [B, S, size]; `tp` is set if the blocks work on token shards. `wrap` calls a block, for example
+    """Model: x [B, S, size] -> [B, S, size]. `tp` is set if the blocks work on token shards. `wrap` calls a block, for example
     to recompute the block."""
 
     def __init__(self, size: int = HIDDEN) -> None:

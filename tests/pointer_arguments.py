@@ -9,10 +9,10 @@ from pathlib import Path
 import dlp.kernels
 
 CSRC = Path(dlp.kernels.__file__).parent / "csrc"
-Kind = bool | frozenset[int]  # for each argument: whether it is an address, or the words of it that are addresses
+Kind = bool | frozenset[int]  # kind of an argument: whether it is an address, or which of its words are addresses
 _STRUCT = re.compile(r"struct (\w+)[^{]*\{(?:(?!\nstruct).)*?static constexpr uint32_t addresses = ([^;]+);", re.DOTALL)
 _STEP = re.compile(r'bind_step\(m, "(\w+)",\s*\[\w*\]\(([^)]*)\)')
-TRANSPOSE = (frozenset({0, 5}), False)  # a function creates the lambda of this kernel
+TRANSPOSE = (frozenset({0, 5}), False)  # `_STEP` does not match: bindings.cpp makes these by a function
 
 
 def words(said: str, agreed: int = 8) -> frozenset[int]:

@@ -86,7 +86,7 @@ class SimulatedLane(Lane):
                 self._changed.notify_all()
 
 
-LATE: dict[int, SimulatedLane] = {}  # by stream
+LATE: dict[int, SimulatedLane] = {}  # lanes by stream
 BLOCKED = set[int | None]()  # threads that wait for a peer
 
 

@@ -297,8 +297,8 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
         return create(self, path, mode)
 
     create = dcp_files._Files.create_stream
-    monkeypatch.setattr(io, "open", full)  # as pathlib calls it
-    monkeypatch.setattr(dcp_files._Files, "create_stream", full_stream)  # as the writer of tensors does
+    monkeypatch.setattr(io, "open", full)  # pathlib opens files by io.open
+    monkeypatch.setattr(dcp_files._Files, "create_stream", full_stream)  # the writer of tensors calls this
     action = ["export", "ours", "back"] if file == "config.json" else ["import", "published", "ours"]
     code, out, error = command("launch.convert_hf", action[0], *(str(tmp_path / name) for name in action[1:]))
     assert (code, out) == (1, "") and "No space left on device" in error and error.count("\n") == 1, error

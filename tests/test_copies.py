@@ -46,7 +46,7 @@ def test_a_copy_goes_on_as_its_original(again: Callable[[nn.Module], nn.Module],
     trained(model, optimizer, range(3))
     other = again(model)
     bound = other[0].core.bound
-    assert bound is not model[0].core.bound and bound_of(bound.spec_id) is bound  # as compiled code finds it
+    assert bound is not model[0].core.bound and bound_of(bound.spec_id) is bound  # compiled code finds bounds by id
     with torch.no_grad():
         assert_bit_equal(other(values(9)), model(values(9)))
     pairs = zip(trained(other, attached(other), range(3, 6)), trained(model, optimizer, range(3, 6)), strict=True)

@@ -140,7 +140,7 @@ def scaling(**changed: SlotUse) -> ScalingState:
 
 def stage(state: ScalingState, **values: float) -> None:
     for name, value in values.items():
-        state.slot(name, True).staging.clamp_(min=value)  # as casts write
+        state.slot(name, True).staging.clamp_(min=value)  # casts write like this
 
 
 def scales(state: ScalingState) -> dict[str, float]:

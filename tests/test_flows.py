@@ -82,7 +82,7 @@ def test_frozen_layers_are_captured_and_equal_blocks_share_a_graph(mode, monkeyp
             patch.setattr(kernels_captured, "possible", lambda x: False)
             expected = [model(batch(seed)) for seed in range(4)]
         for weights in weights_in(model):
-            weights.dtype = None  # as before the first forward
+            weights.dtype = None  # the state before the first forward
         torch.compiler.reset()
         counters.clear()
         for block in model:

@@ -126,7 +126,7 @@ KINDS: list[Quantizer] = [
 NEVER = {BlockScaling(power_of_two=False), IntScaling(4, 32)}
 MIXED = [
     (left, right) for left in KINDS for right in KINDS
-    if left != right and not left.format.gemm_kind == right.format.gemm_kind == "fp8_block_1d"  # which has a kernel
+    if left != right and not left.format.gemm_kind == right.format.gemm_kind == "fp8_block_1d"  # has a kernel
 ]  # fmt: skip
 
 

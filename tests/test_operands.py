@@ -77,7 +77,7 @@ def agreements(bound: BoundSpec, operand: str) -> Agreements:
 
 
 def spanned(recipe: Recipe, operand: str) -> list[tuple[int, ...]]:
-    """For each cast that observes amaxes, the dimensions of the stored tensor that one amax spans."""
+    """Return, for each cast that observes amaxes, the dimensions of the stored tensor that one amax spans."""
     pair = getattr(recipe, operand)
     ways = [(pair.rowwise, (0, 1))] + [(pair.columnwise, (1, 0))] * (not pair.derived)
     observing = [(q, dims) for q, dims in ways if q.observe(torch.ones(SIZE, SIZE)) is not None]

@@ -115,7 +115,7 @@ def test_an_op_that_torch_computes_is_called_alone():
 
 @pytest.mark.parametrize("swapped", ["**", "0.1"], ids=["all", "another layer"])
 def test_a_swap_forgets_what_was_captured(swapped: str):
-    """The table of delayed scales moves for all layers."""
+    """After a swap of any layer all layers are captured again, because their delayed scales move to a new table."""
     pair = slow_pair("fp8_delayed", make=lambda recipe: nn.Sequential(mlp(recipe), dlp.Linear(K, K, recipe=recipe)))
     for seed in range(8):
         if seed == 4:

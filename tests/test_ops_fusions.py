@@ -195,7 +195,7 @@ FUSED: dict[str, tuple[Any, float]] = {
         (lambda r: ops.Sequential(linear(r, bias=False), ops.ConstantScale(0.5)), 0.0),
     "ForwardAddNorm[AddExtraInput, MakeExtraOutput, RMSNorm]": (lambda r: Added(linear(r, bias=False)), 0.0),
     "BackwardNormResidual[MakeExtraOutput, RMSNorm]": (lambda r: Residual(ops.RMSNorm(H), linear(r, bias=False)), 0.0),
-} | {  # with an Identity, so that forward rounds equally
+} | {  # an Identity stands in between, so that forward rounds equally
     f"BackwardBiasActivation[Bias, {act.__name__}]":
         (lambda r, act=act: ops.Sequential(linear(r, bias=False), ops.Identity(), ops.Bias(H), act()), 0.0)
     for act in (ops.GELU, ops.ReLU, ops.SiLU, ops.SReLU)

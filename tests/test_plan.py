@@ -354,7 +354,7 @@ def test_styles_that_do_not_fit_each_other_are_refused(sequence_parallel, group,
     [
         (True, own("layers.1.mlp.*", style="local", sequence_parallel=False)),
         (True, own("layers.*.mlp.*", style="local", sequence_parallel=True)),
-        (True, own("layers.*.attn.{k,v}_proj", style="column", sequence_parallel=False)),  # as in cross-attention
+        (True, own("layers.*.attn.{k,v}_proj", style="column", sequence_parallel=False)),  # cross-attention
         (True, own("layers.0.{attn,mlp}.**", style="local", sequence_parallel=True)),
         (True, own("head", style="column", sequence_parallel=False)),
         (False, own("head", style="local")),

@@ -10,9 +10,10 @@
     FOLDER/report.md, report.png, branches.csv, losses.csv
 
 Final losses of two runs whose initial weights differ by one bit differ by up to 1 %, so runs from scratch cannot resolve
-smaller effects. Branches of one trunk can: everything up to the branch is equal. Every seed has two bf16 branches, which differ in the order of a sum. The
-effect of a subject is the mean over seeds of the relative difference to the mean of both; intervals.py defines the
-interval, and when the verdict is "within", "outside" or "not resolved". The same command continues an interrupted study.
+smaller effects. Branches of one trunk can: everything up to the branch is equal. Every seed has two bf16 branches, which
+differ in the order of a sum. The effect of a subject is the mean over seeds of the relative difference to the mean of both;
+intervals.py defines the interval, and when the verdict is "within", "outside" or "not resolved". The same command continues
+an interrupted study.
 """
 
 from __future__ import annotations

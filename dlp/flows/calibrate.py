@@ -208,7 +208,7 @@ def calibrate(
     hooks.append(model.register_forward_hook(lambda *_: _close(observed)))
     try:
         yield dict(linears)
-        _close(observed)  # for layers that ran outside of a forward of the model
+        _close(observed)  # layers that ran outside of a forward of the model are still open
     finally:
         for hook in hooks:
             hook.remove()

@@ -95,7 +95,7 @@ def _exact_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _integers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """x [..., C] -> integers of at most `bits` bits in fp64 [..., C], and the power of two [..., 1] that is their unit."""
+    """Return x [..., C] as integers of at most `bits` bits, fp64 [..., C], and their unit, a power of two [..., 1]."""
     exponent = _exponents(x.abs().amax(-1, keepdim=True))
     return (x.double() * _power_of_two(bits - exponent)).round_(), _power_of_two(exponent - bits)
 

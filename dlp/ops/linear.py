@@ -383,7 +383,7 @@ class Linear(BasicLinear):
         self.own_fuser()  # created here, because compiled code cannot create the fuser
 
     def te_names(self, fused: bool = False) -> TeNames:
-        """Names of Transformer Engine, where the layer consists of a BasicLinear and a Bias."""
+        """Return the names of tensors in Transformer Engine, which builds this layer from a BasicLinear and a Bias."""
         return {f"basic_ops.{int(name == 'bias')}.{name}": its for name, its in names_of(self, "", "").items()}
 
     @property

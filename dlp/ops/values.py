@@ -20,7 +20,7 @@ from dlp.kernels.ops import Produced
 
 LAZY, MANY, HANDED, INTEGERS = "lazy", "many", "handed", "integers"  # elements of `BasicOperation.takes`
 Grads = Sequence[Sequence[Tensor | None]]  # gradients by basic operation; None: no gradient
-Tensors = Tensor | tuple[Tensor, ...]  # for one weight, or for siblings and extra outputs
+Tensors = Tensor | tuple[Tensor, ...]  # one tensor for one weight; a tuple for siblings or extra outputs
 Value = Any  # Tensor | Produced | Handed | tuple of these types
 
 

@@ -1,6 +1,6 @@
 """The recorder: hooks on every module without children, in the order of forward and backward.
 
-    one rank   `Trace`      stores y, dy, dx, dw, db, weights, scales, loss and gradient norm; the run continues with the same tensors
+    one rank   `Trace`      stores y, dy, dx, dw, db, weights, scales, loss and gradient norm, and changes no tensor
     a mesh     `Follower`   compares this rank's part of each tensor with the trace; the run continues with the trace's part
 
 Because each module and each gap between modules gets the inputs of one rank, differences do not accumulate: a tensor that

@@ -43,7 +43,7 @@ class ScaleSlot:
 
 
 LARGEST_MARGIN = (
-    64  # as a power of two: half of the exponents of fp32, so that fp8_max x 2^-margin / amax is a normal number
+    64  # largest exponent: half of the exponents of fp32, so that fp8_max x 2^-margin / amax is a normal number
 )
 
 

@@ -379,9 +379,12 @@ def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], in
 
 
 def _windows(launched: Launched) -> list[tuple[int, int]]:
-    """For each launch the first and the last step of the recording at which it may run: its own step on the current stream;
-    for a launch on a side stream, from the event that the side stream last waited for to the step that waits for the next
-    event of the side stream."""
+    """Return, for each launch, the first and the last step of the recording at which it may run.
+
+    On the current stream both are the step of the launch. On a side stream the first is the step that recorded the event
+    that the side stream last waited for; the last is the step in which the current stream waits for the next event of the
+    side stream.
+    """
     windows = [(step, step) for step in range(len(launched))]
     for lane in {lane for _, _, lane in launched} - {CURRENT}:
         begun = 0

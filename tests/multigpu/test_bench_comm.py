@@ -58,7 +58,7 @@ def test_a_quantized_gather_moves_the_promised_share_of_bf16(ranks):
 
 
 def moved() -> list[tuple[float, int]]:
-    """For each recipe: the reported bytes from the other rank, and the bytes that the gather writes."""
+    """Return, for each recipe, the reported bytes from the other rank, and the bytes that the gather writes."""
     here, found = bench(), []
     for recipe in RECIPES:
         spec = column(here, recipe, 256)

@@ -188,7 +188,7 @@ def test_a_torn_checkpoint_is_refused_and_the_one_before_is_used_when_asked(rank
 
 
 def refusals(config: Config, paths: list[Path]) -> list[str]:
-    """For each checkpoint the message of the refusal, or "" if the checkpoint loads."""
+    """Return, for each checkpoint, the message of the refusal, or "" if the checkpoint loads."""
     recipe._import_file.cache_clear()
     trainer, _ = training.trainer(config)
     said = []

@@ -32,7 +32,7 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
-        self.k = nn.Linear(HIDDEN, HIDDEN, bias=False)  # with a bias, the gradient of the bias would be zero
+        self.k = nn.Linear(HIDDEN, HIDDEN, bias=False)  # the gradient of a bias would be zero
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (p(x).view(BATCH, SEQUENCE, -1, HEAD).transpose(1, 2) for p in (self.q, self.k, self.v))

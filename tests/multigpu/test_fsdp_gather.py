@@ -414,7 +414,7 @@ VARIANTS: list[Any] = [
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("recipe", "options", "why"), VARIANTS, ids=str)
 def test_options_that_concern_weights(ranks, recipe, options, why):
-    world = 4 if options else 2  # with tp, too, if the test concerns the amax group
+    world = 4 if options else 2  # tests of the amax group also need tp
     if why is None:
         first, *_ = both_ways(ranks, world, "plain", recipe, SIZES[world], options=options)
     else:  # weights are gathered as values in any case

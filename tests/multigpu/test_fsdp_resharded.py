@@ -49,12 +49,12 @@ def of_converted(recipe: str, replicate: int) -> dict[str, str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dlp.attach(model, optimizer)
     tokens = torch.arange(64, device=worker.device())
-    x = torch.randn(64, 64, device=worker.device(), requires_grad=True)  # with gradients, as in training
+    x = torch.randn(64, 64, device=worker.device(), requires_grad=True)  # in training x needs a gradient
     for _ in range(2):
         model(tokens).sum().backward()
         optimizer.step()
     model.unshard()
-    model.head(x)  # with the tensor that the head gets in the model
+    model.head(x)  # x is the tensor that the head gets in the model
     model.reshard()
     found = {name: said(lambda name=name: model.get_submodule(name)(x)) for name in ("norm", "head")}
     found["embed"] = said(lambda: model.embed(tokens))

@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """x [B, S, H] -> [B, S, H]; `tp` is set if the block works on token shards."""
+    """A block: x [B, S, H] -> [B, S, H]. `tp` is set if the block works on token shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ def test_two_optimizers_may_share_a_model(ranks):
 
 
 class Attention(nn.Module):
-    """x [B, S, H] -> [B, S, H], with a norm over the features of each head after q, as in Qwen3."""
+    """A block, x [B, S, H] -> [B, S, H], with a norm over the features of each head after q, as in Qwen3."""
 
     heads, head_dim = 4, 4
 

@@ -175,7 +175,7 @@ def compare(case: LinearCase, actual: dict[str, Tensor], expected: dict[str, Ten
 
 
 def against_one_rank(cases: list[LinearCase]) -> list[tuple[dict[str, Error], dict[str, float]]]:
-    """For each case: the errors compared with the unsharded layer, and the error of the unsharded layer itself."""
+    """Return, for each case, the errors compared with the unsharded layer, and the error of the unsharded layer itself."""
     results = []
     for case in cases:
         full = make_full(case)

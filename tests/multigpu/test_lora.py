@@ -1,4 +1,4 @@
-"""Adapters over tp with sequence parallelism, and over FSDP2 with a base of codes, beside one rank."""
+"""Adapters under tp with sequence parallelism, and under FSDP2 over a base of codes, are compared with one rank."""
 
 from __future__ import annotations
 

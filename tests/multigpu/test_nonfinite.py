@@ -14,12 +14,13 @@ import dlp
 from tests import pool as worker
 from tests.emulated import emulation
 
-TOKENS, HIDDEN, FFN = 128, 64, 256  # of a rank; complete blocks of 128, so that every operand is gathered as codes
+# Sizes on each rank; complete blocks of 128, so that every operand is gathered as codes
+TOKENS, HIDDEN, FFN = 128, 64, 256
 CULPRIT = 1  # the rank with the Inf
 
 
 class Net(nn.Module):
-    """x [M, 64] -> [M, 64], by a column and a row layer."""
+    """A column layer and a row layer: x [M, 64] -> [M, 64]."""
 
     def __init__(self) -> None:
         super().__init__()

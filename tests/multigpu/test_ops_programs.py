@@ -62,7 +62,7 @@ def between_collectives(recipe: str, group: Any) -> ops.Sequential:
 
 
 def states(model: ops.Sequential) -> dict[str, list[str]]:
-    """For each direction the segments of captured launches, or the reason why the direction is not captured."""
+    """Return, for each direction, the segments of captured launches, or the reason why the direction is not captured."""
     found: dict[str, list[str]] = {}
     for plan in model._groups_now()[0].plans.values():
         for direction in plan.captured:
@@ -91,7 +91,8 @@ def on_ranks(recipe: str, overlap: str, delay: bool, basic: bool, explicit: bool
                 y.backward(values(100 + seed + dist.get_rank(), *y.shape).to(worker.device()))
                 if delay:
                     for linear in linears:
-                        vars(linear)["dlp_session"] = linear.core.session  # as for a layer that belongs to no model
+                        # The linear now looks like a layer that belongs to no model
+                        vars(linear)["dlp_session"] = linear.core.session
                         assert dlp.backward_dw(linear) == len(linear.core.members)
                 results += [y.detach(), x.grad]
                 for weight in model.parameters():

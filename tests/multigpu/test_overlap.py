@@ -93,7 +93,7 @@ Compared = list[dict[str, tuple[bool, float, float]]]
 
 
 def compare(cases: list[LinearCase], wire: str, *chosen: tuple[str, str, str]) -> list[Compared]:
-    """For each choice of strategies, case and result: whether bits are equal, and the squared norms of the difference
+    """Return, for each choice of strategies, case and result, whether bits are equal, and the squared norms of the difference
     and of the result of `serial`."""
     found: list[Compared] = [[] for _ in chosen]
     for case in cases:

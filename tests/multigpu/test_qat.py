@@ -21,7 +21,7 @@ STYLES = [key for key in STYLE_KEYS if key[0] != "local"]
 
 
 def against_one_rank(cases: list[LinearCase]) -> list[tuple[dict[str, Any], list[str]]]:
-    """For each case: the errors compared with one rank, and the gradients that are zero at other elements than on one
+    """Return, for each case, the errors compared with one rank, and the gradients that are zero at other elements than on one
     rank."""
     found = []
     for case in cases:

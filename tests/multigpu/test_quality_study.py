@@ -64,7 +64,7 @@ def test_an_interval_by_hand():
     off = differences(losses, ("a", "b"))
     assert off["s"] == pytest.approx({0: 0.001, 1: 0.002, 2: 0.003}) and off["alone"] == {}, "another block"
     found = intervals(off, 2)
-    variance = (2 * 0.001**2 + 2 * 0.0005**2) / 3  # of s around 0.002, and of u around 0.0005
+    variance = (2 * 0.001**2 + 2 * 0.0005**2) / 3  # s differs around 0.002, u around 0.0005
     rho = correlation([{0: -0.001, 1: 0.0, 2: 0.001}, {0: -0.0005, 1: 0.0005}])
     assert rho == pytest.approx(2 * (0.001 * 0.0005) / (2 * 0.001**2 + 2 * 0.0005**2)) and rho > 1 / 3
     assert found.keys() == {"s", "u"}

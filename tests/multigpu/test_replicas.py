@@ -319,7 +319,7 @@ def test_only_a_thread_inside_of_collectives_autograd_or_layers_waits_for_ranks(
 
 
 class PartOfHeads(nn.Module):
-    """x [B, S, H] -> [B, S, H]: each head of q reads one k; or the output of a one-column gate scales all features."""
+    """A block in which each head of q is multiplied by one feature of k, or all features of q by one feature (`gate`)."""
 
     def __init__(self, gate: bool, dropout: float) -> None:
         super().__init__()

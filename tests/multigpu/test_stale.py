@@ -176,7 +176,7 @@ def distributed(fsdp: bool) -> tuple[list[Tensor], list[Tensor], str]:
             local = (
                 model[0].weight.detach().to_local() if isinstance(model[0].weight, DTensor) else model[0].weight.data
             )
-            local.mul_(2)  # as dcp.load writes into a state dict
+            local.mul_(2)  # dcp.load writes into a state dict like this
             with torch.no_grad(), pytest.raises(RuntimeError) as error:
                 loss_of(model)
     return losses[0], losses[1], str(error.value)

@@ -36,7 +36,8 @@ FEW = ("LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM")
 WITHOUT_LINEARS = ("gpt2",)  # Conv1D
 STEPS = 5
 NEAR = 1e-6  # bound on the difference of losses
-NEAR_TP = 3e-4  # for losses in bf16 on tp: partial sums of row-parallel linears are rounded to bf16 before the sum
+# Bound for losses in bf16 under tp: partial sums of row-parallel linears are rounded to bf16 before the sum
+NEAR_TP = 3e-4
 TOML = """
 [mesh]
 tp = 1

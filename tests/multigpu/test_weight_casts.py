@@ -99,7 +99,7 @@ def compared(recipe: Any, held: str, optimizer: str) -> tuple[Trained, Trained]:
     return trained(recipe, held, optimizer, True), trained(recipe, held, optimizer, False)
 
 
-CASES = few(((recipe, "dtensor", "fused") for recipe in QUANTIZED), ("fp8_block",))  # with casts of shards
+CASES = few(((recipe, "dtensor", "fused") for recipe in QUANTIZED), ("fp8_block",))  # these recipes cast shards
 CASES += few(((recipe, "fsdp", "fused") for recipe in QUANTIZED), ("fp8_current", "nvfp4"))
 CASES += [nightly("fp8_block", "plain", "fused"), ("nvfp4", "plain", "fused")]
 CASES += [

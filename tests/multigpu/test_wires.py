@@ -68,8 +68,8 @@ def test_a_sum_is_what_was_packed_summed_in_rank_order(ranks, world, wire):
 
 
 def linear_errors(recipe: str, names: list[str]) -> list[dict[str, float]]:
-    """For each case and strategy: the difference of y and dx between the wires fp8 and hp, and whether a repetition has
-    equal bits."""
+    """Return, for each case and strategy, the difference of y and dx between the wires fp8 and hp, and whether a repetition
+    has equal bits."""
     found = []
     for key in (("column", True), ("row", True), ("column", False), ("row", False)):
         full = make_full(case := LinearCase(key, recipe, torch.bfloat16, batch=3, sequence=20))

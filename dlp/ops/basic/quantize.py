@@ -93,7 +93,8 @@ class Quantize(OfRanks):
         self, ctx: OperationContext, input_: Value, *, prev_op_grad_output_quantizer: Operand | None = None,
         next_op_input_quantizer: Operand | None = None, **kwargs: Any,
     ) -> Value:  # fmt: skip
-        ctx.how = self.active_recipe(), self.strict, self.process_group  # of backward, too, whatever is set meanwhile
+        # Backward uses the same, even if settings change meanwhile
+        ctx.how = self.active_recipe(), self.strict, self.process_group
         ctx.quantizes_dx = self.on_backward and prev_op_grad_output_quantizer is None
         if not self.on_forward or next_op_input_quantizer is not None:
             return input_

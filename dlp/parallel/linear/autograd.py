@@ -214,7 +214,7 @@ def backward(ctx: Any, run: Run, dys: Sequence[Tensor | None]) -> Sequence[Any]:
     weights, saved = saved[: call.count], saved[call.count :]
     if len(wanted.used) != call.count:  # members whose y is not used have no dy
         dys, weights = tuple([dys[i] for i in wanted.used]), [weights[i] for i in wanted.used]
-    grads: list[Any] = [None] * len(needs)  # of x, weights, biases
+    grads: list[Any] = [None] * len(needs)  # gradients of x, weights, biases
     into = _targets(call, wanted, weights) if call.bound.weights.main_grads else []
     if into:  # `_gradients` does not return these dw_i
         main_grads = call.bound.weights.main_grads

@@ -371,7 +371,7 @@ class Linear(ParallelLinear):
     """
 
     _style = "local"
-    _te_family = "layer"  # of `dlp.te_arguments.ARGUMENTS`
+    _te_family = "layer"  # a key of `dlp.te_arguments.ARGUMENTS`
 
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], bias: bool = False, *,

@@ -216,8 +216,8 @@ class LinearPlan:
 
     @cached_property
     def scope(self) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-        """For each step of a pass, a function that returns the context of the step: a named range of profilers, and for
-        "forward" and "backward" a direction of the transport."""
+        """Functions by step of a pass. Each returns the context of the step: a named range of profilers, and for "forward" and
+        "backward" also a direction of the transport."""
         spec = self.spec
         assert spec is not None
         ranges = {step: partial(named_range, f"{spec.name}.{step}") for step in STEPS}

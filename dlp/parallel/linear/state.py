@@ -125,7 +125,8 @@ class StepState:
         self.amax_group, self.lone, self.groups = amax_group, lone, dict(groups or {})
         # layers
         self.cores: list[LayerState] = []
-        self.bounds: list[BoundSpec] = []  # of all specs that layers run or ran under: a backward may still need one
+        # Bounds of current and earlier specs of layers: a backward may need an earlier one
+        self.bounds: list[BoundSpec] = []
         self.noted: set[str] = set()  # texts of `note`
         # casts
         self._scaling: ScalingState | None = None
@@ -133,7 +134,7 @@ class StepState:
             str, dict[str, Tensor]
         ] = {}  # slots of autocast regions that have not run since the load of a state
         self.scales: ForwardScales | None = None  # delayed scales that casts read now; None: the scales in the table
-        self.now = ForwardState()  # of the running microbatch
+        self.now = ForwardState()  # state of the running microbatch
         self.repeats: ForwardState | None = None  # state of the forward that a checkpoint recomputes now
         self.drawn_again: Tensor | None = None  # the counter before `resume`, restored by `end_layer_backward`
         self.flags = Flags()
@@ -152,7 +153,7 @@ class StepState:
         self.graphing = False  # inside `graphing`
         self.graphed: set[tuple[str, ...]] = set()  # layers that are captured in a CUDA graph, by members
         self._task: int | None = None  # id of the backward at whose end the scales of dy will be updated
-        self.before_gather: Callable[..., None] | None = None  # as `dlp.parallel.model.checks.check_gathered`
+        self.before_gather: Callable[..., None] | None = None  # called like `dlp.parallel.model.checks.check_gathered`
         # Raises RuntimeError in a backward of a layer whose partial gradients would not be summed.
         self.check_gradients: Callable[[], None] | None = None
         # changes

@@ -194,7 +194,7 @@ class Chunked:
     """`chunks`: number of pieces of the transfer to or from each other rank."""
 
     chunks: int = 1
-    launches_only: ClassVar[bool] = True  # with mapped memory
+    launches_only: ClassVar[bool] = True  # if memory is mapped
     calls_only: ClassVar[bool] = True  # without mapped memory
 
     @property

@@ -322,7 +322,7 @@ class LinearTraffic:
             yield self._agreement(route.before, [(tokens, size) for size in features])
         for each in route.gathers:
             (size,) = features  # siblings share x, and a layer that gathers dy has none
-            self._strategy(each.gemm)  # with every strategy, the shard is sent to each other rank
+            self._strategy(each.gemm)  # every strategy sends the shard to each other rank
             sent = Sent(self.load.named(TP), self.name, each.gemm, precision_of(each.format or HP, dtype))
             yield sent, observer.gathered(plan.sends(route, each, size, dtype), self.load.ranks(TP))
         if route.after is not None:
@@ -491,7 +491,7 @@ def fsdp_gradients(plan: Plan, load: Workload) -> Counter[Sent]:
     total: Counter[Sent] = Counter()
     ranks, dtype = load.shards, load.reduce_dtype
     for own in units_of(plan, load).values():
-        numel = sum(prod(load.shard(p.shape, padded=True)) for p in own)  # for each rank
+        numel = sum(prod(load.shard(p.shape, padded=True)) for p in own)  # elements on each rank
         flat = nothing((ranks, numel), dtype)
         parts: tuple[Tensor, ...] = (flat,) if load.grad_wire is None else WIRES[load.grad_wire].pack(flat)
         scattered = Sent(load.named(load.dims.shard_axis), "", "grads", observer.dtype_name(parts[0].dtype))

@@ -61,7 +61,7 @@ class ShardLayout:
 
     @cached_property
     def dims(self) -> list[int | None]:
-        """For each part the dimension along which shards concatenate; SHARED: the part is equal on all ranks."""
+        """The dimension along which shards concatenate, for each part. SHARED: the part is equal on all ranks."""
         return self.format.moves[int(self.transposed)]
 
     @property
