@@ -67,7 +67,7 @@ def scaled(part: str, change: Callable[[Tensor], Tensor]) -> Callable[[Quantized
 
 
 def scale_part(recipe: Recipe) -> str:
-    """The part that values are proportional to."""
+    """The part to which values are proportional."""
     names = {part.name for part in recipe.w.rowwise.format.parts}
     (found,) = names & {"scale_inv", "amax", "scale_e8m0"}
     return found

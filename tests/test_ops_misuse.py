@@ -394,7 +394,7 @@ def test_an_op_whose_weight_is_computed_is_refused(op: Any):
 
 @pytest.mark.parametrize("make", [lambda: ops.Sequential(ops.RMSNorm(H), ops.Linear(H, H)), lambda: dlp.Linear(H, H)])
 def test_a_penalty_on_a_gradient_is_refused(make: Any):
-    """The gradient would be a constant in the graph, whatever else the loss depends on."""
+    """The gradient would be a constant in the graph, even if the loss depends on other terms too."""
     model, x = make(), values(0).requires_grad_()
     y = model(x)
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)

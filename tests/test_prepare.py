@@ -349,7 +349,7 @@ def test_an_index_finds_shards_that_are_missing_swapped_or_foreign(tmp_path: Pat
     assert "train-00000.shard: this shard is missing, but listed in index.json; prepare it again" in told()
     (folder / "train-00001.shard").unlink()
     path.write_bytes((other / path.name).read_bytes())
-    assert told().startswith(f"{path}: damaged or of another preparation, its header says ")
+    assert told().startswith(f"{path}: damaged or from another preparation: the header says ")
     path.write_bytes(whole)
     (folder / INDEX).write_text("{")
     assert told().startswith(f"{folder / INDEX}: not an index of shards (JSONDecodeError: ")

@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def record(folder: Path, names: list[str], begin: int, steps: int) -> None:
-    """Records of a run from step `begin` on."""
+    """Records of a run, beginning at step `begin`."""
     config = load("tiny", ["--run.metrics", json.dumps(names)])
     run = Namespace(path=folder, leader=True, say=print)
     recorder = Recorder(config, cast(RunDir, run), CPU, 1)

@@ -200,8 +200,8 @@ def _results_of(
 def _left_in(
     ctxs: Sequence[Any], before: Sequence[set[str]], reads: Sequence[Tensor]
 ) -> tuple[tuple[int, ...], tuple[dict[str, Any], ...]]:
-    """Changes of the contexts by the ops: the indices of written tensors, and by context the new attributes. Raises
-    NotPlain for an attribute that is a tensor, and for a write to a tensor outside of `reads`."""
+    """Return the changes that the ops made to their contexts: the indices of written tensors, and the new attributes of each
+    context. Raises NotPlain for an attribute that is a tensor, and for a write to a tensor outside of `reads`."""
     dirty, attributes = list[int](), []
     for ctx, had in zip(ctxs, before, strict=True):
         own = {name: value for name, value in vars(ctx).items() if name not in had and name not in OWN}

@@ -141,8 +141,12 @@ def _of_family(config: Settings, model: Model) -> Iterator[tuple[bool, str]]:
 
 
 def _of_folder(config: Settings, model: PretrainedModel) -> Iterator[tuple[bool, str]]:
-    """Yield (whether the rule holds, message) for each rule of a folder of transformers that config.json need not be read
-    for. Raises ConfigError if the folder is incomplete; `Config` checks the architecture, for which transformers is needed."""
+    """Yield (whether the rule holds, message) for each rule about a folder of transformers that can be checked without
+    reading config.json. `Config` checks the architecture, because this check needs transformers.
+
+    Raises:
+        ConfigError: if the folder is incomplete.
+    """
     check_folder(model.folder)
     folder, mesh, train = f"--model {model.folder}", config.mesh, config.train
     yield (

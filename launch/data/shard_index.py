@@ -55,6 +55,6 @@ def check_against(index: dict[str, Any], folder: Path, shards: Sequence[Shard], 
     for name, shard in there.items():
         if entry_of(shard) != listed[name]:
             raise ValueError(
-                f"{shard.path}: damaged or of another preparation, its header says {entry_of(shard)} and {INDEX} "
+                f"{shard.path}: damaged or from another preparation: the header says {entry_of(shard)}, {INDEX} says "
                 f"{listed[name]}; {remedy}"
             )

@@ -54,7 +54,7 @@ def last(q: Any, columnwise: bool) -> list[Tensor]:
 
 
 def origin(x: Tensor, row: int) -> Origin:
-    """Origin of a matrix that begins at this row of a matrix with ROWS rows."""
+    """Origin of x, which is cut from a matrix of ROWS rows, beginning at `row`."""
     return Origin(row, 0, ROWS, x.shape[1], seed=1, tensor_id=2, counter=torch.tensor(11, device=x.device))
 
 

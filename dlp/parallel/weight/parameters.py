@@ -102,7 +102,7 @@ class ShardedParameter(_SpreadParameter):
 
 
 class Valueless(Protocol):
-    """Weight that a placeholder stands for. no_values: the form of the weight and the way out, as a clause."""
+    """Weight that a placeholder stands for. no_values: a clause that says how the weight is stored, and what to do instead."""
 
     @property
     def bound(self) -> Any: ...
