@@ -258,8 +258,7 @@ def _checked_outputs(members: Members, places: Sequence[int], results: Any) -> t
 
 
 def _check_written(names: Sequence[str], ctxs: Sequence[Any], saved: Sequence[Any], num_saved: Sequence[int]) -> None:
-    """Raise ValueError if an op has written to a tensor that an earlier op saves: backward would read the new
-    values."""
+    """Raise ValueError if an op has written to a tensor that an earlier op saves: backward would read the new values."""
     written = [(writer, tensor) for writer, ctx in enumerate(ctxs) for tensor in ctx.dirty]
     savers = [saver for saver, count in enumerate(num_saved) for _ in range(count)] if written else ()
     for writer, tensor in written:

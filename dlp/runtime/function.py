@@ -131,11 +131,9 @@ apply_pass: Callable[..., Any] = super(torch.autograd.Function, PassFunction).ap
 
 
 def owned(results: Sequence[Tensor], given: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the results of an autograd function that was called with `given` such that users can write to them.
-
-    torch refuses writes to a view that a function returns. A view that shares memory with neither an input nor another
-    result is therefore detached, and is then not a view.
-    """
+    """Return the results of an autograd function of `given` such that users can write to them. torch refuses writes to views
+    that a function returns, so a view that shares memory with neither an input nor another result is detached; then it is
+    no view."""
     if not any([result._is_view() for result in results]):
         return results
     bases = [_base(result) for result in results]

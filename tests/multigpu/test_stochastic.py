@@ -54,7 +54,7 @@ def test_evaluation_draws_nothing_and_recomputation_the_same_bits():
 
 @pytest.mark.parametrize("attached", [True, False])
 def test_evaluation_of_a_model_draws_nothing(attached):
-    """Models and layers outside of models count microbatches in different code."""
+    """Attached models and layers without a model count microbatches in different code, so both are tested."""
     models = [torch.nn.Sequential(layer()) for _ in range(2)]
     for model in models:
         dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.0))

@@ -108,8 +108,7 @@ def linear_forward(
         options, dtype, ys = spec.recipe.fprop, spec.recipe.fprop.out_dtype or x.dtype, []
         for member, weight, w, bias in zip(spec.members, weights, ws, biases, strict=True):
             features, gemm_bias = weight.shape[0], None
-            # The bias is added after the sum, because otherwise each rank would add it
-            if bias is not None and plan.bias_in_gemm:
+            if bias is not None and plan.bias_in_gemm:  # else it is added once, after the sum over ranks
                 appended = w.shape[0] - features  # zero rows of a padded operand
                 gemm_bias = F.pad(bias, (0, appended)) if appended else bias
             gemm = Gemm("fprop", w, dtype, gemm_bias, finish.into, options, alpha=finish.alpha, rounds=True)

@@ -133,8 +133,7 @@ def _needs_values(function: Any, args: Sequence[Any]) -> str | None:
         return attribute if attribute in VALUES else None
     if name in METADATA or name in OURS:
         return None
-    # Autograd uses this call to find the node of a gradient
-    if name in ("view_as", "expand_as") and args[0] is args[1]:
+    if name in ("view_as", "expand_as") and args[0] is args[1]:  # autograd looks up the node of a gradient
         return None
     return str(name)
 
