@@ -55,7 +55,7 @@ Shape = tuple[int, int, int, int, int]
 
 
 def shape_of(text: str) -> Shape:
-    """Raises ValueError for another number of sizes than 5."""
+    """Parse a shape. Raises ValueError unless there are 5 sizes."""
     batch, sequence, heads, kv_heads, dim = (int(size) for size in text.split("x"))
     return batch, sequence, heads, kv_heads, dim
 
@@ -135,7 +135,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def chosen_by_torch(text: str) -> str:
-    """Name of the backend that torch chooses by itself."""
+    """Name of the backend that torch chooses by default."""
     q, k, v = inputs(shape_of(text), "cuda")
     choice = torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=q.shape[1] != k.shape[1])
     return str(SDPBackend(choice)).rsplit(".", 1)[-1]

@@ -51,7 +51,7 @@ BUFFERS = 4  # number of inputs that rotate; at the sizes of interest all togeth
 REPETITIONS, WARM = 9, 2  # the first WARM repetitions are not counted
 SLEEP = 60_000_000  # cycles that the device sleeps while the host runs ahead, about 30 ms
 # Shares of the time of the bf16 gather that must be reached with 4 ranks and 8192x8192.
-MOST = 1.05  # of the time of torch's reduce-scatter of bf16, on 2 ranks through mapped memory
+MOST = 1.05  # limit relative to the time of torch's bf16 reduce-scatter, on 2 ranks through mapped memory
 TARGETS = {"fp8_delayed": 0.72, "fp8_block": 0.72, "fp8_current": 0.80, "nvfp4": 0.60}
 
 
@@ -94,7 +94,7 @@ class Bench:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         torch.cuda._sleep(SLEEP)
-        dist.all_reduce(torch.ones(1, device=self.device))  # the devices wake together
+        dist.all_reduce(torch.ones(1, device=self.device))  # synchronizes the devices
         begin.record()
         for _ in range(calls):
             run()
@@ -103,7 +103,7 @@ class Bench:
         return begin.elapsed_time(end) * 1e3 / calls
 
     def times(self, runs: Sequence[Run], calls: int | None = None) -> list[float]:
-        """For each run, the median over repetitions of the slowest rank."""
+        """Return the time of each run: the median over repetitions of the time of the slowest rank."""
         rows = [[self.once(run, calls or self.calls) for run in runs] for _ in range(REPETITIONS + WARM)][WARM:]
         slowest = torch.tensor(rows, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -118,7 +118,7 @@ class Bench:
 
 
 def column(bench: Bench, recipe: str, features: int) -> BoundSpec:
-    """The spec of a sequence-parallel column with that recipe."""
+    """The spec of a sequence-parallel column layer with this recipe."""
     options: dict[str, Any] = {"tp": bench.mesh, "sequence_parallel": True, "device": bench.device}
     return dlp.ColumnParallelLinear(features, 16 * bench.world, recipe=recipe, **options).core.bound
 

@@ -57,9 +57,10 @@ COUNTS = {
     "warmup": setting(integer(">= 0"), "steps that are not timed", 4),
     "steps": setting(integer(">= 1"), "steps that are", 10),
 }
-LEARNING_RATE = "1e-7"  # at 1e-5 nine steps on two random batches take losses from 10.4 to 4.9 in bf16, to 7.4 in FP8
-ALIKE = 0.02  # how far last losses may lie apart, relatively
-LEFT = 0.1  # GiB that a subject may leave behind: workspaces of cuBLASLt, tables of kernels
+# With 1e-5, nine steps on two random batches would take losses from 10.4 to 4.9 in bf16, but to 7.4 in FP8
+LEARNING_RATE = "1e-7"
+ALIKE = 0.02  # allowed relative difference of last losses
+LEFT = 0.1  # GiB that a subject may leave allocated: workspaces of cuBLASLt, tables of kernels
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -94,7 +95,7 @@ def ours(config: Config, subject: Subject, mesh: DeviceMesh, device: torch.devic
 
 
 def replayed(step: Step, config: Config, mesh: DeviceMesh, device: torch.device) -> Step:
-    """The step as a CUDA graph."""
+    """Run the step as a CUDA graph."""
     like = torch.zeros(validate_world(config, mesh.size()).micro, config.own_sequence, dtype=torch.int64, device=device)
     graphed = dlp.graphed_step(step, (like, like))
     return lambda tokens, targets: graphed(tokens, targets).clone()
@@ -150,7 +151,7 @@ def measure(
 def give_back(device: torch.device) -> float:
     """Free the previous subject, whose memory would count for the next. Returns the GiB that are still allocated."""
     torch._dynamo.reset()
-    for _ in range(3):  # what one collection frees may have held what the next one finds
+    for _ in range(3):  # objects that one collection frees may have kept other objects alive
         gc.collect()
     if device.type != "cuda":
         return 0.0
@@ -191,7 +192,8 @@ def rows(results: Sequence[Result]) -> list[str]:
 
 
 def unlike(results: Sequence[Result]) -> list[str]:
-    """Subjects whose losses differ from the first subject's, or that began with memory of the previous subject."""
+    """Return the subjects whose losses differ from the losses of the first subject, or which started with memory of the
+    previous subject."""
     first = results[0]
     found = [
         f"{result.subject}: last loss {result.losses[-1]:.4f}, {first.subject} has {first.losses[-1]:.4f}: more than "
@@ -258,7 +260,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def checked(known: argparse.Namespace, kind: str) -> list[Subject]:
-    """Subjects to be measured. Raises ConfigError for options that these ranks do not support."""
+    """Return the subjects to measure. Raises ConfigError for options that these ranks do not support."""
     for name, count in COUNTS.items():
         check(count, getattr(known, name), f"--{name}")
     if known.where and kind != "cuda":

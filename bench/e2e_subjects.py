@@ -12,7 +12,7 @@ BASELINE = "peer_bf16"
 # peer -> recipe of torchao's float8
 PEERS = {BASELINE: None, "peer_tensorwise": "tensorwise", "peer_rowwise": "rowwise"}
 HP_GATHER, EAGER, GRAPH = ":hp_gather", ":eager", ":graph"
-OURS, THEIRS = (HP_GATHER, EAGER), (GRAPH,)  # suffixes of recipes, and of peers
+OURS, THEIRS = (HP_GATHER, EAGER), (GRAPH,)  # suffixes of dlp's recipes, and suffixes of peers
 
 
 @dataclass(frozen=True)

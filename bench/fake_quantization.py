@@ -192,7 +192,7 @@ RECIPES: Mapping[str, Rounds] = {
 
 
 def product(a: Rounded, b: Rounded) -> Tensor:
-    """a b^T. For NVFP4, the scales of the tensors remain: codes and block scales reach 6 x 448."""
+    """Return a b^T. For NVFP4 the scales of the tensors are not applied: codes and block scales reach 6 x 448."""
     sums = a.values @ b.values.t()
     if a.steps is not None and b.steps is not None:
         return sums * a.steps[:, None] * b.steps

@@ -1,4 +1,4 @@
-"""Bit flips in training steps on two CPU ranks, and what `[train] sentinel` says of them.
+"""Bit flips in training steps on two CPU ranks, and the messages of `[train] sentinel` about them.
 
     python -m bench.flips [--flips 1000] [--clean 10000] [--first 0] [--clean-from 0] [--out FILE.csv]
 
@@ -72,7 +72,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Damaging(WireChecks):
-    """Wire checks that flip a bit of the transfer number `at` on one rank; `at` -1: of no transfer."""
+    """Wire checks that flip a bit of transfer number `at` on one rank; `at` -1: no flip."""
 
     draw = random.Random(0)
     at, seen, bit, where = -1, 0, -1, ""
@@ -107,7 +107,7 @@ class Subject:
         }
         self.steps, Damaging.seen = 0, 0
         self.step()
-        self.transfers = Damaging.seen  # of one pass
+        self.transfers = Damaging.seen  # number of transfers in one pass
 
     def backward(self) -> Tensor:
         built = self.built
@@ -119,8 +119,8 @@ class Subject:
         return loss.detach()
 
     def watched(self, before: Callable[[], None] = lambda: None, between: Callable[[], None] = lambda: None) -> str:
-        """The message of the sentinel for a step; "" for none. `before`, `between`: called before the first and the
-        second pass."""
+        """Return the message of the sentinel about a step; "" without a message. `before`, `between`: functions called
+        before the first and the second pass."""
         before()
         self.sentinel.rehearse(self.backward, gradients=True)
         between()
@@ -138,7 +138,7 @@ class Subject:
             parameter.grad = None
 
     def step(self) -> str:
-        """A clean step, with the update."""
+        """Run a step without a flip, with the update."""
         said = self.watched()
         self.built.optimizer.step()
         self.drop()
@@ -147,7 +147,8 @@ class Subject:
 
 
 def injected(subject: Subject, kind: str, number: int) -> dict[str, Any]:
-    """A step with flip `number`, which all ranks call; the row, of which the hit rank knows place and bit."""
+    """Run a step with flip `number`; all ranks call it. Returns the row, in which only the hit rank fills in place and
+    bit."""
     draw, hit = random.Random(number), dist.get_rank() == number // len(KINDS) % WORLD
     names, found = list(subject.modules), {"where": "", "bit": -1}
     undo: list[Callable[[], None]] = []
@@ -214,7 +215,7 @@ def _flipped(draw: random.Random, grad: Tensor, found: dict[str, Any]) -> Tensor
 
 
 def flip_all(rank: int, ranks: int, out: Path, numbers: Sequence[int], clean: range) -> None:
-    """On all ranks: the flips, then the clean steps, which read the tokens of their numbers."""
+    """Run the flips, then the clean steps, which use the tokens of their numbers. All ranks call it."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     alarms = 0

@@ -57,7 +57,7 @@ def _mesh(sizes: tuple[int, ...], device: str) -> DeviceMesh:
 
 
 def cached_mesh(case: MeshCase, device: str) -> DeviceMesh:
-    """In place of `run.mesh_of`: one mesh for each shape."""
+    """Replacement for `run.mesh_of`: one mesh for each shape."""
     return _mesh((dist.get_world_size() // case.ranks, case.dp_replicate, case.dp_shard, case.tp), device)
 
 
@@ -73,7 +73,7 @@ def report_of(seed: int, ranks: int) -> Report:
 
 
 def verdict(report: Report) -> tuple[str, str]:
-    """The kind of a result, and a sentence."""
+    """The kind of a result, with a sentence."""
     (mesh,) = report.meshes
     if mesh.error:
         refused = mesh.error.startswith("ValueError") and any(word in mesh.error for word in REFUSED)
@@ -86,7 +86,7 @@ def verdict(report: Report) -> tuple[str, str]:
 def judged(seed: int, ranks: int) -> tuple[str, str]:
     try:
         return verdict(report_of(seed, ranks))
-    except ValueError as error:  # one rank refuses, before any mesh
+    except ValueError as error:  # one rank refuses before any mesh runs
         return "refused", f"ValueError: {error}"
     except Exception:
         return "defect", traceback.format_exc()
@@ -99,7 +99,7 @@ def add_line(out: Path, seed: int, ranks: int, kind: str, said: str) -> None:
 
 
 def judge_all(rank: int, ranks: int, running: Path, out: Path, seeds: Sequence[int], loud: bool) -> None:
-    """On all ranks: judge programs one by one. `running`: a file that names the program."""
+    """Judge programs one by one; all ranks call it. `running`: a file that names the current program."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     for seed in seeds:
@@ -121,7 +121,7 @@ def finished(out: Path) -> dict[int, dict[str, Any]]:
 
 
 def run_seeds(seeds: Sequence[int], ranks: int, out: Path, loud: bool) -> None:
-    """Run programs on one set of processes, and on new ones after a program that ended them."""
+    """Run programs on one set of processes, and start new processes after a program that ended them."""
     while left := [seed for seed in seeds if seed not in finished(out)]:
         with tempfile.TemporaryDirectory(prefix="dlp-fuzz-") as folder:
             running = Path(folder) / "seed"

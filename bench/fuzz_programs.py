@@ -50,7 +50,7 @@ NORMS: tuple[Callable[[int], nn.Module], ...] = (
 
 
 class Program(NamedTuple):
-    """A program as `dlp.prove` takes it. `text` describes what was drawn."""
+    """A program in the form that `dlp.prove` takes. `text` describes the drawn choices."""
 
     text: str
     mesh: str
@@ -61,7 +61,7 @@ class Program(NamedTuple):
 
 
 def drawn_recipe(draw: random.Random, blocks: bool) -> str | dict[str, Any]:
-    """A recipe, sometimes with options. `blocks`: the layers have whole blocks of 128 on each rank."""
+    """Draw a recipe, sometimes with options. `blocks`: the layers have complete blocks of 128 on each rank."""
     name, options = draw.choice([each for each in RECIPES if blocks or each[0] != "fp8_block"])
     given = {key: draw.choice(values) for key, values in options.items() if draw.random() < 0.25}
     if given.get("disable_rht"):

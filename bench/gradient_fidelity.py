@@ -67,7 +67,7 @@ def scaled(part: str, change: Callable[[Tensor], Tensor]) -> Callable[[Quantized
 
 
 def scale_part(recipe: Recipe) -> str:
-    """The part that values are proportional to."""
+    """The part to which values are proportional."""
     names = {part.name for part in recipe.w.rowwise.format.parts}
     (found,) = names & {"scale_inv", "amax", "scale_e8m0"}
     return found
@@ -97,7 +97,7 @@ def rows() -> Iterator[tuple[str, Recipe]]:
         recipe = recipes.load(name)
         yield name, recipe
         yield f"{name}, dy scale off by one exponent", spoiled(recipe, double_scale(recipe), ("dy",))
-        if scale_part(recipe) != "scale_e8m0":  # which takes no other step
+        if scale_part(recipe) != "scale_e8m0":  # E8M0 scales are powers of two, so 1 % is not a step
             slightly = scaled(scale_part(recipe), lambda tensor: tensor * 1.01)
             yield f"{name}, w scale off by 1 %", spoiled(recipe, slightly, ("w",))
     nvfp4 = recipes.load("nvfp4")
@@ -205,7 +205,7 @@ def table(found: list[Fidelity]) -> str:
 
 
 def missed(found: list[Fidelity]) -> list[str]:
-    """Violated conditions, one sentence each."""
+    """The violated conditions, one sentence each."""
     sentences = []
     for row in found:
         if "," in row.name and not row.apart > row.limit:

@@ -38,7 +38,7 @@ from bench.files import add_files, write_files
 from bench.linear_subjects import BASE, RECIPES, TINY, Run, Subject, installed_peers
 from dlp.kernels import loader
 
-LIMITS = {"alone": 2.0, "under FSDP2": 2.5}  # of FP8 recipes
+LIMITS = {"alone": 2.0, "under FSDP2": 2.5}  # limits for FP8 recipes
 ROUNDS, COUNT, WARM = 61, 10, 3
 SHAPE = "x".join(map(str, TINY))
 
@@ -185,7 +185,7 @@ def under_fsdp2(recipes: Sequence[str]) -> list[Line]:
 
 
 def _compile(subject: Subject) -> None:
-    """Compile the layer; the model around it, if there is one, counts microbatches."""
+    """Compile the layer. If the layer has an outer model, that model counts microbatches."""
     if isinstance(subject.linear, nn.Sequential):
         subject.linear[0] = torch.compile(subject.linear[0], fullgraph=True)  # type: ignore[assignment]
     else:
@@ -196,7 +196,7 @@ def compiled(recipes: Sequence[str]) -> list[Line]:
     """The third table."""
     print(f"\nhost under torch.compile, {SHAPE}: microseconds of forward + backward, ratio, its quartiles")
     subjects = {recipe: Subject(recipe, TINY) for recipe in (BASE, *recipes)}
-    graphs = 2 * len(subjects)  # each recipe is one of the same layer
+    graphs = 2 * len(subjects)  # torch compiles two graphs per recipe, all from the code of the same layer
     with torch._dynamo.config.patch(recompile_limit=graphs):
         for subject in subjects.values():
             _compile(subject)

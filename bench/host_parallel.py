@@ -53,7 +53,7 @@ from dlp.quant.recipe import names
 plain_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 plain_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 PLAIN, WAYS, FSDP = "plain torch", ("chunked", "compiled", "fsdp"), "fsdp"
-# limits relative to the plain pair's time on GPUs
+# limits relative to the time of the plain pair on GPUs
 LIMIT, LIMITS = 2.0, {"mxfp8": 2.5, "nvfp4": 2.5, "compiled": 2.5, FSDP: 2.5}
 RANKS, WARM, COUNT, ROUNDS = 2, 5, 10, 41
 Run = Callable[[], None]
@@ -268,7 +268,8 @@ def measure(
         name: moving[name] if name.endswith(FSDP) else passes(name, tokens, features, alone, device)
         for name in subjects
     }
-    on_gpu = device.type == "cuda"  # without GPUs the ranks share cores, so process time is measured
+    # Without GPUs the ranks share cores, so process time is measured instead of wall time
+    on_gpu = device.type == "cuda"
     host = ratios(in_turns(still, rounds, time.perf_counter if on_gpu else time.process_time))
     calls = {name: calls_of(run) for name, run in still.items()}
     return [
@@ -304,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", metavar="RECIPE", help="list the functions of its passes, too")
     add_files(parser, draws=False)
     options = parser.parse_args(arguments)
-    if "RANK" not in os.environ:  # the ranks, by torchrun
+    if "RANK" not in os.environ:  # otherwise torchrun has started the ranks
         given = sys.argv[1:] if arguments is None else list(arguments)
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         return subprocess.call([sys.executable, *launcher, "-m", "bench.host_parallel", *given])

@@ -46,7 +46,7 @@ SHAPES = {
     "qwen3": "family=qwen3 layers=4 hidden=64 ffn=256 heads=16 kv_heads=8 head_dim=32 vocab=128",
     "wide": "family=qwen3 layers=4 hidden=2048 ffn=6144 heads=16 kv_heads=8 head_dim=128 vocab=32768",
 }
-# sizes for fp8_block: tp leaves whole blocks of 128, on 4 ranks for tiny and on 8 for qwen3
+# Sizes for fp8_block: tp leaves complete blocks of 128, with up to 4 ranks for tiny and 8 for qwen3.
 BLOCKS = {"tiny": "ffn=512 head_dim=128", "qwen3": "ffn=1024 heads=8 head_dim=128", "wide": ""}
 MESHES = {
     "tiny": ("tp2", "tp2+sp", "tp4", "dp2", "dp4", "hsdp2x2", "tp2xdp2+sp", "dp8"),
@@ -90,7 +90,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """Bits of a run as hashes by what they are of, the median time of a step in seconds, and the sizes of the model."""
+    """Results of a run: bits as hashes by name, the median time of a step in seconds, and the sizes of the model."""
 
     run: Run
     bits: dict[str, str]
@@ -110,7 +110,7 @@ def bits_of(tensors: Iterable[Tensor]) -> str:
 
 
 def trained(run: Run, device: torch.device) -> Result:
-    """The result of a run on all ranks of the process group, which are as many as its mesh has."""
+    """Train a run on all ranks of the process group, which has the size of the run's mesh; return the result."""
     config, case = run.config(), run.case
     mesh = dlp.build_mesh(dp_replicate=case.dp_replicate, dp_shard=case.dp_shard, tp=case.tp, device_type=run.device)
     built = build(config, mesh, device)
@@ -151,12 +151,12 @@ def trained(run: Run, device: torch.device) -> Result:
 
 
 def run_all(rank: int, ranks: int, out: Path, runs: Sequence[Run]) -> None:
-    """On all ranks: the runs of meshes with this number of ranks."""
+    """Run the configurations of meshes with this number of ranks. All ranks call it."""
     device = torch.device("cuda", rank) if runs[0].device == "cuda" else torch.device("cpu")
     for run in runs:
         began = time.perf_counter()
         result = trained(run, device)
-        torch.use_deterministic_algorithms(False)  # which invariant runs switch on
+        torch.use_deterministic_algorithms(False)  # invariant runs turn this on
         if rank == 0:
             with out.open("a") as lines:
                 lines.write(json.dumps(asdict(result)) + "\n")

@@ -78,7 +78,7 @@ def side_stream(device: torch.device) -> Iterator[None]:
 
 
 def settle(device: torch.device) -> None:
-    """Return when every rank is here and every device is idle."""
+    """Wait until every rank has arrived and every device is idle."""
     for _ in range(2):
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -88,7 +88,7 @@ def settle(device: torch.device) -> None:
 
 
 def timed(run: Run, device: torch.device, count: int) -> tuple[list[float], float, float]:
-    """Seconds: of single iterations, of one in a queue, and of the host for one."""
+    """Return seconds: of single iterations, of an iteration in a queue, and of the host for an iteration."""
     done = torch.cuda.synchronize if device.type == "cuda" else bool
     single = []
     for _ in range(count):

@@ -45,7 +45,7 @@ class Run:
         )  # fmt: skip
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> int | None:
-        """Wait for the exit code; None if `until` is true first."""
+        """Wait for the exit code. Returns None if `until` becomes true first."""
         while (code := self.process.poll()) is None and not until():
             if time.monotonic() - self.began > PATIENCE:
                 self.kill_all()

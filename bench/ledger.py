@@ -64,7 +64,7 @@ def config_of(recipe: str, mesh: str, folder: Path, overrides: Sequence[str]) ->
 
 
 def watch(trainer: Trainer) -> str:
-    """Train until the watched step; return its difference, or ""."""
+    """Train until the counted step; return the difference to the plan, or ""."""
     try:
         for step in range(WARM + 1):
             trainer.watched_step(step)
@@ -74,7 +74,7 @@ def watch(trainer: Trainer) -> str:
 
 
 def rows(recipe: str, mesh: str, trainer: Trainer) -> Iterator[str]:
-    """The rows of a run whose step was watched. Raises Unpredictable."""
+    """Return the table rows of a run after its counted step. Raises Unpredictable."""
     seen, plan, load = trainer.wire.seen(), plan_of(trainer.built.model), trainer.wire.load()
     ours, bf16 = planned(plan, load), planned(in_bf16(plan), load)
     for group in by_group({**seen.sent, **ours}):
@@ -88,7 +88,7 @@ def rows(recipe: str, mesh: str, trainer: Trainer) -> Iterator[str]:
 
 
 def _in(sent: Mapping[Any, int], group: str, amax: bool) -> int:
-    """Bytes of one group, of amax agreements or of all other transfers."""
+    """Bytes of one group: either of amax agreements, or of all other transfers."""
     return sum(n for key, n in sent.items() if key.group == group and (key.direction == "amax") == amax)
 
 
@@ -119,7 +119,7 @@ def gather_shares(seen: observer.Observer, bf16: Traffic, group: str) -> list[fl
 
 
 def on_ranks(mesh: str, folder: Path, only: Sequence[str], overrides: Sequence[str]) -> None:
-    """One rank of one mesh: all recipes, one after the other; rank 0 writes rows.tsv and differences.txt."""
+    """Run all recipes on one rank of one mesh, one after the other; rank 0 writes rows.tsv and differences.txt."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     built: DeviceMesh | None = None
@@ -166,7 +166,7 @@ def main() -> int:
         prog="bench.ledger", description="Planned and counted bytes of every recipe and mesh."
     )
     parser.add_argument("--only", action="append", choices=list(choices()), default=[], help="these recipes [all]")
-    parser.add_argument("--mesh", choices=list(MESHES), help=argparse.SUPPRESS)  # of a rank
+    parser.add_argument("--mesh", choices=list(MESHES), help=argparse.SUPPRESS)  # set in the processes of ranks
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options, overrides = parser.parse_known_args()
     if options.mesh:

@@ -8,8 +8,8 @@ without the update. Inputs rotate over more than four times the L2 cache.
     device     device time: eight iterations at a time are queued behind a kernel that keeps the device busy
     fwd, bwd   the parts of `device` before the step boundary
     sustained  device time without pauses between iterations; "-" if the host cannot keep the device busy.
-               Clocks are lower then (`dlp.kernels.timing`), and those of FP8, which rests the larger part of its time in
-               the other column, fall further
+               Clocks are lower then (`dlp.kernels.timing`), and fall further for FP8, where the device is idle for a larger
+               share of the time in the column `device`
     host       time with the host waiting for the device before each iteration, so that host time counts
     gemms      the three GEMMs alone, with the fastest of cuBLASLt's candidates
     floor      gemms + 1.15 x the minimum bytes of casts / the bandwidth of a copy
@@ -220,7 +220,7 @@ class Apart:
         """Exit of the process, with its last output."""
         last, process = "", self._process
         assert process.stdin is not None and process.stderr is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin:  # it may be gone
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # the process may have ended
             process.stdin.write("go\n")
         with process:
             for said in process.stderr:
@@ -230,7 +230,7 @@ class Apart:
 
 
 def written(lines: Sequence[Line], failures: Sequence[Failure]) -> dict[str, Any]:
-    """Convert to JSON, including verdicts."""
+    """Convert a result to JSON, including verdicts."""
     return {
         "lines": [asdict(line) | {"verdicts": line.verdicts()} for line in lines],
         "failures": [asdict(failure) for failure in failures],
@@ -238,7 +238,7 @@ def written(lines: Sequence[Line], failures: Sequence[Failure]) -> dict[str, Any
 
 
 def _line(found: dict[str, Any]) -> Line:
-    """A line as it was written."""
+    """Read a line that `written` converted."""
     kept = {field.name: found[field.name] for field in fields(Line)}
     return Line(**kept | {name: Times(**kept[name]) for name in ("ms", "shares")})
 

@@ -50,8 +50,8 @@ from dlp.quant.recipe import GEMMS, Operand
 GEMMS_OF = {BASE: "bf16", "mxfp8": "bf16", "nvfp4": "bf16", "fp8_delayed": "fp8_current"}  # recipes with the same GEMMs
 
 BF16 = torch.bfloat16.itemsize
-SAMPLE, BLOCK = (4096, 4096), (128, 128)  # whole blocks of every format
-LESS_SETTLING = 0.15  # seconds, after a load like the one that follows
+SAMPLE, BLOCK = (4096, 4096), (128, 128)  # complete blocks of every format
+LESS_SETTLING = 0.15  # seconds of load before a measurement that follows a similar load
 
 
 def gemms_of(recipe: str, shape: Shape) -> list[Callable[[], Tensor]]:
@@ -65,7 +65,7 @@ def gemms_of(recipe: str, shape: Shape) -> list[Callable[[], Tensor]]:
 
 @cache
 def gemms_ms(recipe: str, shape: Shape) -> float:
-    """Milliseconds of the GEMMs, one after the other, each with the candidate that is the fastest in bursts."""
+    """Milliseconds of the GEMMs in sequence, each with the candidate that is the fastest in bursts."""
     calls = gemms_of(recipe, shape)
     each = [fastest(call, in_bursts) for call in calls]
     with by_candidates({found.problem: found.best for found in each}):
@@ -102,7 +102,7 @@ def cast_bytes(recipe: str) -> tuple[float, float]:
 
 @cache
 def copied_in_ms() -> float:
-    """Bytes that a copy moves in a millisecond, reads and writes."""
+    """Number of bytes that a copy reads and writes in a millisecond."""
     launches = [copy_of(512 * 2**20) for _ in range(2)]
     graph = graph_of(launches)
     return launches[0].nbytes / statistics.median(replay(*graph) for _ in range(9)) * 1e3
@@ -150,7 +150,7 @@ def measure_all(
             show(lines[-1])
             after(recipe)
         except Exception as error:
-            if recipe == BASE:  # there is nothing to compare with
+            if recipe == BASE:  # no baseline to compare with
                 raise
             traceback.print_exc()
             failures.append(Failure(recipe, *shape, f"{type(error).__name__}: {error}".split("\n")[0]))
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shape, peers = shape_of(options.shape), installed_peers()
     import_peers(peers)
     if options.wait and not sys.stdin.readline():
-        return 1  # whoever would have sent a line is gone
+        return 1  # the process that would send the line has ended
 
     def after(recipe: str) -> None:
         if options.where:

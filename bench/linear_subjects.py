@@ -25,7 +25,7 @@ TUNED = ":tuned"  # suffix of a recipe: algorithms chosen by `dlp.kernels.tune`
 ALL_FAST = ("fp8_current:fast", "fp8_delayed:fast")
 ALL_TUNED = ("fp8_current:tuned", "fp8_delayed:tuned", "fp8_block:tuned")
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 8192, 8192), (8192, 8192, 28672), (16384, 8192, 8192))
-TINY = (128, 128, 128)  # value for a device that was idle
+TINY = (128, 128, 128)  # so small that the device is idle most of the time
 
 
 def _torchao(recipe: str, linear: nn.Linear) -> nn.Module:

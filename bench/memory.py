@@ -38,7 +38,7 @@ from launch.training.build import Built, build
 from launch.training.gradient_norm import GradientNorm
 
 BOUND = 0.05
-EAGER = "--train.cuda_graph=false"  # peaks are of steps without a CUDA graph
+EAGER = "--train.cuda_graph=false"  # peaks are measured in steps without a CUDA graph
 LLAMA = ("llama3_1b", EAGER, "--train.global_batch=4", "--train.compile=true")
 BLOCKS = ("bench_8b", EAGER, "--model.layers=4", "--train.global_batch=2")
 FULL = "--train.checkpointing=full"
@@ -134,7 +134,7 @@ def step(built: Built, batches: Sequence[tuple[Tensor, Tensor]], norm: Callable[
 
 
 def measure(case: str, config: Config, mesh: DeviceMesh, steps: int, device: torch.device) -> Result:
-    """Build a case, run it, and compare."""
+    """Build a case, run it, and compare the memory with the prediction."""
     before = give_back(device) * 2**30
     built = build(config, mesh, device)
     predicted = memory(

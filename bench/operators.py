@@ -66,7 +66,7 @@ Shape = tuple[int, int, int]
 MODELS = ((8192, 8192, 28672), (16384, 8192, 28672), (8192, 4096, 14336), (4096, 4096, 14336))  # M, K, N of all ranks
 TILE = 128, 256  # rows and columns of the result tile that one SM computes at a time in a large GEMM of cuBLASLt
 BARS = {"gather": 1.10, "sum": 1.15}  # limits of (time - tile) / max(gemm, transfer) for FP8 recipes
-RECIPES, STRATEGIES = ("fp8_current",), (SERIAL, "chunked")  # by default
+RECIPES, STRATEGIES = ("fp8_current",), (SERIAL, "chunked")  # defaults
 REPETITION = 0.07  # seconds of a repetition of eight calls on 2 H200 in FP8
 TURNS = 3  # number of operands that rotate; at the sizes of interest all together exceed the L2 cache
 

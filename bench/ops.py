@@ -138,7 +138,7 @@ def te_subjects(kind: str, hidden: int, ffn: int, recipe: str) -> dict[str, tupl
 
 def step(module: nn.Module, x: Tensor, dy: Tensor, region: Callable[[], Any], more: Mapping[str, Any],
          boundary: Callable[[nn.Module], Any] | None = None) -> Run:  # fmt: skip
-    """Forward, backward, and a step boundary."""
+    """Run forward, backward, and a step boundary."""
 
     def run() -> None:
         with region():

@@ -110,7 +110,7 @@ class OneLayer(nn.Module):
 
 
 def filled(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model in memory, with weights drawn."""
+    """Allocate the model and draw its weights."""
     model.to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -147,7 +147,7 @@ def our_pair(shape: Shape, recipe: str, strategy: str, tokens: int, tp: DeviceMe
     made = []
     for layer, (features, outs), problem in zip(layers, sizes, shape.problems(tokens, recipe), strict=True):
         chosen: Any = strategy
-        if strategy == AUTO and times is None:  # default settings of the peer
+        if strategy == AUTO and times is None:  # the peer runs with its default settings
             chosen = auto.at_construction(AUTO, problem, tp.get_group(), tp.device_type)
         elif strategy == AUTO:
             chosen = auto.choose(AUTO, problem, times, auto.NO_TABLE)[0]

@@ -192,7 +192,7 @@ def _nvfp4(x: Tensor, tile: bool, rht: bool = False, by_chance: bool = False) ->
 
 
 def _decode(x: Tensor, codes: Tensor, scale: Tensor, block: tuple[int, int]) -> Launch:
-    """To a matrix of the shape of x."""
+    """Decode codes to a matrix with the shape of x."""
     out = torch.empty(x.shape, dtype=torch.bfloat16, device="cuda")
     return Launch(lambda: cuda_codes.decode(codes, scale, block, out), (codes, scale, out))
 
@@ -240,7 +240,8 @@ def swizzle(x: Tensor) -> Launch:
 
 
 def delayed_update(x: Tensor) -> Launch:
-    """Update as many delayed scales as x has rows, more than a model has tensors; their histories are read."""
+    """Update as many delayed scales as x has rows, which is more than a model has tensors. The update reads their
+    histories."""
     slots = len(x)
     history, scale, target, staging = (torch.ones(*lines, slots, device="cuda") for lines in ((HISTORY,), (), (), ()))
     job = DelayedJob(history, scale, staging, target, staging, False)

@@ -27,7 +27,7 @@ LAYERS = ("q, k, v", "o", "gate, up", "down")
 
 
 def linears(model: Model, recipe: Any, dtype: torch.dtype) -> dict[str, Linear]:
-    """The linears of a block; linears that read the same x count as one linear."""
+    """The linears of a block. Linears that read the same x count as one linear."""
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     sizes: Sequence[tuple[int, Any]] = [
         (model.hidden, (q, kv, kv)), (q, model.hidden), (model.hidden, (model.ffn, model.ffn)), (model.ffn, model.hidden)
@@ -55,7 +55,7 @@ def saved(parameters: Sequence[Tensor]) -> Iterator[dict[Any, int]]:
 
 
 def of_layer(layer: nn.Module, x: Tensor) -> int:
-    """Tensors that a layer saves when it reads x."""
+    """Return the tensors that a layer saves when it reads x."""
     with saved(list(layer.parameters())) as found:
         kept = layer(x)  # noqa: F841  (memory that is let go may be counted twice)
         return sum(found.values())

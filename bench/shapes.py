@@ -45,7 +45,7 @@ Problem = dict[str, Any]
 def linear_sizes(layer: LayerPlan, tp: int, tokens: int) -> tuple[int, int, int]:
     """M, K, N of the GEMMs of one rank. `tokens`: tokens of a microbatch."""
     n, k = shard_sizes(layer.row, *layer.shape, tp, layer.name)
-    alone = layer.row.cut_x == layer.row.cut_dy == 0  # nothing is gathered: each rank has its own tokens
+    alone = layer.row.cut_x == layer.row.cut_dy == 0  # nothing is gathered: each rank has different tokens
     return tokens // tp if alone else tokens, k, n
 
 
@@ -59,7 +59,8 @@ def decoded_to(kernel: str, formats: Sequence[Format], source: torch.dtype) -> t
 def problems(
     layer: LayerPlan, sizes: tuple[int, int, int], dtype: torch.dtype, w_dtype: torch.dtype
 ) -> Iterator[Problem]:
-    """The GEMMs of one layer: sizes, and of each operand its dtype, block of scales and whether rows are adjacent."""
+    """The GEMMs of one layer: sizes, and for each operand the dtype, the block of scales and whether rows are
+    adjacent."""
     of = dict(zip("MKN", sizes, strict=True))
     summed = len(layer.siblings) > 1  # dgrads of siblings add up in fp32
     for which, kernel in zip(GEMMS, layer.kernels, strict=True):
@@ -79,7 +80,7 @@ def problems(
             tiles = fmt.gemm_kind == "nvfp4" and kernel.startswith("cublaslt")
             problem["alpha"] |= tiles or (factored and fmt.factors == "tensor")
         if factored and any(fmt.factors == "row" for fmt in formats):
-            out = torch.float32  # the scales of rows are applied to its sums
+            out = torch.float32  # the scales of rows are applied to fp32 sums
         kept = [torch.float32, *[torch.float32] * summed] if which == "dgrad" and summed else [out]
         for turn, result in enumerate(kept):
             yield {**problem, "out_dtype": dtype_name(result), "accumulate": turn > 0}
@@ -99,7 +100,8 @@ def of_config(config: Config, world: int, device_type: str) -> tuple[Counter[str
 
 
 def whole_layers(config: Config, world: int, device_type: str) -> dict[str, Any]:
-    """Ranks of tp, transport, dtype, and each layer, siblings as one, by style, sizes, recipe, and tokens of a microbatch."""
+    """Number of tp ranks, transport and dtype; and each layer (siblings as one layer) by style, sizes, recipe, and
+    tokens of a microbatch."""
     batch, plan = validate_world(config, world), plan_for(config, world, device_type)
     rows, layers = {row.name: row for row in plan.layers}, []
     for names in dict.fromkeys(row.siblings or (row.name,) for row in plan.layers):
@@ -138,8 +140,8 @@ class Linears(TorchFunctionMode):
 
 
 def of_model(factory: str, tokens: Sequence[int]) -> Counter[str]:
-    """Linears of the model that `factory`, "package.module:function", makes on the meta device: a module, which is called with
-    int64 tokens of this shape, or (module, inputs).
+    """Count the linears of the model that `factory`, "package.module:function", builds on the meta device. The factory
+    returns a module, which is called with int64 tokens of this shape, or (module, inputs).
 
     Raises ValueError if there is no such model, or if it does not run on the meta device."""
     package, _, name = factory.partition(":")

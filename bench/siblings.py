@@ -43,7 +43,7 @@ Results = list[Tensor]
 
 @dataclass(frozen=True)
 class Line:
-    """One GEMM of siblings in one way; microseconds, and of one by one."""
+    """One GEMM of siblings, computed in one way; microseconds of this way, and of one GEMM per sibling."""
 
     shape: str
     recipe: str
@@ -134,7 +134,7 @@ def matrix(rows: int, columns: int, size: float) -> Tensor:
 
 def cast(recipe: Recipe, which: str, side: int, x: Tensor) -> QuantizedTensor:
     quantizer: Any = recipe.operands(which)[side]
-    slot = ScaleSlot(448.0 / x.abs().amax().float() / 1.3, torch.zeros((), device="cuda"))  # scales of other steps
+    slot = ScaleSlot(448.0 / x.abs().amax().float() / 1.3, torch.zeros((), device="cuda"))  # scales of earlier steps
     at = Origin(0, 0, x.shape[0], x.shape[1], 0, 0, torch.zeros((), dtype=torch.int64, device="cuda"))
     made: QuantizedTensor = quantizer.cast(x, quantizer.observe(x), slot=slot, at=at)
     return made

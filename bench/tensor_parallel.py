@@ -1,28 +1,28 @@
-"""A column- and a row-parallel linear, and a Llama layer, over the ranks of a host, forward and backward, beside plain torch in
-bf16.
+"""A column- and a row-parallel linear, and a Llama layer, over the ranks of a host, forward and backward, compared with plain
+torch in bf16.
 
     torchrun --nproc-per-node 2 -m bench.tensor_parallel [--recipes fp8_delayed fp8_current] [--overlap serial chunked auto]
                                          [--shapes 4096x14336 4096x14336x32x8] [--tokens 8192] [--table FILE] [--json FILE]
 
     x [M/R, K] ─ column (gather x, K -> N) ─► [M, N/R] ─ row (N -> K, scatter y) ─► y [M/R, K]      sequence parallelism over R
 
-Shapes and subjects are those of `bench.parallel_subjects`: plain torch (all_gather, F.linear, reduce_scatter), ours, and
-Transformer Engine where it is installed. Ours sends through memory that GPUs map (--transport nccl: by NCCL), and its
-iterations end with the step boundary, which casts the weights. `auto` chooses by --table, or by the times that dlp ships
-of the same linears. `--recipes fp8_block --overlap serial chunked fused` shows the GEMM that waits inside and
-the one that sends, which `bench.operators` judges by themselves. By subject, milliseconds:
+`bench.parallel_subjects` defines shapes and subjects: plain torch (all_gather, F.linear, reduce_scatter), dlp, and
+Transformer Engine if it is installed. dlp sends through mapped memory (--transport nccl: by NCCL), and an iteration of dlp
+ends with the step boundary, which casts the weights. `auto` chooses by the table --table, or by the shipped tables.
+Milliseconds by subject:
 
-    alone     the host waits for the device before each iteration: what a step takes that the host cannot run ahead of
-    queued    iterations one after the other
-    host      what the host needs to queue one
+    alone     an iteration for which the host first waits for the device, as in a step in which the host cannot run ahead
+    queued    an iteration in a queue of iterations
+    host      the host's time for queueing an iteration
 
-as calls and as a CUDA graph of the iteration, step boundary included. Layers of dlp and of plain torch are compiled block by
-block, as in the launcher (--eager: they are not). Graphs of Transformer Engine are made by `te.make_graphed_callables`, and
-"userbuffers" subjects overlap transfers with GEMMs. --profile lists the kernels of a subject on rank 0, of the graph if there
-is a graph.
+Each time is measured with calls, and with a CUDA graph of the iteration including the step boundary. Layers of dlp and of
+plain torch are compiled block by block, as in the launcher (--eager: they are not). Graphs of Transformer Engine are made by
+`te.make_graphed_callables`, and "userbuffers" subjects overlap transfers with GEMMs. --profile lists the kernels of a
+subject on rank 0, of the graph if there is a graph.
 
-Shares are of plain torch's time, and of `serial` under the same recipe, which auto is not to exceed by more than noise.
-Medians over iterations of the slowest rank. Subjects take turns by blocks of iterations. On CPUs it shows that all runs.
+Shares are relative to the time of plain torch, and to the time of `serial` with the same recipe, which `auto` must not exceed
+by more than noise. Times are medians over iterations of the slowest rank. Subjects take turns by blocks of iterations. On
+CPUs the program only shows that everything runs.
 """
 
 from __future__ import annotations
@@ -65,14 +65,15 @@ TARGETS = {  # limits relative to plain torch's time for `auto` on two H200 with
     "8192x28672x64x8": {"fp8_delayed": 0.63},
 }
 BF16 = 0.95  # limits relative to any of these peers in bf16
-NOISE = 1.03  # noise relative to serial's time, by which two runs of one program may differ
+NOISE = 1.03  # noise: two runs of one program may differ by this factor
 TOKENS, SMALL, FEW = 8192, ("64x128", "64x128x4x2"), 64  # small sizes and few iterations without a GPU
 
 
 @dataclass(frozen=True)
 class Line:
-    """One subject at one shape: milliseconds, and shares of plain torch's milliseconds in the same run, as calls and as a CUDA
-    graph (None where none was captured). of_serial: shares of the serial strategy, in the same order, without the host's."""
+    """Milliseconds of one subject at one shape, and the shares of plain torch's milliseconds in the same run, as calls
+    and as a CUDA graph (None if none was captured). of_serial: shares of the serial strategy's milliseconds in the same
+    order, without host times."""
 
     shape: str
     subject: str
@@ -124,7 +125,7 @@ def measure(
 ) -> list[Line]:
     """A line for each subject, including plain torch. `table`: times for "auto"; None: the shipped tables."""
     device = tune.device_of(mesh)
-    torch._dynamo.reset()  # sizes of another shape would make sizes of this one dynamic
+    torch._dynamo.reset()  # otherwise the sizes of the next shape would become dynamic
     with side_stream(device):
         calls: dict[tuple[str, str], Iteration] = {}
         for name, strategy in subjects:
@@ -149,7 +150,8 @@ def measure(
 def made(
     shape: Shape, tokens: int, key: tuple[str, str], mesh: DeviceMesh, times: Times | None, asked: Asked
 ) -> nn.Module:
-    """Model of a subject; the blocks of a layer are compiled as the launcher compiles blocks, Transformer Engine's are not."""
+    """Return the model of a subject. The blocks of a layer are compiled as in the launcher, except for Transformer
+    Engine."""
     name, strategy = key
     torch.manual_seed(0)
     model = subject(name, strategy, shape, tokens, mesh, times)
@@ -257,7 +259,7 @@ def show(lines: Sequence[Line], tokens: int, judged: bool = False) -> None:
         serial = "" if line.of_serial is None else " ".join(f"{ratio:.3f}" for ratio in line.of_serial)
         graph = f"{'-':>8} {'':6} {'-':>8} {'':6}"
         if line.graph_alone is not None:
-            nan = float("nan")  # plain torch has no graph
+            nan = float("nan")  # no graph of plain torch
             graph = (
                 f"{line.graph_alone:8.3f} {line.graph_alone_share or nan:6.3f} {line.graph_queued:8.3f} "
                 f"{line.graph_queued_share or nan:6.3f}"
@@ -273,7 +275,8 @@ def show(lines: Sequence[Line], tokens: int, judged: bool = False) -> None:
 
 
 def beside_peers(lines: Sequence[Line]) -> Iterator[str]:
-    """For each recipe: the best of dlp over strategies and ways of running, beside the best of Transformer Engine."""
+    """Compare, for each recipe, the fastest time of dlp over strategies and ways of running with the fastest time of
+    Transformer Engine."""
     for recipe, peer in COUNTERPARTS.items():
         ours = [line for line in lines if line.subject.startswith(f"{recipe} ")]
         theirs = [line for line in lines if line.subject.startswith(peer)]
@@ -337,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines += measure(shape, options.tokens, subjects, mesh, table, asked)
         if on_gpu:
             torch.cuda.empty_cache()
-        if dist.get_rank() == 0:  # as they are made: a later shape may fail
+        if dist.get_rank() == 0:  # printed at once, because a later shape may fail
             judged = on_gpu and dist.get_world_size() == 2 and options.tokens == TOKENS
             show([line for line in lines if line.shape == str(shape)], options.tokens, judged)
             write_files(options, [asdict(line) for line in lines])

@@ -28,7 +28,7 @@ COUNTERPARTS = {
     "bf16": "te bf16",
     "fp8_delayed": "te delayed",
     "fp8_current": "te current",
-}  # recipe of dlp: that of TE
+}  # recipe of dlp: recipe of TE
 
 
 def installed() -> bool:
@@ -40,7 +40,7 @@ def is_peer(name: str) -> bool:
 
 
 class Userbuffers:
-    """The communicators of TE, of which a process has one set, for one shape of hidden states at a time."""
+    """The communicators of TE. A process has one set of communicators, for one shape of hidden states at a time."""
 
     def __init__(self) -> None:
         self._shape: tuple[int, int] | None = None
@@ -67,7 +67,7 @@ USERBUFFERS_OF_PROCESS = Userbuffers()
 
 
 class TransformerEngine(nn.Module):
-    """TE's linears or its layer under one of PEERS: token shards [M/R, K] -> the same."""
+    """TE's linears or layer, configured as one of PEERS: token shards [M/R, K] -> token shards."""
 
     def __init__(self, name: str, shape: Shape, tokens: int, group: ProcessGroup) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class TransformerEngine(nn.Module):
         return y.squeeze(1) if self.layer else y
 
     def graph(self, x: Tensor) -> None:
-        """From now on forward and backward are replays of CUDA graphs, made by `te.make_graphed_callables`."""
+        """Replace forward and backward by replays of CUDA graphs, made by `te.make_graphed_callables`."""
         sample = torch.randn_like(x.unsqueeze(1) if self.layer else x).requires_grad_()
         known = inspect.signature(self.te.make_graphed_callables).parameters
         wanted = {

@@ -1,6 +1,6 @@
 """dlp: a distributed-first, low-precision training runtime for PyTorch.
 
-What stands here is public; everything else may change.
+The names in this file are public; all other names may change.
 """
 
 # models of small operations; optimizers; suites for formats

@@ -26,9 +26,9 @@ class Argument(NamedTuple):
 
 
 _OFF, _UNSET = (False,), (None,)
-_OVERLAP = 'pass overlap="auto", the default, or a strategy by GEMM, such as overlap={"fprop": "chunked"}'
+_OVERLAP = 'pass overlap="auto", the default, or a strategy per GEMM, such as overlap={"fprop": "chunked"}'
 _BULK = "leave the argument out: backward always overlaps a gather or a reduction with the other GEMM"
-_RANDOM = "leave the argument out, and seed the ranks of a tp group alike, or differently under sequence parallelism"
+_RANDOM = "leave the argument out, and give the ranks of a tp group equal seeds, or different seeds under sequence parallelism"
 _EVERY: dict[str, Argument] = {
     "fuse_wgrad_accumulation": Argument('pass main_grads="main_grad" to dlp.attach, which covers all layers', _OFF),
     "tp_size": Argument("leave the argument out: the group determines the size", (1, None)),
@@ -64,8 +64,8 @@ _MODULE = {name: each for name, each in _EVERY.items() if name != "tp_size"} | {
         "pass return_layernorm_output=True, and gather with dlp.gather_tokens", _OFF
     ),
     "checkpoint": Argument("call torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)", _OFF),
-    "seq_length": Argument("leave the argument out: nothing is warmed up for a length", None),
-    "micro_batch_size": Argument("leave the argument out: nothing is warmed up for a batch size", None),
+    "seq_length": Argument("leave the argument out: no kernel is warmed up for a sequence length", None),
+    "micro_batch_size": Argument("leave the argument out: no kernel is warmed up for a batch size", None),
 }
 _SOFTCAP = "call torch.nn.attention.flex_attention with a score_mod that computes softcap * tanh(score / softcap)"
 _ATTENTION = {
@@ -87,10 +87,10 @@ _ATTENTION = {
 _LAYER_OF_TRANSFORMER = _MODULE | {
     "layer_number": _ATTENTION["layer_number"],
     "apply_residual_connection_post_layernorm": Argument(
-        "build the layer of dlp.te.LayerNormLinear(return_layernorm_output=True) and dlp.te.LayerNormMLP", _OFF
+        "build the layer from dlp.te.LayerNormLinear(return_layernorm_output=True) and dlp.te.LayerNormMLP", _OFF
     ),
-    "parallel_attention_mlp": Argument("build the layer of dlp.te.LayerNormLinear and dlp.te.LayerNormMLP", _OFF),
-    "layer_type": Argument('build a decoder with cross-attention of dlp.te.DotProductAttention; "encoder" is taken',
+    "parallel_attention_mlp": Argument("build the layer from dlp.te.LayerNormLinear and dlp.te.LayerNormMLP", _OFF),
+    "layer_type": Argument('build a decoder with cross-attention from dlp.te.DotProductAttention; "encoder" is accepted',
                            ("encoder",)),
     "enc_dec_attn_mask_type": Argument("leave the argument out: there is no cross-attention", None),
     "enc_dec_window_size": Argument("leave the argument out: there is no cross-attention", None),
@@ -98,7 +98,7 @@ _LAYER_OF_TRANSFORMER = _MODULE | {
     "drop_path_rate": Argument("drop whole samples around the layer, in the model", (0, 0.0)),
     "fuse_qkv_params": Argument(
         "leave the argument out: q, k and v are siblings, one GEMM of three parameters; dlp.ops.to_te(fuse_qkv_params=True) "
-        "writes one", _OFF,
+        "writes one parameter", _OFF,
     ),
     "qkv_weight_interleaved": Argument("pass the argument to dlp.ops.from_te and dlp.ops.to_te", (True,)),
     "ub_tp_comm_overlap": Argument(_OVERLAP, _OFF),
@@ -114,7 +114,7 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
     "layer": _LAYER, "op": _OP, "module": _MODULE, "attention": _ATTENTION, "transformer": _LAYER_OF_TRANSFORMER,
 }  # fmt: skip
 
-_PACKED = "pad the sequences and pass attention_mask: packed sequences (thd) are not taken"
+_PACKED = "pad the sequences and pass attention_mask: packed sequences (thd) are not supported"
 _CROSS = "attend to another sequence with dlp.te.DotProductAttention: there is no cross-attention"
 _SCORE = "pass core_attention_bias, or call torch.nn.attention.flex_attention"
 FORWARD: dict[str, Argument] = {
@@ -122,7 +122,7 @@ FORWARD: dict[str, Argument] = {
         "leave the argument out: after dlp.attach weights are cast once per optimizer step", (None, True, False)
     ),
     "fp8_output": Argument("leave the argument out: the output of this layer is a sum in high precision", (False, None)),
-    "fp8_grad": Argument("leave the argument out: the norm in front returns its gradient in high precision", (False, None)),
+    "fp8_grad": Argument("leave the argument out: the preceding norm returns the gradient in high precision", (False, None)),
     "encoder_output": Argument(_CROSS, _UNSET),
     "enc_dec_attn_mask": Argument(_CROSS, _UNSET),
     "enc_dec_attn_mask_type": Argument(_CROSS, _UNSET),
@@ -155,12 +155,12 @@ FORWARD: dict[str, Argument] = {
     "qkv_interleave_dim": Argument("pass query_layer, key_layer and value_layer", (-3,)),
 }  # fmt: skip
 
-_SHAPE = "leave the argument out: buffers are made at the first call, for the shape that arrives"
+_SHAPE = "leave the argument out: buffers are allocated at the first call, for the shape of the input"
 INITIALIZE_UB: dict[str, Argument] = {
     "shape": Argument(_SHAPE),
     "tp_size": Argument("leave the argument out: the group determines the size"),
-    "use_fp8": Argument("leave the argument out: the recipe says what is sent"),
-    "quantization_modes": Argument("leave the argument out: the recipe says what is sent"),
+    "use_fp8": Argument("leave the argument out: the recipe determines the format of transfers"),
+    "quantization_modes": Argument("leave the argument out: the recipe determines the format of transfers"),
     "dtype": Argument(_SHAPE),
     "ub_cfgs": Argument("pass overlap= to each layer, or to the layer groups of dlp.convert"),
     "bootstrap_backend": Argument("leave the argument out: memory is mapped over the process group of the mesh"),

@@ -90,7 +90,7 @@ def check_format(
     found = {"values": check_basic(quantizer, values, q, least)}
     check_pieces(quantizer, values, q)
     check_transpose(quantizer, values, q)
-    if quantizer.format.basis:  # a GEMM needs the other operand rotated as well
+    if quantizer.format.basis:  # a GEMM would need a rotated second operand
         return found
     weight = QuantizedParameter(q, values.dtype)
     found["linear"] = check_linear(weight, values, x, least)
@@ -215,7 +215,8 @@ def check_saved(weight: QuantizedParameter) -> QuantizedParameter:
     file = io.BytesIO()
     torch.save({"weight": weight}, file)
     file.seek(0)
-    known = torch.serialization.get_safe_globals()  # the context would remove these from the allowed classes at its end
+    # At its end the context manager would remove these classes from the allowed classes
+    known = torch.serialization.get_safe_globals()
     with torch.serialization.safe_globals([kind for kind in [type(weight.use.format)] if kind not in known]):
         read: QuantizedParameter = torch.load(file, weights_only=True)["weight"]
     same = read.use == weight.use and all(_equal(a, b) for a, b in zip(read.parts, weight.parts, strict=True))

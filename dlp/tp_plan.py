@@ -122,7 +122,8 @@ def _matches(pattern: str, names: Sequence[str]) -> bool:
 
 
 def _local(entries: Mapping[str, str]) -> dict[str, str]:
-    """By pattern the reason why modules stay local: the style of the module, or of another module of the same parent."""
+    """Return, by pattern, the reason why modules stay local: the style of the module, or of another module of the same
+    parent."""
     found = {
         pattern: f"{style} has no counterpart"
         for pattern, style in entries.items()
@@ -157,7 +158,7 @@ def _activations(model: nn.Module, entries: Mapping[str, str], local: Mapping[st
 def _check(
     model: nn.Module, tp: int, cut: Mapping[str, str], local: Mapping[str, str], entries: Mapping[str, str]
 ) -> None:
-    """ValueError for a model that tp cannot shard."""
+    """Raise ValueError for a model that tp cannot shard."""
     name = type(model).__name__
     if not entries:
         raise ValueError(f"{name}: {NO_PLAN}, so tp {tp} would shard nothing: use tp 1, or write layer groups")
@@ -185,12 +186,12 @@ def blocks_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def block_modules(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model in order; of nested blocks only the outermost."""
+    """The blocks of a model in order. Of nested blocks only the outermost block counts."""
     return list(named_blocks(model).values())
 
 
 def named_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a model by name, in order; of nested blocks only the outermost.
+    """The blocks of a model by name, in order. Of nested blocks only the outermost block counts.
 
     A module that shares a parameter with modules outside of the module is not a block, such as the embeddings of BERT, whose
     weight the head reads: a FSDP unit of its own would make two parameters of the shared parameter."""

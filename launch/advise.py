@@ -95,7 +95,7 @@ def advise(
                     for settings, extended in (each for each in found if not isinstance(each, str))
                     if extended.peak() > usable
                 ]
-                if fitting:  # recomputation would only cost time
+                if fitting:  # recomputation would only cost more time
                     break
     return sorted(fit, key=lambda each: each.seconds), refused
 

@@ -158,7 +158,7 @@ def start_config(model: Model, folder: Path, out: Path, config: dict[str, object
     positions = config.get("max_position_embeddings")
     sequence = min(2048, positions if isinstance(positions, int) else 2048, model.sliding_window or 2048)
     shape = "\n".join(["[model]", *toml_lines(model)])
-    edges = ["layers.0.**", "layers.-1.**"] * (model.layers > 2) + ["lm_head"]  # else nothing would be left
+    edges = ["layers.0.**", "layers.-1.**"] * (model.layers > 2) + ["lm_head"]  # otherwise no layer would be left
     paths = {"init_from": json.dumps(os.fspath(out.resolve())), "run": json.dumps(f"runs/{out.name}")}
     return START.format(folder=folder, out=out, sequence=sequence, model=shape, edges=json.dumps(edges), **paths)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from launch.config.early import refuse_early
 
 if __name__ == "__main__":
-    refuse_early(sys.argv[1:], ranks=False)  # torch takes seconds to import
+    refuse_early(sys.argv[1:], ranks=False)  # importing torch takes seconds
 
 import torch
 from torch.distributed import run as torchrun
@@ -44,7 +44,7 @@ def devices_here() -> tuple[int, str]:
 
 
 def remarks(config: Config, chosen: tuple[int, int], devices: int, kind: str) -> Iterator[str]:
-    """Lines about deviations from the machine or the config."""
+    """Lines about deviations of the run from the machine or the config."""
     ranks, tp = chosen
     if ranks != devices:
         batch = config.train.global_batch
@@ -78,7 +78,7 @@ def train(ranks: int, arguments: Sequence[str]) -> int:
     except ChildFailedError as failed:
         _, failure = failed.get_first_failure()
         ended = failure.exitcode == 1 and failure.error_file == "<N/A>"
-        if not ended and not is_refusal(failure.error_file_data):  # otherwise the rank has printed everything
+        if not ended and not is_refusal(failure.error_file_data):  # otherwise the rank has already printed the message
             print(failed.format_msg(), file=sys.stderr)
         return 1
     return 0
@@ -111,4 +111,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     if code or "--print-config" in sys.argv:
         sys.exit(code)
-    leave(code)  # the interpreter's exit takes seconds
+    leave(code)  # the normal exit of the interpreter takes seconds

@@ -38,7 +38,7 @@ SHAPES = (
     (2, 4096, 16, 128),
     (1, 8192, 16, 128),
 )  # batch, sequence, heads, head_dim
-KERNELS = 200  # of the graph whose gaps are measured
+KERNELS = 200  # kernels in the graph whose gaps are measured
 GEMM, BURST = 8192, 8  # rows of a square bf16 GEMM, GEMMs of a measurement
 PAUSE, LOAD = 1.0, 3.0  # seconds without work before a burst, seconds of GEMMs before the measurement under load
 # Derived from complete runs of llama3_1b on two H200 (bench/results/predict.json); a short program cannot measure

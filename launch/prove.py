@@ -41,7 +41,7 @@ SEQUENCES, TOKENS, STEPS = 8, 64, 3  # seeds of a step, of a sequence, of a run
 
 
 class Size(NamedTuple):
-    """Size to which a config is shrunk; None: the config is not shrunk."""
+    """Sizes to which a config is shrunk; None: the config is not shrunk."""
 
     layers: int | None = LAYERS
     width: int | None = WIDTH
@@ -65,7 +65,7 @@ def shrunk(model: Model, size: Size) -> Model:
 
 
 def provable(config: Config, size: Size, exact: bool = False) -> tuple[Config, list[str]]:
-    """The config as it is proved, and a sentence for each setting that is changed for that."""
+    """Return the config in the form in which it can be proved, and a sentence for each setting that differs."""
     changes: dict[str, Any] = {"micro_batch": -1, "global_batch": SEQUENCES, "init_from": None}
     changes["sequence"] = min(config.train.sequence, TOKENS)
     remarks = []
@@ -121,7 +121,7 @@ def on_mesh(config: Config, mesh: DeviceMesh, case: MeshCase) -> Config:
 
 
 def model_on(config: Config, mesh: DeviceMesh, case: MeshCase) -> tuple[Any, _Updating]:
-    """The model that the training loop would train on this mesh."""
+    """The model that the training loop would build on this mesh."""
     here = on_mesh(config, mesh, case)
     device = (
         torch.device(mesh.device_type, torch.cuda.current_device())
@@ -148,8 +148,8 @@ def loss(config: Config, model: Any, batch: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def bytes_of(config: Config, model: Any, mesh: DeviceMesh, case: MeshCase) -> Traffic:
-    """Bytes that a rank sends in a step according to the plan. In this program only the gradient norm is reduced
-    besides."""
+    """Bytes that a rank sends in a step according to the plan. Besides these, this program only reduces the gradient
+    norm."""
     here, dims = on_mesh(config, mesh, case), ParallelDims.from_mesh(mesh)
     load = workload(here, mesh.size(), 1)
     load = replace(load, dp_shard_rank=dims.rank(dims.shard_axis), dtypes=activation_dtypes(model))

@@ -2,8 +2,8 @@
 
     settings ─► mesh ─► run directory ─► model ─► data, checkpoint ─► the loop (trainer.py)
 
-What cannot work is refused on the way, before the first step, in one sentence. Without torchrun there is one rank, and tp
-is made to fit that rank; `--plan` and `--print-config` start none.
+A run that cannot work is refused before the first step, with one sentence. Without torchrun there is one rank, and tp is
+chosen to fit that rank; `--plan` and `--print-config` start no ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from launch.config.early import refuse_early
 
 if __name__ == "__main__":
-    refuse_early(sys.argv[1:], ranks=True)  # torch takes seconds to import
+    refuse_early(sys.argv[1:], ranks=True)  # importing torch takes seconds
 
 import torch
 import torch.distributed as dist
@@ -103,7 +103,7 @@ def plan_text(config: Config, world: int, device: str, timeline: Path | None = N
 
 
 def make_mesh(config: Config) -> DeviceMesh:
-    """The config's mesh over this run's ranks. Raises ValueError before any rank waits for another."""
+    """The config's mesh over the ranks of this run. Raises ValueError before any rank waits for another rank."""
     validate_world(config, world_size())
     check_restarts(config)
     if config.train.deterministic:
@@ -115,7 +115,7 @@ def make_mesh(config: Config) -> DeviceMesh:
 
 
 def check_restarts(config: Config) -> None:
-    """ConfigError where torchrun would start ranks anew, after a failure, from where they began."""
+    """Raise ConfigError if torchrun would restart failed ranks from the beginning of the run."""
     resume, restarts = config.checkpoint.resume, int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     if resume != "auto" and restarts:
         raise ConfigError(
@@ -126,7 +126,7 @@ def check_restarts(config: Config) -> None:
 
 
 def predict_here(config: Config, built: Built, mesh: DeviceMesh, run: RunDir) -> float | None:
-    """Seconds of a step predicted for this GPU, said in the log; None where there is no prediction."""
+    """Predicted seconds of a step on this GPU, written to the log; None without a prediction."""
     board = board_of(torch.cuda.get_device_name()) or mesh.device_type
     found = forecast_or_reason(config, mesh.size(), board, planned(config, mesh.size(), board, built.plan))
     run.say(f"time: not predicted: {found}" if isinstance(found, str) else found.describe()[0])
@@ -134,7 +134,8 @@ def predict_here(config: Config, built: Built, mesh: DeviceMesh, run: RunDir) ->
 
 
 def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, int]:
-    """A trainer and the steps it has behind it. Raises ValueError for all that does not fit."""
+    """Create the trainer, and return it with the number of completed steps. Raises ValueError for a run that does not
+    fit."""
     run = RunDir(Path(config.run.dir))
     with run.logged():
         device = (
@@ -157,7 +158,7 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         for line in (*slow, *gradients, *averages, *map(str, built.swaps), describe_saves(config.checkpoint)):
             run.say(line)
         trainer = Trainer(config, built, run, stop)
-        if device.type == "cuda" and run.leader:  # the leader alone compares; no rank waits for another here
+        if device.type == "cuda" and run.leader:  # only the leader compares, and no rank waits for another rank here
             trainer.recorder.predicted = predict_here(config, built, mesh, run)
         done = trainer.resume()
         if not trainer.starts_a_lineage:
@@ -171,7 +172,7 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
 
 
 def train(config: Config) -> None:
-    """This rank's whole run, however it ends."""
+    """Run the training on this rank, and handle every kind of end."""
     stop = StopFlag(waits=partial(within, READING, transport.waits))
     stop.watch()
     try:
@@ -206,7 +207,7 @@ def train(config: Config) -> None:
 
 
 def watch_for_hangs(config: Config, stop: StopFlag) -> HangWatch:
-    """Begin to watch this run's ranks, by a connection of its own to the store."""
+    """Start to watch the ranks of this run, with a separate connection to the store."""
     after = config.run.hang_after
     store = dist.PrefixStore("launch", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
     watch = HangWatch(
@@ -259,7 +260,7 @@ def main() -> None:
     else:
         print(*remarks, sep="\n", end="\n" * bool(remarks), flush=True)
         train(config)
-        leave(0)  # the interpreter's own end takes seconds, for which torchrun waits
+        leave(0)  # the normal exit of the interpreter takes seconds, for which torchrun would wait
 
 
 if __name__ == "__main__":

@@ -22,18 +22,18 @@ from dlp.quant import recipe as recipes
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import GEMMS, Recipe
 
-RECIPES = [name for name in recipes.names() if name != "qat"]  # that makes nothing smaller: test_qat.py
-# int8 has a scale a row, as fp8_rowwise, and casts without kernels: where only places of scales count, or what is captured,
-# that one stands for it
+# Without qat, which makes nothing smaller and is tested in test_qat.py
+RECIPES = [name for name in recipes.names() if name != "qat"]
+# int8 has one scale per row, like fp8_rowwise, and casts without kernels. In tests of the granularity of scales or of
+# captured launches, fp8_rowwise therefore represents int8.
 BY_SCALES = [name for name in RECIPES if name != "int8"]
-# a recipe of each kind of scale (shared, in blocks, of two levels) stands for the others on 4 ranks
+# On 4 ranks, one recipe of each granularity of scales (per tensor, per block, two levels) represents the others.
 FOUR = ("fp8_current", "fp8_block", "nvfp4")
 KINDS = ("bf16", *FOUR)
 
 
 def few(cases: Iterable[Any], kinds: Sequence[str] = KINDS) -> list[Any]:
-    """Cases of which, without `--all-cases`, those run whose recipe (the case, or the name of a recipe in the case) is of
-    `kinds`, or is no name of a recipe."""
+    """Mark the cases that only `--all-cases` runs: cases that name a recipe, none of which is in `kinds`."""
     found = []
     for case in cases:
         if isinstance(case, ParameterSet):  # `nightly`
@@ -51,14 +51,15 @@ def nightly(*values: Any, id: str | None = None) -> Any:
 
 
 def of_these(names: Sequence[str], cases: Iterable[str]) -> list[Any]:
-    """All cases by name; without `--all-cases` only the cases of `names` run."""
+    """Mark the cases that only `--all-cases` runs: cases that are not in `names`."""
     assert not set(names) - set(cases := list(cases)), "a name without a case"
     return [name if name in names else nightly(name) for name in cases]
 
 
 ON_RANKS = [(world, recipe) for world in (2, 4) for recipe in BY_SCALES if world < 4 or recipe in FOUR]
 STYLE_KEYS = list(STYLES)  # (name, sequence_parallel)
-# every recipe in every style on 2 ranks; on 4, where only sizes differ, each of FOUR where tokens are cut, else one
+# Every recipe runs in every style on 2 ranks. On 4 ranks, where only sizes differ, FOUR run in the styles with sharded
+# tokens, and one of FOUR in the other styles.
 IN_STYLES = [
     (world, recipe, key)
     for world, recipe in ON_RANKS
@@ -68,8 +69,9 @@ IN_STYLES = [
 
 
 def in_styles(cases: Iterable[tuple[int, str, tuple[str, bool]]]) -> list[Any]:
-    """Cases of IN_STYLES. Without `--all-cases` recipes of KINDS run in the sequence-parallel styles of TP on 2 ranks and in
-    one of these styles on 4 ranks; every recipe runs in one more style."""
+    """Mark the cases of IN_STYLES that only `--all-cases` runs. Without the option, recipes of KINDS run in the
+    sequence-parallel styles of tp on 2 ranks and in one of these styles on 4 ranks, and every recipe runs in one more
+    style."""
     found = []
     for world, recipe, key in cases:
         number = BY_SCALES.index(recipe)
@@ -83,11 +85,12 @@ def in_styles(cases: Iterable[tuple[int, str, tuple[str, bool]]]) -> list[Any]:
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-EPSILON = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative Frobenius error of a few roundings
+EPSILON = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative Frobenius error that a few roundings cause
 
 
 def style_id(key: Any) -> str:
-    """COLUMN_SP and so on; of other parameters of a test, what they are."""
+    """Test id of a parameter: the name of the style, such as COLUMN_SP, or the parameter itself if it is not a
+    style."""
     return style(*key).name if isinstance(key, tuple) else str(key)
 
 
@@ -108,7 +111,7 @@ class LinearCase:
     in_features = 64
 
     def load(self) -> Recipe:
-        """The recipe with its amax scope; stochastic rounding, where there is some, stays on."""
+        """Load the recipe with the amax scope of the case. Stochastic rounding stays on."""
         return recipes.load(self.recipe, amax_scope=self.amax_scope)
 
     @property
@@ -132,8 +135,8 @@ class LinearCase:
 
 
 def linear_cases(style_key: tuple[str, bool], recipe: str) -> Iterator[LinearCase]:
-    """Variants of one style and recipe in which every two of these meet: siblings, bias, dtype, token counts off every
-    block size; on both data."""
+    """Variants of one style and recipe for both kinds of data. Every two values of different options (siblings, bias,
+    dtype, token counts that are not multiples of a block) occur together in some variant."""
     many = 1 if style_key[0] == "row" else 3
     lattice_scope = "all" if transforms(recipe) else "table"
     yield LinearCase(style_key, recipe, torch.float32, bias=True)
@@ -146,20 +149,21 @@ def linear_cases(style_key: tuple[str, bool], recipe: str) -> Iterator[LinearCas
 
 
 def transforms(recipe: str) -> bool:
-    """Whether some operand is transformed before it is quantized: a lattice does not stay one then."""
+    """Whether the recipe transforms some operand before quantization, which destroys the properties of `lattice`
+    data."""
     loaded = recipes.load(recipe)
     return any(quantizer.format.basis for which in GEMMS for quantizer in loaded.operands(which))
 
 
 def rounds_by_chance(recipe: str) -> bool:
-    """Whether some operand is rounded stochastically: its codes depend on where a shard lies."""
+    """Whether the recipe rounds some operand stochastically, so that codes depend on the position of a shard."""
     loaded = recipes.load(recipe)
     return any(caps_of(quantizer).origin for which in GEMMS for quantizer in loaded.operands(which))
 
 
 def matrix(data: str, rows: int, columns: int, seed: int) -> Tensor:
-    """fp32 [rows, columns] on the CPU, the same wherever it is made. Rows of gauss grow towards the end, so that shards
-    have very different amaxes."""
+    """Return an fp32 matrix [rows, columns] on the CPU, equal on all ranks. The rows of `gauss` data grow towards the
+    end, so that shards have very different amaxes."""
     generator = torch.Generator().manual_seed(seed)
     if data == "lattice":
         signs = torch.randint(0, 2, (rows, columns), generator=generator) * 2 - 1

@@ -1,4 +1,4 @@
-"""`python -m MODULE` inside this process, since a new one takes five seconds to import torch and dlp."""
+"""Run `python -m MODULE` inside this process, because a new process needs five seconds to import torch and dlp."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ class Done(NamedTuple):
 
 
 def command(module: str, *arguments: str) -> Done:
-    """Run `python -m module arguments` in this process: the module is executed as __main__, and imports are already loaded
-    (test_imports.py checks that each program can be imported first)."""
+    """Run `python -m module arguments` in this process. The module is executed as __main__, with imports that are
+    already loaded (test_imports.py checks that each program can be imported first)."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (
         patch.object(sys, "argv", [module, *arguments]), redirect_stdout(out), redirect_stderr(err),
         warnings.catch_warnings(),
     ):  # fmt: skip
         warnings.filterwarnings("ignore", "'.*' found in sys.modules after import of", RuntimeWarning)  # runpy's
-        warnings.filterwarnings("ignore", "Unable to enable fault handler", UserWarning)  # torchrun's, of this stderr
+        # A warning of torchrun about this stderr
+        warnings.filterwarnings("ignore", "Unable to enable fault handler", UserWarning)
         try:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
-        except SystemExit as left:  # as the interpreter takes it
+        except SystemExit as left:  # handled as the interpreter handles it
             code = left.code if isinstance(left.code, int) else int(left.code is not None)
             err.write(f"{left.code}\n" if isinstance(left.code, str) else "")
     return Done(code, out.getvalue(), err.getvalue())

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from tests.pool import Pool
 
 pytest.register_assert_rewrite("tests.metrics")
-torch.set_num_threads(1)  # as in the workers, so that both sum in the same order
+torch.set_num_threads(1)  # workers set this too, so that both sum in the same order
 
 if importlib.util.find_spec("hypothesis"):  # the tests that run on GPUs do without it
     from hypothesis import settings
@@ -82,7 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def world_of(item: pytest.Item) -> int:
-    """The most ranks a test that uses `ranks` asks for: its parameter `world`, else its mark `ranks(n)`, else 0."""
+    """Number of ranks that a test with the fixture `ranks` needs: the parameter `world`, else the argument of the mark
+    `ranks(n)`, else 0."""
     if "ranks" not in getattr(item, "fixturenames", ()):
         return 0
     callspec = getattr(item, "callspec", None)
@@ -93,26 +94,28 @@ def world_of(item: pytest.Item) -> int:
 
 
 def met_by(item: pytest.Item) -> set[tuple[tuple[str, str], ...]]:
-    """The values of a case's parameters, one by one and in pairs."""
+    """Return the values of the parameters of a case, as single values and in pairs."""
     callspec = getattr(item, "callspec", None)
     values = [(name, repr(value)) for name, value in sorted(callspec.params.items())] if callspec else []
     return {*combinations(values, 1), *combinations(values, 2)}
 
 
 def rows_of(item: pytest.Item, strength: int) -> set[tuple[tuple[str, str], ...]]:
-    """The rows of the decorators `parametrize` of which a case is made, one by one and, for strength 2, in pairs."""
+    """Return the rows of the `parametrize` decorators that a case combines, as single rows and, for strength 2, in
+    pairs."""
     callspec = getattr(item, "callspec", None)
     params = dict(callspec.params) if callspec else {}
     rows = []
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
         rows.append((str(mark.args[0]), repr([params.pop(name.strip(), None) for name in names])))
-    rows += [(name, repr(value)) for name, value in params.items()]  # of parametrized fixtures
+    rows += [(name, repr(value)) for name, value in params.items()]  # parameters of fixtures
     return {combination for size in range(1, strength + 1) for combination in combinations(sorted(rows), size)}
 
 
 def thinned(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Without `--all-cases`: a choice of the cases of each test that covers its decorators."""
+    """Choose the cases of each test that run without `--all-cases`: enough cases to cover the rows of the
+    decorators."""
     by_function: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("full") is None:
@@ -135,11 +138,12 @@ def thinned(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def covering(items: Sequence[pytest.Item], least: int) -> list[pytest.Item]:
-    """So many cases of one test, or as many as it takes to meet every value of its parameters: always the case with the
-    most values and pairs of values that were not met yet, the first of equals."""
+    """Choose at least `count` cases of one test, and enough cases to contain every value of every parameter. Each
+    choice takes the case with the most values and pairs of values that no earlier choice contains, and the first case
+    if several are equal."""
     left = {i: met_by(item) for i, item in enumerate(items)}
     if least == 1 and all(len(met) < 2 for met in left.values()) and len(set().union(*left.values())) == len(items):
-        return list(items)  # each has a value of its own
+        return list(items)  # each case has a value that no other case has
     missing, chosen = set().union(*left.values()), []
     while left and (len(chosen) < least or any(len(met) == 1 for met in missing)):
         chosen.append(max(left, key=lambda i: len(left[i] & missing)))
@@ -148,7 +152,7 @@ def covering(items: Sequence[pytest.Item], least: int) -> list[pytest.Item]:
 
 
 def some_cases(items: Sequence[pytest.Item], cases: int) -> list[pytest.Item]:
-    """`covering` of each test function."""
+    """Apply `covering` to each test function."""
     by_function: dict[str, list[pytest.Item]] = {}
     for item in items:
         by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -156,7 +160,7 @@ def some_cases(items: Sequence[pytest.Item], cases: int) -> list[pytest.Item]:
 
 
 def fast_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Tests of a daily run (`--fast`)."""
+    """Choose the tests of a daily run (`--fast`)."""
     quick = [item for item in items if item.get_closest_marker("slow") is None]
     first = {item.nodeid.partition("[")[0]: item for item in reversed(quick) if 0 < world_of(item) <= 2}
     kept = {*some_cases([item for item in quick if not world_of(item)], 1), *first.values()}
@@ -164,8 +168,8 @@ def fast_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """tests/gpu, where there is no device and nobody names the folder: its cases are more than a quarter of all cases, and
-    collecting them takes as long as collecting the rest. That the files can be imported is for tests/test_imports.py."""
+    """Ignore tests/gpu if there is no device and the command line does not name the folder: collecting tests/gpu takes
+    as long as collecting all other tests. tests/test_imports.py checks that the files of tests/gpu can be imported."""
     if collection_path.name != "gpu" or torch.cuda.is_available() or config.getoption("--emulated"):
         return None
     named = [Path(arg.partition("::")[0]).resolve() for arg in config.args]
@@ -173,7 +177,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def without_a_device(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """All tests, but of each file in tests/gpu only one test, which reports that the file is skipped."""
+    """Keep one test of each file in tests/gpu, which reports that the file is skipped, and all tests of other files."""
     found: dict[object, pytest.Item] = {}
     for item in items:
         needs_one = item.path.parent.name == "gpu" and "device" in getattr(item, "fixturenames", ())
@@ -183,7 +187,8 @@ def without_a_device(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Without the garbage collector, which looks through torch and all tests again and again: a third of the time."""
+    """Turn the garbage collector off during collection. Collections, which traverse torch and all tests, would take a
+    third of the time."""
     gc.disable()
     yield
     gc.freeze()
@@ -211,7 +216,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
-    """A test that leaves its process group behind fails, in place of a later test that finds one."""
+    """Fail a test that leaves a process group behind, before a later test fails because of this group."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -226,7 +231,7 @@ def device_type(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def share_gpu(request: pytest.FixtureRequest, device_type: str) -> bool:
-    """All ranks have one GPU: slowly, and without NCCL."""
+    """Whether all ranks use one GPU. Such ranks are slow, and cannot use NCCL."""
     return device_type == "cuda" and request.config.getoption("--share-gpu")
 
 
@@ -242,7 +247,7 @@ def pools(device_type: str) -> Iterator[dict[int, Pool]]:
 def ranks(
     request: pytest.FixtureRequest, pools: dict[int, Pool], device_type: str, share_gpu: bool
 ) -> Callable[[int], Pool]:
-    """`ranks(n)`: the pool of n ranks, alive since an earlier test."""
+    """Return a function: `ranks(n)` is the pool of n ranks, which outlives a single test."""
     announced = world_of(request.node)
 
     def pool(world: int) -> Pool:
@@ -259,7 +264,8 @@ def ranks(
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, Pool], device_type: str) -> Iterator[Path]:
-    """Folder of prepared data for small runs. On GPUs such a run makes its processes deterministic, until the module ends."""
+    """Folder of prepared data for small runs. On GPUs, such a run makes the processes deterministic until the end of
+    the test module."""
     from tests import training
 
     yield training.shards(tmp_path_factory.mktemp("data"))

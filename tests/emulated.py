@@ -1,8 +1,9 @@
-"""A device that the CPU emulates: the module of compiled kernels, by functions that get addresses, as the kernels do.
+"""Emulate a GPU on the CPU: replace the module of compiled kernels by Python functions that take addresses, like the
+kernels.
 
-With the fixture `emulated`, or inside `emulation()`, CPU tensors go the way of CUDA tensors: jobs, plans, launches and
-programs. What is computed is the reference's, in plain torch on the memory that an address names. Its GEMMs sum in fp32 in
-torch's order.
+With the fixture `emulated`, or inside `emulation()`, CPU tensors take the code paths of CUDA tensors: jobs, plans,
+launches and captured launches. The functions compute the reference in plain torch on the memory at the addresses. GEMMs
+sum in fp32 in the order of torch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dlp.runtime import function
 from tests import pointer_arguments
 from tests.simulated_transport import STEPS
 
-ALIGNMENT = 64  # of memory on the CPU
+ALIGNMENT = 64  # alignment of CPU memory
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 TYPES = {number: dtype for dtype, number in gemms.TYPES.items()}
 PIECE = 2**30
@@ -35,7 +36,7 @@ TYPE = (torch.bfloat16, torch.float32)
 
 
 def at(address: int, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> Tensor:
-    """The tensor that lies at an address."""
+    """Return the tensor at an address."""
     steps = stride or torch.empty(shape, device="meta").stride()
     count = 1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
@@ -47,7 +48,8 @@ def matrix(words: Sequence[int], wide: bool) -> Tensor:
 
 
 def made(words: Sequence[int], wide: bool, source: Sequence[int]) -> Tensor:
-    """Values that a cast quantizes, computed from the matrix and the packed arguments of a producer (csrc/kernels.h)."""
+    """Return the values that a cast quantizes, computed from the matrix and the packed arguments of a producer
+    (csrc/kernels.h)."""
     x, (producer, rstd, weight, fp32, up, stride, sums, act, slope) = matrix(words, wide), source
     if producer == cuda_producers.RMS_NORM:
         factors = at(rstd, (len(x), 1), torch.float32), at(weight, x.shape[1:], TYPE[fp32]).float()
@@ -70,7 +72,8 @@ def scalar(address: int) -> Tensor | None:
 
 
 def of_jobs(kernel: Callable[..., None]) -> Callable[..., None]:
-    """A kernel of one job, whose words are given, or of `count` jobs in a table at `many` (`cuda._table`)."""
+    """Kernel for one job with the given packed arguments, or for `count` jobs in a table at the address `many`
+    (`cuda._table`)."""
 
     @wraps(kernel)
     def run(words: Sequence[int], many: int, count: int, items: int, *more: Any) -> None:
@@ -82,7 +85,7 @@ def of_jobs(kernel: Callable[..., None]) -> Callable[..., None]:
 
 
 class Plan:
-    """A GEMM of the words of csrc/cublaslt.h."""
+    """A GEMM with the packed arguments of csrc/cublaslt.h."""
 
     candidates = 1
 
@@ -133,7 +136,8 @@ class Plan:
 
 
 class Program:
-    """csrc/program.cpp: what csrc says is an address lies in some memory, and moves with it."""
+    """Captured launches as in csrc/program.cpp: an argument that csrc declares as an address points into some tensor,
+    and is updated if this tensor moves."""
 
     def __init__(self, steps: Any, memory: Sequence[tuple[int, int, int, int]], bases: int) -> None:
         self.steps, self.memory, self.bases, self.runs = list(steps), list(memory), bases, 0
@@ -309,7 +313,7 @@ class Module:
 
     @staticmethod
     def _of_gradients(words: Any, *jobs: Any) -> Iterator[tuple[int, ...]]:
-        """The words of each job, with a gradient for its matrix."""
+        """The packed arguments of each job, with a gradient as the matrix."""
         for job, x in zip(jobs, Module._gradients(words, False), strict=True):
             yield (x.data_ptr(), *x.shape, x.stride(0), *job[4:])
 
@@ -386,7 +390,7 @@ class Module:
 
 
 class OnGpu(TorchFunctionMode):
-    """Inside, tensors of the CPU say that they are on a GPU, and those asked for there are made."""
+    """Context in which CPU tensors report a GPU as their device, and requests for GPU tensors return CPU tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func == torch.Tensor.is_cuda.__get__:
@@ -405,13 +409,13 @@ def emulated() -> Iterator[None]:
 
 @contextmanager
 def recorded() -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
-    """Inside `emulation()`: the kernels that are launched, by name, with their arguments."""
+    """Record, inside `emulation()`, the names and arguments of the kernels that are launched."""
     found, inside = list[tuple[str, tuple[Any, ...]]](), list[str]()
 
     def run(name: str, kernel: Callable[..., Any], *arguments: Any) -> Any:
         if not inside and name != "set_zero":
             found.append((name, arguments))
-        inside.append(name)  # a kernel of the emulation may call another one
+        inside.append(name)  # a kernel of the emulation can call another kernel
         try:
             return kernel(*arguments)
         finally:
@@ -427,7 +431,8 @@ def recorded() -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
 
 @contextmanager
 def emulation(module: Any = Module, *, kind: str = "sm_90", batches: bool = False) -> Iterator[None]:
-    """CPU tensors go the way of CUDA tensors, on one device with one stream, to the functions of `module`.
+    """Let CPU tensors take the code paths of CUDA tensors, on one device with one stream, and call the functions of
+    `module`.
 
     Args:
         kind: the architecture of the device. The scales of an "sm_100" are compact, as those of the references.
@@ -444,7 +449,7 @@ def emulation(module: Any = Module, *, kind: str = "sm_90", batches: bool = Fals
         (transport, "_OF_GROUP", {}),
         (captured, "ALIGNMENT", ALIGNMENT), (function, "ALIGNMENT", ALIGNMENT),
     ]  # fmt: skip
-    from tests.emulated_casts import CASTS  # which writes by `at`
+    from tests.emulated_casts import CASTS  # the file reads memory with `at`
 
     for name, step in {**STEPS, **CASTS}.items():
         patches.append((Module, name, step))

@@ -1,4 +1,4 @@
-"""The emulated device (`tests.emulated`), continued: rowwise FP8, MXFP8 and NVFP4."""
+"""Kernels of the emulated device (`tests.emulated`) for rowwise FP8, MXFP8 and NVFP4."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def put(address: int, values: Tensor) -> None:
 
 
 def both(words: Any, wide: bool, source: Any, parts: int) -> list[tuple[Tensor, Any]]:
-    """x and x.t(), each with the words of its parts; those without codes are left out."""
+    """Return x and x.t(), each with the packed arguments of the quantized parts. A matrix without codes is left out."""
     x = matrix(words, wide) if source is None else of_producer(words, wide, source)
     reference.watched(x, scalar(words[5 + 2 * parts]))
     found = (x, words[5 : 5 + parts]), (x.t(), words[5 + parts : 5 + 2 * parts])

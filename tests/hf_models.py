@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights: one for each architecture that trains here."""
+"""Tiny models of transformers with random weights, one for each architecture that dlp can train."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL: dict[str, Any] = {
 
 
 def small(config_class: type, **more: Any) -> Any:
-    """A config with the sizes of SMALL that it knows, and `more`."""
+    """A config with `more` and with the sizes of SMALL that the config class accepts."""
     known = config_class()
     settings = {name: value for name, value in SMALL.items() if hasattr(known, name)}
     return config_class(**settings | more)
@@ -35,7 +35,7 @@ def make(architecture: str, **more: Any) -> nn.Module:
 
 
 def losses(model: nn.Module, steps: int = 5) -> list[float]:
-    """Losses of a few steps of AdamW, each on other tokens."""
+    """Losses of a few steps of AdamW, each with different tokens."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     found = []
     for step in range(steps):

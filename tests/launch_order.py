@@ -1,12 +1,12 @@
-"""A search for races among the launches of all ranks on the emulated device.
+"""Search for races among the launches of all ranks on the emulated device.
 
-    disorder   the pairs of launches (`tests.launch_trace`) that touch the same bytes, where one writes and neither launch
-               waits for the other; and launches that write a word of a slot at the same time, or write the value that the word
-               already has
+    disorder  the pairs of launches (`tests.launch_trace`) that touch the same bytes, where at least one launch writes
+              and neither waits for the other; and launches that write a word of a slot at the same time, or write the
+              value that the word already has
 
-A stream of the emulated device is never behind, so a launch that waits for nobody finds the right bits on CPUs, also where
-kernels are compiled for CPUs (tests/cuda_on_cpu). In this search only those launches have happened for which a stream has
-waited, by marks, begins, meetings, releases and agreements.
+The emulated device runs every launch at once, so a missing wait does not change the bits on CPUs, not even with kernels
+that are compiled for CPUs (tests/cuda_on_cpu). This search assumes that a launch has happened only if the stream has
+waited for the launch, by events, begins, meetings, releases and agreements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.launch_trace import CALLS, Launch, joined, take
 
 @contextmanager
 def in_order(*transports: Transport) -> Iterator[None]:
-    """The same, where no rank may launch anything in disorder."""
+    """Context that raises AssertionError if launches inside it, of any rank, are in disorder."""
     with take(*transports) as taken:
         yield
     every: list[Any] = [None] * dist.get_world_size()
@@ -36,7 +36,7 @@ def in_order(*transports: Transport) -> Iterator[None]:
 
 
 def disorder(taken: Sequence[Sequence[Launch]]) -> list[str]:
-    """Launches of all ranks, from `named_alike` -> descriptions of the pairs of launches that are unordered."""
+    """Return descriptions of the unordered pairs among the launches of all ranks, which come from `named_alike`."""
     order = Order(taken)
     ranks = [order.run(rank, launches) for rank, launches in enumerate(taken)]
     while ranks:
@@ -47,14 +47,16 @@ def disorder(taken: Sequence[Sequence[Launch]]) -> list[str]:
     return sorted(order.found)
 
 
-# What a launch waits for in its own slot, from each peer: a word, its least value, and what the word is then.
+# The word in the rank's own slot for which a launch waits, for each peer: offset of the word, least value, and value of
+# the word afterwards.
 WAITS = {"begin_use": (UNREAD, 0, -1), "met": (SENT, 1, 0), "agreed": (MET, None, None)}
-# The words that a launch writes without waiting, in the slots of all peers. None: a growing count.
+# The words that a launch writes without waiting, in the slots of all peers: offset and value. None: the launch
+# increments the word.
 TELLS = {"meet": (SENT, 1), "release_use": (UNREAD, 0), "agree": (MET, None)}
 
 
 class Word(NamedTuple):
-    """Word in memory: the value, the clock and the stream of the writer, and the index of the launch on this stream."""
+    """Word in memory: value, clock and stream of the writer, and index of the launch on this stream."""
 
     value: int
     clock: Any
@@ -66,8 +68,9 @@ WHERE = {0: "", CALLS: ", a collective"}
 
 
 class Order:
-    """`clock[a, b]`: up to which of its launches stream a knows stream b to be. Bytes are told apart by the bounds of what is
-    touched: which stream has written them last, and when, and when each has read them last."""
+    """State of the search. `clock[a, b]` is the index of the last launch of stream b that stream a has waited for.
+    Memory is divided at the bounds of all accesses; for each piece the state has the last write, and the last read of
+    each stream."""
 
     def __init__(self, taken: Sequence[Sequence[Launch]]) -> None:
         every = sorted({(rank, each.stream) for rank, launches in enumerate(taken) for each in launches})
@@ -77,10 +80,11 @@ class Order:
         self.writer, self.written, *self.read = np.zeros((2 + len(every), len(self.bounds)), dtype=np.int64)
         self.names, self.found = dict[tuple[int, int], str](), set[str]()
         self.marks = defaultdict[tuple[int, int], Any](lambda: none)
-        self.words = defaultdict[tuple[int, int, int], Word](lambda: Word(0, none))  # of a slot, a rank, by number
+        # By slot, rank and number of the word
+        self.words = defaultdict[tuple[int, int, int], Word](lambda: Word(0, none))
 
     def run(self, rank: int, launches: Sequence[Launch]) -> Iterator[None]:
-        """One launch after the other; yields where it waits for a peer."""
+        """Run one launch after the other; yield while a launch waits for a peer."""
         for launch in launches:
             name, stream, of, *_ = launch
             mine = self.streams[rank, stream]
@@ -101,7 +105,7 @@ class Order:
             if name == "mark":
                 self.marks[rank, of] = clock.copy()
             for peer in range(self.world) if name in TELLS else ():
-                if peer == rank and name != "agree":  # an agreement counts this rank, too
+                if peer == rank and name != "agree":  # an agreement also counts this rank
                     continue
                 word, value = TELLS[name]
                 at = of, peer, word + rank

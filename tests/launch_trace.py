@@ -1,9 +1,10 @@
-"""Launches on the emulated device, each with the stream and with the bytes that the launch reads and writes.
+"""Record launches on the emulated device, with the stream and the bytes that each launch reads and writes.
 
-    take       inside, launches and collectives are taken down, whoever makes them; `named_alike`: as all ranks would
+    take  records launches and collectives of all code that runs inside; `named_alike` replaces addresses by names that
+          are equal on all ranks
 
-A kernel touches the tensors that it asks for by address, and writes those that change. A meeting and an agreement are two
-each: until the peers have been told, and once they have told.
+A kernel reads the tensors whose addresses it looks up, and writes the tensors that change. A meeting and an agreement
+are two launches each: signalling the peers, and waiting for the peers.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from dlp.comm.slots import AGREED, HEADER, MAXIMA, RANKS, USES
 from tests import emulated, pointer_arguments
 from tests.simulated_transport import STEPS, bases, header, new_event
 
-Spans = Any  # int64 [n, 2]: the first byte of each, and the one behind its last
+Spans = Any  # int64 [n, 2]: first byte of each span, and the byte after the last
 NONE = np.empty((0, 2), dtype=np.int64)
 CALLS = -1  # the stream of collectives
-SLOT, RANK = 40, 56  # bits of an address: above them the slot it lies in and whose, or the rank of other memory
+# Bits of an address: above bit SLOT, the slot and the owner of the slot; above bit RANK, the rank that owns other
+# memory
+SLOT, RANK = 40, 56
 
 
 class Launch(NamedTuple):
-    """`of`: the event or the slot of a launch that waits or signals."""
+    """A launch. `of`: the event or the slot of a launch that waits or signals."""
 
     name: str
     stream: int
@@ -42,7 +45,7 @@ class Launch(NamedTuple):
 
 
 class Taken(list[Launch]):
-    """By one rank."""
+    """Recorded launches of one rank."""
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         super().__init__()
@@ -69,7 +72,8 @@ class Taken(list[Launch]):
             self.append(Launch(name, stream, 0, *(joined(map(spans, each)) for each in both)))
 
     def call(self, start: Callable[..., list[Any]], group: ProcessGroup, *given: Any) -> list[Any]:
-        """A collective, on a stream of its own: it follows the current one, which awaits its works."""
+        """Record a collective on a separate stream. The stream waits for the current stream, and the current stream
+        waits for the works of the collective."""
         tensors = [each for each in given if isinstance(each, Tensor)]
         before, after = new_event(), new_event()
         self.append(Launch("mark", 0, before))
@@ -92,7 +96,7 @@ class Taken(list[Launch]):
         return [Launch("agree", stream, slot, its(0), pushed), Launch("agreed", stream, slot, came, its(AGREED))]
 
     def named_alike(self) -> list[Launch]:
-        """With the addresses and slots that all ranks know them by."""
+        """Replace addresses and slots by names that are equal on all ranks."""
         slots = [
             (base, HEADER + slot.payload.nbytes, (i * RANKS + owner + 1 << SLOT) - base)
             for i, slot in enumerate(slot for transport in self._transports for slot in transport.slots)
@@ -110,7 +114,7 @@ class Taken(list[Launch]):
 
 
 class Awaited(NamedTuple):
-    """The work of a collective."""
+    """The work of a collective, which records when it is awaited."""
 
     work: Any
     taken: Callable[[], None]
@@ -126,7 +130,7 @@ def block(at: int, width: int, height: int = 1, pitch: int = 0) -> Spans:
 
 
 def spans(tensor: Tensor) -> Spans:
-    """One for each row that does not follow the one before it."""
+    """Spans of a tensor: one span for rows that follow each other in memory, and one for each other row."""
     width, starts = tensor.itemsize, np.zeros(min(1, tensor.numel()), dtype=np.int64)
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if step * tensor.itemsize == width:
@@ -149,7 +153,7 @@ TOUCHED = {
 
 
 def gathered(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """A part that lies where it is gathered is not written."""
+    """A part that already lies in the gathered buffer is not written."""
     written = [(part, piece) for whole, part in zip(tensors[::2], tensors[1::2], strict=True)
                for piece in whole.chunk(len(whole) // len(part) if len(part) else 1)]  # fmt: skip
     return list(tensors[1::2]), [piece for part, piece in written if piece.data_ptr() != part.data_ptr()]
@@ -159,7 +163,7 @@ def halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor
     return tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
 
 
-CALLED: dict[str, tuple[Any, Callable[[Sequence[Tensor]], Any]]] = {  # what is read and what is written
+CALLED: dict[str, tuple[Any, Callable[[Sequence[Tensor]], Any]]] = {  # parts that are read and parts that are written
     "_start_gathers": (collectives, gathered), "_start_exchange": (collectives, lambda each: (each[1:], each[:1])),
     "_start_steps": (exchange, halves), "_start_maxima": (transport, lambda each: ((), each)),
 }  # fmt: skip
@@ -167,7 +171,7 @@ CALLED: dict[str, tuple[Any, Callable[[Sequence[Tensor]], Any]]] = {  # what is 
 
 @contextmanager
 def take(*transports: Transport) -> Iterator[Taken]:
-    """Inside `emulation()`, from the first use of transports of all ranks on."""
+    """Record launches inside `emulation()`, from before the first use of any transport."""
     taken, module, gemm = Taken(transports), emulated.Module, emulated.Plan.run
     with ExitStack() as patches:
         put = lambda *what: patches.enter_context(patch.object(*what))  # noqa: E731

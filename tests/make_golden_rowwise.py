@@ -56,7 +56,7 @@ def row_case(note: str, dtype: str, values: list[float], element: str, pow2: boo
 
 
 def quantized(x: Floats, element: str) -> tuple[list[str], Floats, Floats]:
-    """Codes as one hex string a row, scale_inv, and the decoded codes."""
+    """Codes as one hex string per row, scale_inv, and the decoded codes."""
     scale = scale_from_amax(np.abs(x).max(1), POINTS[element][-1], True, 0.0, FLT_MAX)
     codes = encode(x * scale[:, None], element)
     return [row.tobytes().hex() for row in codes], 1 / scale, decode(codes, element)

@@ -25,12 +25,12 @@ CASES = [
 
 
 def packed(codes: Codes) -> list[str]:
-    """A row as a hex string: two codes a byte, the even column in the low nibble."""
+    """Pack a row into a hex string with two codes per byte, the even column in the low nibble."""
     return [(row[::2] | row[1::2] << 4).astype(np.uint8).tobytes().hex() for row in codes]
 
 
 def quantized(x: Floats, amax: np.float32) -> tuple[Codes, Codes]:
-    """Codes of x, one a byte, and the E4M3 code of each tile."""
+    """Codes of x, one per byte, and the E4M3 code of each tile's scale."""
     rows, columns = x.shape
     tiles = x.reshape(rows // 16, 16, columns // 16, 16).swapaxes(1, 2)
     encode_scale = np.float32(2688) / amax

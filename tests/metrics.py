@@ -23,8 +23,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def factor(actual: Tensor, expected: Tensor) -> float:
-    """The constant c for which c * expected is nearest to `actual`. Noise of rounding averages out in c; a relative error of
-    noisy values hides c."""
+    """The constant c for which c * expected is closest to `actual`. Rounding noise averages out in c. A relative error
+    of noisy values would hide c."""
     found, wanted = actual.detach().double().flatten(), expected.detach().double().flatten()
     return (found @ wanted / (wanted @ wanted)).item()
 
@@ -65,7 +65,8 @@ def bit_difference(actual: Tensor, expected: Tensor) -> str | None:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """[elements, bytes of one element], little-endian, on the CPU."""
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)  # adjacent also where one element has a stride of its own
+    # Makes elements adjacent, also if a dimension of size one has another stride
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
     flat.view(tensor.shape).copy_(tensor.detach().cpu())
     return flat.view(torch.uint8).reshape(flat.numel(), flat.element_size())
 
@@ -75,6 +76,6 @@ def _hex(element: Tensor) -> str:
 
 
 def _value(tensor: Tensor, position: int) -> str:
-    if tensor.dtype == torch.float4_e2m1fn_x2:  # torch cannot read it; the byte says all
+    if tensor.dtype == torch.float4_e2m1fn_x2:  # torch cannot read this dtype; the byte identifies the value
         return "two fp4"
     return repr(tensor.detach().cpu().contiguous().reshape(-1)[position].item())

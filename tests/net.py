@@ -23,7 +23,7 @@ RUN_GROUPS = [
 
 
 class Block(nn.Module):
-    """w of gate and up [2 size, size], of down [size, 2 size]."""
+    """Weight of gate and up [2 size, size], and of down [size, 2 size]."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """x [B, S, size] -> [B, S, size]; `tp` is set once the blocks work on token shards. `wrap` calls a block, e.g. to
-    recompute it."""
+    """Model: x [B, S, size] -> [B, S, size]. `tp` is set if the blocks work on token shards. `wrap` calls a block, for example
+    to recompute the block."""
 
     def __init__(self, size: int = HIDDEN) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def net(
     recipe: Any, mesh: DeviceMesh, *groups: dict[str, Any], dtype: torch.dtype = torch.float32, fsdp: bool = False,
     **options: Any,
 ) -> Net:  # fmt: skip
-    """The same converted network on every mesh, its optimizer attached as `model.optimizer`."""
+    """The same converted network on every mesh, with an attached optimizer as `model.optimizer`."""
     torch.manual_seed(0)
     model = Net().to(worker.device(), dtype)
     sequence_parallel = mesh["tp"].size() > 1
@@ -76,7 +76,7 @@ def net(
 
 
 def batch(step: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """This rank's sequences of a global batch: x and what y should be."""
+    """This rank's sequences of a global batch: x and the target of y."""
     generator = torch.Generator().manual_seed(100 + step)
     x, target = (torch.randn(BATCH, SEQUENCE, HIDDEN, generator=generator) * (1 + step) for _ in range(2))
     dims = ParallelDims.from_mesh(mesh)
@@ -85,15 +85,15 @@ def batch(step: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
 
 
 def gradients(model: Net, x: Tensor, target: Tensor) -> Tensor:
-    """One microbatch forward and backward; the loss."""
+    """Run forward and backward of one microbatch; return the loss."""
     dtype = next(model.parameters()).dtype
     loss = F.mse_loss(model(x.to(dtype)).float(), target, reduction="sum") / BATCH
-    (loss * (BATCH // len(x))).backward()  # FSDP averages over its ranks; the sum is wanted
+    (loss * (BATCH // len(x))).backward()  # FSDP averages over its ranks; the test needs the sum
     return loss.detach()
 
 
 def train(model: Net, mesh: DeviceMesh, steps: range) -> list[float]:
-    """Steps of SGD; the losses of this rank."""
+    """Run SGD steps; return the losses of this rank."""
     losses = []
     for step in steps:
         losses.append(gradients(model, *batch(step, mesh)).item())
@@ -103,7 +103,7 @@ def train(model: Net, mesh: DeviceMesh, steps: range) -> list[float]:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """The whole parameters, by name."""
+    """The unsharded parameters, by name."""
     return {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in model.named_parameters()

@@ -1,4 +1,4 @@
-"""Recorders of the collectives that are launched and of the tensors that are allocated."""
+"""Recorders of launched collectives and of allocated tensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class Collectives(TorchDispatchMode):
-    """Inside it, `names` grows by one entry per collective launched, e.g. "_allgather_base_", "alltoall_base_". It looks
-    into our own ops, which are opaque to a mode otherwise."""
+    """Context in which `names` grows by one entry for each launched collective, such as "_allgather_base_" or
+    "alltoall_base_". The context also records collectives inside dlp's ops, which dispatch modes do not see."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,12 +28,12 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def count(self, kind: str) -> int:
-        """Launches whose name contains `kind`: "gather", "alltoall", "reduce"."""
+        """Number of launches whose name contains `kind`: "gather", "alltoall" or "reduce"."""
         return sum(kind in name for name in self.names)
 
 
 class LargestTensor(TorchDispatchMode):
-    """Inside it, `numel` is the size of the largest tensor of `dtype` that an operation has made."""
+    """Context in which `numel` is the size of the largest tensor of `dtype` that an operation has created."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ def mlp(recipe: Any = "bf16", bias: bool = True, act: type = ops.SwiGLU) -> ops.
 
 
 def run(model: nn.Module, *shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Forward and backward; y, dx and the gradients of the parameters, which are emptied before."""
+    """Run forward and backward; return y, dx and the gradients of the parameters, which are set to None before."""
     x = values(seed, *(shape or (M, H))).to(dtype).requires_grad_()
     model.zero_grad()
     y = model(x)
@@ -55,7 +55,7 @@ class Watched(TorchDispatchMode):
 
 
 class Branch(ops.BasicOperation):
-    """x, extra -> scale * x + extra, x; with `lacks`, one of what it is to return."""
+    """x, extra -> scale * x + extra, x. With `lacks`, one of the results is missing."""
 
     num_extra_inputs = num_extra_outputs = 1
 
@@ -80,7 +80,7 @@ class Branch(ops.BasicOperation):
 
 
 class Twice(nn.Module):
-    """A Branch between other ops; its extra output is added to the output."""
+    """A Branch between other ops. The extra output is added to the output."""
 
     def __init__(self, lacks: str = "") -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Programs of users of `dlp.ops`, as modules of one x [M, WIDTH]: quantized weights and a region, branches, split sequences, an
-op and a fusion of their own."""
+"""Models of users of `dlp.ops`, as modules of one x [M, WIDTH]: quantized weights and a region, branches, split
+sequences, a user-defined op and fusion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ WIDTH, FFN, RECIPE = 32, 64, "fp8_current"
 
 
 class LearnableScale(ops.BasicOperation):
-    """A user's: an fp32 scalar times the input. `shape`: of the scalar; FSDP takes none without dimensions."""
+    """User-defined op: multiply the input by an fp32 scalar. `shape`: shape of the scalar; FSDP accepts no parameter
+    without dimensions."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -34,7 +35,7 @@ class LearnableScale(ops.BasicOperation):
 
 
 class ScaleAdd(ops.FusedOperation):
-    """A user's: ConstantScale, then AddExtraInput, forward only."""
+    """User-defined fusion of ConstantScale and AddExtraInput, for forward only."""
 
     runs = 0
 
@@ -61,7 +62,7 @@ def a_sequence() -> nn.Module:
 
 
 class Quantized(nn.Module):
-    """Its backward runs outside of the region."""
+    """Model with a forward in an autocast region. The backward runs outside of the region."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class Branching(nn.Module):
 
 
 class Split(nn.Module):
-    """Model whose sequences pass quantized tensors to each other."""
+    """Model with sequences that pass quantized tensors to each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,5 +123,5 @@ PROGRAMS: dict[str, Callable[[], nn.Module]] = {
 
 
 def codes_only(model: nn.Module) -> set[nn.Parameter]:
-    """Weights of which there are codes only."""
+    """Names of weights that exist as codes only."""
     return {parameter for parameter in model.parameters() if 0 in parameter.stride()}

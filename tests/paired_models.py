@@ -1,4 +1,5 @@
-"""Two equal models whose results are compared bit for bit: the first may run programs, the second never does."""
+"""Two equal models whose results are compared bit for bit: the first may replay captured launches, the second never
+does."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ from dlp.runtime import capture as captured
 from dlp.runtime.capture import DIRECTIONS, CapturedDirections, CapturedLaunches
 from tests.metrics import assert_bit_equal
 
-# on GPUs several tiles of every kernel; the emulated device multiplies in fp32, where only its time would show
+# GPUs run several tiles of every kernel. On the emulated device, which multiplies in fp32, a larger size would only
+# take longer.
 K, N, M = (256, 640, 256) if torch.cuda.is_available() else (128, 256, 128)
 Results = dict[str, Tensor]
 
 
 @contextmanager
 def of_any_size() -> Iterator[None]:
-    """Our own GEMM runs whatever it can take, however small."""
+    """Let dlp's own GEMM run for every size that the kernel accepts, however small."""
 
     def taken(a: Tensor, b: Tensor, *problem: Any) -> bool:
         out_dtype, bias, accumulate, _ = problem
@@ -37,7 +39,7 @@ def of_any_size() -> Iterator[None]:
 
 
 class PairedModels:
-    """Two equal models, each with an optimizer; the second one never has programs."""
+    """Two equal models, each with an optimizer. The second model never captures launches."""
 
     def __init__(
         self, make: Callable[[], nn.Module], *, attached: bool = True, device: str = "cpu",
@@ -52,7 +54,7 @@ class PairedModels:
                 dlp.attach(model, optimizer)
 
     def step(self, run: Callable[[nn.Module, int], Results], seed: int) -> None:
-        """One optimizer step of both, whose results and weights are the same bits."""
+        """Run one optimizer step of both models, and assert that results and weights have equal bits."""
         with without_programs():
             expected = run(self.other, seed)
             self.optimizers[1].step()
@@ -74,8 +76,8 @@ def without_programs() -> Iterator[None]:
 
 
 def compiles(model: nn.Module) -> None:
-    """The model, traced by torch.compile, in which a linear is opaque ops."""
-    torch._dynamo.reset()  # what other tests compiled counts towards its limit
+    """Trace the model with torch.compile; a linear becomes opaque ops."""
+    torch._dynamo.reset()  # functions that other tests compiled count towards the limit of torch
     model.compile(backend="aot_eager", fullgraph=True)
 
 
@@ -94,7 +96,7 @@ def forward_backward(model: nn.Module, seed: int, shape: tuple[int, ...] = (M,),
 
 
 def programs(model: nn.Module) -> dict[str, list[CapturedLaunches | str]]:
-    """State of each direction."""
+    """State of each direction: captured launches, or the reason for none."""
     found: dict[str, list[CapturedLaunches | str]] = {way: [] for way in DIRECTIONS}
     for core in cores(model):
         calls = [*core.bound.calls.values(), *(core.weights.parts.calls.values() if core.weights.parts else ())]

@@ -1,7 +1,7 @@
 """Planted faults of parallel training, each with the layer, the tensor and the kind that `dlp.prove` should name.
 
-`FAULTS` lists them; `built(mesh, case, model, plant)` builds a small Llama with biases on a mesh and plants one. A fault
-changes a part of dlp, of the model or of FSDP, as a mistake there would.
+`FAULTS` lists the faults; `built(mesh, case, model, plant)` builds a small Llama with biases on a mesh and plants one
+fault. A fault changes dlp, the model or FSDP as a mistake in the code would.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MODELS = {"fp32": "bf16", "fp8": "fp8_current", "delayed": "fp8_delayed", "tied"
 
 
 class SeededDropout(nn.Dropout):
-    """A dropout on token shards or whole tokens: `seed` is one for each part of the tokens."""
+    """Dropout on token shards or unsharded tokens. `seed` depends on the tokens of the rank."""
 
     seed = 0
     calls = 0
@@ -58,7 +58,7 @@ class SeededDropout(nn.Dropout):
 
 
 class Here(NamedTuple):
-    """Place of a planted fault."""
+    """Mesh, case and model in which a fault is planted."""
 
     model: Any
     optimizer: torch.optim.Optimizer
@@ -170,7 +170,7 @@ def summed_again(here: Here) -> None:
 
 
 def never_cleared(here: Here) -> None:
-    """Every tp rank keeps its total, so that totals of earlier microbatches are summed again."""
+    """Every tp rank keeps the summed gradient, so that gradients of earlier microbatches are summed again."""
 
     class One:
         def __init__(self, group: Any) -> None:
@@ -195,7 +195,7 @@ def never_cleared(here: Here) -> None:
 
 
 def no_reduction(which: str, layer: str) -> Callable[[Here], None]:
-    """One GEMM of a layer keeps its partial result."""
+    """One GEMM of a layer keeps the partial result of the rank."""
 
     def plant(here: Here) -> None:
         original = functional.token_gemm
@@ -273,7 +273,7 @@ def wgrad(layer: str, change: Callable[[Here, Tensor, int], Tensor]) -> Callable
 
 
 def gradient_factor(factor: float) -> Callable[[Here], None]:
-    """The gradients of block 1 are `factor` times as large behind FSDP's reduction."""
+    """After FSDP's reduction, the gradients of block 1 are multiplied by `factor`."""
 
     class Scaled(CodecReduceScatter):
         def __call__(self, output_tensor: Tensor, *args: Any, **more: Any) -> None:
@@ -295,7 +295,7 @@ def gradients_of_one_rank(here: Here) -> None:
 
 
 def never_recast(here: Here) -> None:
-    """The step boundary casts the weight of one layer once."""
+    """The step boundary casts the weight of one layer only once, and not again after updates."""
     original = LocalWeight.casts
 
     def cast_once(weight: Any, values: Any) -> Any:
@@ -309,12 +309,12 @@ def never_recast(here: Here) -> None:
 
 
 def stale_gather(here: Here) -> None:
-    """The weight that FSDP gathers for one layer is that of the step before."""
+    """For one layer, FSDP gathers the weight of the previous step."""
     module = here.model.model.layers[1].mlp.down_proj
     before: list[Tensor] = []
 
     def old(module: nn.Module, args: Any) -> None:
-        weight = held(module.weight).data  # as FSDP writes, without autograd's notice
+        weight = held(module.weight).data  # written as by FSDP, unseen by autograd
         now = weight.clone()
         if before:
             weight.copy_(before[-1])
@@ -328,12 +328,12 @@ def agrees_nowhere(here: Here) -> None:
 
 
 def agreed_over_tp(here: Here) -> None:
-    """Delayed scales are agreed over tp only."""
+    """Ranks agree on delayed scales over tp only."""
     session_of(here.model).amax_group = here.mesh.get_group("tp")
 
 
 def other_scale(here: Here) -> None:
-    """Rank 1 reads a scale that is 1.37 times as large for one weight."""
+    """For one weight, rank 1 reads a scale that is 1.37 times too large."""
     if here.tp == 1:
         other_pass("layers.0.mlp.up_proj", lambda here, y, call: 1.37 * (y - held_bias(here)) + held_bias(here))(here)
 
@@ -343,7 +343,7 @@ def held_bias(here: Here) -> Tensor:
 
 
 def other_shard(here: Here) -> None:
-    """The ranks of tp hold each other's shard of a weight."""
+    """The ranks of tp have each other's shard of a weight."""
     weight = here.model.model.layers[0].mlp.down_proj.weight
     gathered = collectives.all_gather((held(weight)[None].contiguous(),), (0,), here.mesh.get_group("tp")).wait()[0]
     with torch.no_grad():
@@ -351,19 +351,19 @@ def other_shard(here: Here) -> None:
 
 
 def own_seed(here: Here) -> None:
-    """Every rank draws the weight of a norm by itself."""
+    """Every rank draws the weight of a norm independently."""
     with torch.no_grad():
         weight = held(here.model.model.layers[1].input_layernorm.weight)
         weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * here.tp)
 
 
 def other_rows(here: Here) -> None:
-    """The gather of x brings the tokens of ranks in another order."""
+    """The gather of x returns the tokens of ranks in another order."""
     other_pass("layers.0.self_attn.q_proj", lambda here, y, call: torch.cat(y.chunk(2)[::-1]))(here)
 
 
 def swapped_shards(here: Here) -> None:
-    """The reduce-scatter of o_proj gives each rank the tokens of the other."""
+    """The reduce-scatter of o_proj gives each rank the tokens of the other rank."""
 
     def swapped(here: Here, y: Tensor, call: int) -> Tensor:
         whole = dlp.gather_tokens(y, here.mesh)
@@ -384,7 +384,7 @@ def same_data(here: Here) -> None:
 
 
 def masked_on_one_rank(here: Here) -> None:
-    """Attention of one rank sees later tokens."""
+    """Attention on one rank reads later tokens."""
     if here.tp == 1:
         attend = torch.nn.functional.scaled_dot_product_attention
         here.patch(modules, "attend", lambda q, k, v, *more: attend(q, k, v))
@@ -404,7 +404,7 @@ def swapped_positions(here: Here) -> None:
 
 
 def bias_on_each_rank(here: Here) -> None:
-    """down_proj adds its bias before the sum over tp."""
+    """down_proj adds the bias before the sum over tp."""
     other_pass("layers.0.mlp.down_proj", lambda here, y, call: y + held(here.model.model.layers[0].mlp.down_proj.bias))(
         here
     )
@@ -417,7 +417,7 @@ def bias_left_out(here: Here) -> None:
 
 
 def tied_head_alone(here: Here) -> None:
-    """The gradient of a tied weight is that of the embedding alone."""
+    """The gradient of a tied weight is the gradient of the embedding alone."""
     head = here.model.lm_head
 
     class Cut(torch.autograd.Function):
@@ -435,12 +435,12 @@ def tied_head_alone(here: Here) -> None:
 
 
 def embedding_unsummed(here: Here) -> None:
-    """Each rank keeps the rows of the embedding that it has."""
+    """The partial embeddings of ranks are not summed."""
     here.patch(embedding.traced, "all_reduce", lambda rows, *more: rows)
 
 
 def loss_of_one_rank(here: Here) -> None:
-    """The logarithm of the loss is over this rank's part of the vocabulary."""
+    """The logsumexp of the loss covers only this rank's shard of the vocabulary."""
 
     gather = embedding.traced.all_gather
 
@@ -456,7 +456,7 @@ def loss_of_one_rank(here: Here) -> None:
 
 
 def local_norm(here: Here) -> None:
-    """The gradient norm is of this rank's shards."""
+    """The gradient norm covers only this rank's shards."""
     here.patch(GradientNorm, "__call__", _local_norm)
 
 
@@ -483,7 +483,7 @@ def accumulated(here: Here) -> None:
 
 
 def old_gradient(here: Here) -> None:
-    """The reduced gradient of one weight is that of the step before."""
+    """The reduced gradient of one weight is the gradient of the previous step."""
     weight = here.model.model.layers[1].self_attn.v_proj.weight
     kept: list[Tensor] = []
 
@@ -506,13 +506,13 @@ def seeds(own: Callable[[Here], int]) -> Callable[[Here], None]:
 
 
 def learning_rate(here: Here) -> None:
-    """One rank has another learning rate."""
+    """One rank uses another learning rate."""
     if here.tp == 1:
         here.optimizer.param_groups[0]["lr"] *= 2
 
 
 def doubled_scale(here: Here) -> None:
-    """The scale that is stored for x of down_proj is twice that of its codes."""
+    """The stored scale of x of down_proj is twice the scale of the codes."""
     original = CurrentScaling.both
 
     def both(self: Any, x: Tensor, *args: Any, **more: Any) -> Any:
@@ -525,8 +525,8 @@ def doubled_scale(here: Here) -> None:
 
 
 class Fault(NamedTuple):
-    """A fault, the mesh and model that it is planted in, and what `prove` should name: the end of the layer's name, the tensor,
-    the kind."""
+    """A fault, the mesh and model in which the fault is planted, and the expected report of `prove`: end of the layer's
+    name, tensor, kind."""
 
     name: str
     mesh: str

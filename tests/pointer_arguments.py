@@ -1,4 +1,4 @@
-"""Which arguments of a launch are pointers, by the types in csrc: a program replaces only pointers in each run."""
+"""Pointer arguments of kernels, read from the types in csrc. A replay of captured launches replaces only pointers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import dlp.kernels
 
 CSRC = Path(dlp.kernels.__file__).parent / "csrc"
-Kind = bool | frozenset[int]  # of an argument: whether it is an address, or which words of it are
+Kind = bool | frozenset[int]  # kind of an argument: whether it is an address, or which of its words are addresses
 _STRUCT = re.compile(r"struct (\w+)[^{]*\{(?:(?!\nstruct).)*?static constexpr uint32_t addresses = ([^;]+);", re.DOTALL)
 _STEP = re.compile(r'bind_step\(m, "(\w+)",\s*\[\w*\]\(([^)]*)\)')
-TRANSPOSE = (frozenset({0, 5}), False)  # its lambda is made by a function
+TRANSPOSE = (frozenset({0, 5}), False)  # `_STEP` does not match: bindings.cpp makes these by a function
 
 
 def words(said: str, agreed: int = 8) -> frozenset[int]:
-    """`words(0, 5)`, a mask of the first `2 * kAgreed`, or none."""
+    """Indices of the words that are addresses: `words(0, 5)`, a mask of the first `2 * kAgreed`, or none."""
     if said.startswith("words"):
         return frozenset(map(int, re.findall(r"\d+", said)))
     return frozenset(range(2 * agreed)) if "kAgreed" in said else frozenset()
@@ -24,7 +24,7 @@ def words(said: str, agreed: int = 8) -> frozenset[int]:
 
 @functools.cache
 def addresses() -> dict[str, tuple[Kind, ...]]:
-    """Return the kinds of the arguments of each step of a program, by name, without the stream."""
+    """Return the kinds of the arguments of each step of captured launches, by name, without the stream."""
     sources = [(CSRC / name).read_text() for name in ("kernels.h", "steps.h")]
     masks = {name: words(said) for source in sources for name, said in _STRUCT.findall(source)}
     found: dict[str, tuple[Kind, ...]] = {"transpose_bytes": TRANSPOSE, "transpose_nibbles": TRANSPOSE}

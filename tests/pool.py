@@ -39,11 +39,11 @@ from tests import shared_gpu
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "shared": "cpu:gloo,cuda:gloo"}
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-GRACE = 0.5  # seconds that the other ranks have to report as well, once one has failed
+GRACE = 0.5  # seconds for the other ranks to report, after one rank has failed
 
 
 class RankError(RuntimeError):
-    """A job failed on some rank; the message holds that rank's traceback, and what became of the others."""
+    """A job failed on some rank. The message contains the traceback of the rank and the state of the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -72,28 +72,34 @@ def device() -> torch.device:
 
 
 def mesh(*, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1) -> DeviceMesh:
-    """Inside a worker: the mesh of this shape, built once, because a gloo group never gives its threads back."""
+    """Inside a worker: the mesh of this shape. Each mesh is built once, because a gloo group never releases its
+    threads."""
     return _mesh(dp_replicate, dp_shard, cp, tp)
 
 
 @functools.cache
 def _mesh(dp_replicate: int, dp_shard: int, cp: int, tp: int) -> DeviceMesh:
     axes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
-    return build_mesh(**axes, device_type=device().type, transport="nccl")  # tests ask for mapped memory themselves
+    return build_mesh(**axes, device_type=device().type, transport="nccl")  # tests request mapped memory themselves
 
 
 def forking() -> ForkServerContext:
-    """Processes of this context have imported torch, its compilers, dlp and launch when they begin, if pytest runs in the
-    repository. Where there is a GPU they import the compilers themselves: that starts CUDA, which no fork survives."""
+    """Multiprocessing context whose processes start with torch, its compilers, dlp and launch imported, if pytest runs
+    in the repository.
+
+    On a machine with a GPU, processes import the compilers after the fork, because this import initializes CUDA, which
+    does not survive a fork.
+    """
     context = multiprocessing.get_context("forkserver")
-    compilers = ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx"]  # a second of each that compiles
+    # Otherwise each process that compiles would need a second
+    compilers = ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx"]
     context.set_forkserver_preload(["pytest", "tests.training", *([] if torch.cuda.is_available() else compilers)])
     return context
 
 
 class Pool:
-    """`world` ranks on gloo (device_type "cpu"), or on NCCL and gloo with a GPU each ("cuda"); `share_gpu`: on gloo, with one
-    for all. Started by the first job."""
+    """`world` ranks on gloo (device_type "cpu"), or on NCCL and gloo with one GPU per rank ("cuda"). `share_gpu`: on
+    gloo, with one GPU for all ranks. The first job starts the ranks."""
 
     def __init__(self, world: int, device_type: str = "cpu", share_gpu: bool = False) -> None:
         self.world = world
@@ -103,7 +109,7 @@ class Pool:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        """Runs `fn(*args)` on every rank; returns the results in rank order, tensors detached and on the CPU.
+        """Run `fn(*args)` on every rank; return the results in rank order, with tensors detached and on the CPU.
 
         Raises RankError with the traceback of the rank that failed first, or with all stacks after `timeout` seconds.
         """
@@ -122,7 +128,7 @@ class Pool:
         return [pickle.loads(replies[rank].payload) for rank in range(self.world)]
 
     def close(self) -> None:
-        """Lets the workers leave by themselves, then makes sure that they are gone."""
+        """Ask the workers to exit, and end workers that do not."""
         for worker in self._workers:
             if worker.process.is_alive():
                 worker.jobs.send_bytes(b"")
@@ -154,7 +160,8 @@ class Pool:
 
 
 def _serve(rank: int, world: int, backends: str, directory: Path, jobs: connection.Connection) -> None:
-    """The life of a worker: it looks like a rank of torchrun, and runs jobs until an empty one or the end of pytest."""
+    """Main function of a worker: set up the environment of a torchrun rank, and run jobs until an empty job or the end
+    of pytest."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     torch.set_num_threads(1)
     with open(directory / f"stacks-{rank}", "w") as stacks:
@@ -165,7 +172,7 @@ def _serve(rank: int, world: int, backends: str, directory: Path, jobs: connecti
         if backends != "cpu":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # code that takes "cuda where there is one" must take the CPU
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # code that uses "cuda" if available must use the CPU
         dist.init_process_group(
             BACKENDS[backends],
             init_method=f"file://{directory}/store",
@@ -181,7 +188,7 @@ def _serve(rank: int, world: int, backends: str, directory: Path, jobs: connecti
 def _next_job(jobs: connection.Connection) -> bytes:
     try:
         return jobs.recv_bytes()
-    except EOFError:  # pytest is gone
+    except EOFError:  # pytest has ended
         return b""
 
 
@@ -196,7 +203,7 @@ def _answer(job: bytes) -> Reply:
 
 
 def _collect(workers: list[Worker], timeout: float) -> dict[int, Reply]:
-    """The replies by rank: all of them, or those there are when time is up or soon after a failure."""
+    """Collect the replies by rank: all replies, or the available replies after the timeout or soon after a failure."""
     deadline = time.monotonic() + timeout
     waiting = {worker.jobs: rank for rank, worker in enumerate(workers)}
     replies: dict[int, Reply] = {}
@@ -220,7 +227,8 @@ def _receive(worker: Worker) -> Reply:
 
 
 def _report(workers: list[Worker], replies: dict[int, Reply], timeout: float) -> str:
-    """The first failure in full (a death causes exceptions elsewhere, so it goes first), one line for the others."""
+    """Report the first failure in full, and one line for each other rank. A death comes first, because it causes
+    exceptions on other ranks."""
     failures = {rank: reply for rank, reply in replies.items() if reply.kind != "result"}
     silent = [rank for rank in range(len(workers)) if rank not in replies]
     if not failures:
@@ -236,5 +244,5 @@ def _report(workers: list[Worker], replies: dict[int, Reply], timeout: float) ->
 def _stacks(worker: Worker) -> str:
     assert worker.process.pid is not None
     os.kill(worker.process.pid, signal.SIGUSR1)
-    time.sleep(0.3)  # the handler runs at once, even while Python waits inside a collective
+    time.sleep(0.3)  # the handler runs immediately, even while Python waits inside a collective
     return worker.stacks.read_text()

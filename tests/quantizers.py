@@ -1,7 +1,7 @@
 """Cases of the tests of quantizers and GEMMs, and matrices to quantize.
 
-Recipes come from their folder, each with the options that change its numbers. Matrices are drawn by seed, so that a
-failure is one number.
+Recipes are read from their folder, with each option that changes numbers. Matrices are drawn from a seed, so that one
+number reproduces a failure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A recipe that records casts: every operand that a layer makes, by tensor and orientation."""
+"""A recipe that records casts: every operand of a layer, by tensor and orientation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dlp.quant.tensor import QuantizedTensor
 
 @dataclass(frozen=True)
 class RecordingQuantizer(Wrapped):
-    """A quantizer that appends what it casts to `seen`."""
+    """A quantizer that appends its operands to `seen`."""
 
     seen: list[QuantizedTensor] = field(compare=False)
 
@@ -28,7 +28,8 @@ Seen = dict[tuple[str, str], list[QuantizedTensor]]
 
 
 def recording(recipe: Recipe) -> tuple[Recipe, Seen]:
-    """The recipe, and what it casts by (x, rowwise) and so on; a derived columnwise operand is never cast."""
+    """Return a recipe that records, and the recorded operands by (tensor, orientation). A columnwise operand that is
+    derived from the rowwise operand is never cast."""
     seen: Seen = {(name, way): [] for name in OPERANDS for way in ("rowwise", "columnwise")}
     operands = {
         name: Operand(

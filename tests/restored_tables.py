@@ -1,4 +1,5 @@
-"""Context managers that restore the table of kernels and the list of fusions after tests and pages that register some."""
+"""Context managers that restore the table of kernels and the list of fusions after tests and pages that register
+entries."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from dlp.ops.fusions import REGISTERED
 
 @contextmanager
 def restored_table() -> Iterator[None]:
-    """Operations and kernels registered inside are not there afterwards."""
+    """Remove operations and kernels that were registered inside."""
     before = {operation: list(entries) for operation, entries in registry._ENTRIES.items()}
     try:
         yield
@@ -26,8 +27,8 @@ def restored_table() -> Iterator[None]:
 
 @contextmanager
 def restored_fusions(none: bool = False) -> Iterator[None]:
-    """Fusions registered inside are not there afterwards. `none`: inside there are none to begin with, so that basic ops run
-    one by one."""
+    """Remove fusions that were registered inside. `none`: start with an empty list, so that basic ops run one by
+    one."""
     before = REGISTERED.forward[:], REGISTERED.backward[:]
     if none:
         _set([], [])

@@ -1,4 +1,4 @@
-"""A small network under FSDP, whose weights fit the blocks of every recipe, and steps of training on it."""
+"""A small network under FSDP, whose weights fit the blocks of every recipe, and training steps."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def shardnet(
     lr: float = 1e-3, compiled: str = "", adamw: bool = False, down: Any = None,
     **keywords: Any,
 ) -> Net:  # fmt: skip
-    """The same network on every mesh, converted with `options` and a recipe of its own for `down`. Each block (compiled
-    by a backend) and the rest are sharded with `keywords`; the optimizer is attached as `model.optimizer`. Its size, unless
-    one is asked for, leaves whole blocks of 128 to a shard, or of 32 where its recipe has no larger ones."""
+    """The same network on every mesh, converted with `options` and with a separate recipe for `down`. Each block
+    (compiled by a backend) and the rest of the model are sharded with `keywords`; the optimizer is attached as
+    `model.optimizer`. The default size leaves complete blocks of 128 on a shard, or of 32 if the recipe has no larger
+    blocks."""
     torch.manual_seed(0)
     model = Net(size or (256 if recipe == "fp8_block" else 128)).to(worker.device())
     tp = mesh["tp"].size() > 1
@@ -47,7 +48,7 @@ def shardnet(
 
 
 def backward(model: Net, mesh: DeviceMesh, step: int) -> float:
-    """One microbatch, this rank's sequences of a global batch; the loss."""
+    """Run forward and backward of one microbatch, this rank's sequences of a global batch; return the loss."""
     generator = torch.Generator().manual_seed(100 + step)
     x, target = (torch.randn(BATCH, SEQUENCE, model.size, generator=generator) for _ in range(2))
     dims = ParallelDims.from_mesh(mesh)
@@ -72,6 +73,6 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The whole parameters and gradients, by name."""
+    """The unsharded parameters and gradients, by name."""
     found = {name: whole(p) for name, p in model.named_parameters()}
     return found | {f"{name}.grad": whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}

@@ -1,8 +1,9 @@
-"""Ranks that share one GPU: how what needs mapped memory is tested where there is a single one (`--device cuda --share-gpu`).
+"""Ranks that share one GPU, for tests of mapped memory on a machine with a single GPU (`--device cuda --share-gpu`).
 
-torch's symmetric memory lets ranks share a device if it is told to, NCCL does not, and gloo sends CUDA tensors in collectives
-but not from one rank to another: those are staged here. The driver gives each process the GPU in turns, so nothing about speed
-can be learned: a kernel that waits uses up its turn, a stream that waits does not.
+torch's symmetric memory can be configured to let ranks share a device; NCCL does not support this. gloo supports CUDA
+tensors in collectives, but not from one rank to another, so such tensors are copied through host memory. The driver
+gives each process the GPU in turns, so times are meaningless: a kernel that waits uses the complete time slice of the
+process, a waiting stream does not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _batched = dist.batch_isend_irecv
 
 
 def prepare() -> None:
-    """In a rank, before its first process group."""
+    """Configure a rank before the first process group is created."""
     os.environ |= {
         "LOCAL_RANK": "0",
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
@@ -27,7 +28,7 @@ def prepare() -> None:
 
 
 def staged(transfers: Sequence[dist.P2POp]) -> list[Any]:
-    """`batch_isend_irecv` through memory of the host."""
+    """`batch_isend_irecv` with copies through host memory."""
     return [Staged(transfer) for transfer in transfers]
 
 

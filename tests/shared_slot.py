@@ -1,4 +1,5 @@
-"""The slots of GPUs (`dlp.comm.slots`), stood in for between ranks on CPUs: files that processes of one machine map."""
+"""Stand-in for peer buffers of GPUs (`dlp.comm.slots`) between ranks on CPUs: files that the processes of one machine
+map."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from dlp.comm.slots import HEADER, MAXIMA, RANKS, Named, Place, Wait, too_long
 
 
 class SharedSlot:
-    """The stand-in: processes of one machine map a file each. Everything happens at once, as on streams that are never
-    behind."""
+    """The stand-in: each process maps the files of all ranks. Every call takes effect immediately, as on streams
+    without pending work."""
 
     def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, named: Named, lane: None = None) -> None:
         self._rank, self._world, self._named, self._use, self._uses = group.rank(), group.size(), named, 0, 0
@@ -72,7 +73,8 @@ class SharedSlot:
             self.push(mine, peer, Place(4 * MAXIMA * self._rank, mine.nbytes, 1, mine.nbytes))
         self.meet()
         theirs = [self.payload[4 * MAXIMA * peer :][: mine.nbytes].view(torch.int32) for peer in self._peers()]
-        found = torch.stack([mine, *theirs]).amax(0).view(torch.float32)  # as bits: NaN is larger than all
+        # Compared as bits, so that NaN is the largest value
+        found = torch.stack([mine, *theirs]).amax(0).view(torch.float32)
         self.release()
         for to, piece in zip(largest, found.split([value.numel() for value in observed]), strict=True):
             to.copy_(piece.view(to.shape))
@@ -81,7 +83,7 @@ class SharedSlot:
         return [self.payload]
 
     def complaint(self) -> tuple[Wait, int, int] | None:
-        """Waits raise by themselves."""
+        """Return nothing: waits raise errors directly."""
         return None
 
     def waits(self) -> list[Wait]:

@@ -1,7 +1,9 @@
-"""The transport of GPUs, simulated on the CPU: `CudaSlot` over files that ranks map, and its kernels as functions of addresses.
+"""The transport of GPUs, simulated on the CPU: `CudaSlot` on files that ranks map, with kernels as functions of
+addresses.
 
-What the current stream is given happens at once. So does a lane, or, `late`, it is a thread that does nothing before somebody
-waits for it, or some time has passed: then memory that is given back, or written anew, before the lane has read it shows.
+Work on the current stream runs immediately. Work on a side stream runs immediately, too, or, with `late`, in a thread
+that runs the work only when another stream waits for it or after some time. A late side stream exposes memory that is
+released or overwritten before the side stream has read it.
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ EVENTS = itertools.count(1)
 
 
 class SimulatedLane(Lane):
-    """`late`: seconds that it lets pass before it does what nobody waits for; 0: it is never behind."""
+    """Simulated side stream. `late`: seconds before it runs work for which no stream waits; 0: work runs
+    immediately."""
 
     def __init__(self, late: float = 0.0) -> None:
         self.stream, self._fork, self._late = next(EVENTS), next(EVENTS), late
         self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
         self._given = self._done = self._wanted = 0
         self._changed, self._failed = threading.Condition(), list[BaseException]()
-        self.marks: dict[int, int] = {}  # what had been given when an event was marked last
+        self.marks: dict[int, int] = {}  # amount of submitted work when an event was last recorded
         if late:
             LATE[self.stream] = self
             self._thread = threading.Thread(target=self._work, daemon=True)
@@ -49,7 +52,7 @@ class SimulatedLane(Lane):
             self._changed.notify_all()
 
     def until(self, count: int) -> None:
-        """Wait until so much has been done."""
+        """Wait until the side stream has finished this amount of work."""
         with self._changed:
             self._wanted = max(self._wanted, count)
             self._changed.notify_all()
@@ -58,12 +61,12 @@ class SimulatedLane(Lane):
             raise self._failed[0]
 
     def stands(self) -> None:
-        """Wait until it has done all, or waits for a peer."""
+        """Wait until the side stream has finished, or waits for a peer."""
         while self._done < self._given and self._thread.ident not in BLOCKED:
             time.sleep(0.001)
 
     def end(self) -> None:
-        """Its thread ends; what it has been given is dropped."""
+        """End the thread, and discard the remaining work."""
         if LATE.pop(self.stream, None):
             self.give(sys.exit)
 
@@ -83,7 +86,7 @@ class SimulatedLane(Lane):
                 self._changed.notify_all()
 
 
-LATE: dict[int, SimulatedLane] = {}  # by stream
+LATE: dict[int, SimulatedLane] = {}  # lanes by stream
 BLOCKED = set[int | None]()  # threads that wait for a peer
 
 
@@ -99,7 +102,7 @@ class SimulatedSlot(CudaSlot):
         return [whole[:HEADER].view(torch.int32).tolist() for whole in self._shared.memory]
 
     def spans(self) -> list[Tensor]:
-        """All that launches name: headers and payloads of all ranks, and the table."""
+        """All memory that launches can name: headers and payloads of all ranks, and the table."""
         return [*self._shared.memory, self._table]
 
 
@@ -116,12 +119,12 @@ def until(done: Callable[[], bool]) -> None:
     while not done():
         BLOCKED.add(threading.get_ident())
         assert time.monotonic() < deadline, "a rank waits for another"
-        time.sleep(1e-4)  # a rank that spins takes the core of the rank that works
+        time.sleep(1e-4)  # a spinning rank uses the core of a working rank
     BLOCKED.discard(threading.get_ident())
 
 
 def peers(slots: Sequence[int]) -> tuple[int, list[int], list[Any]]:
-    """This rank, the others, and the headers of all."""
+    """This rank, the other ranks, and the headers of all ranks."""
     rank, world = slots[RANKS:]
     return rank, [peer for peer in range(world) if peer != rank], [header(base) for base in slots[:world]]
 
@@ -170,7 +173,8 @@ def mark(event: int, stream: int) -> None:
 
 
 def await_mark(event: int, stream: int) -> None:
-    """Wait for an event: advance the late side streams to the event. On a side stream the event has already happened."""
+    """Wait for an event: advance the late side streams to the event. On a side stream the event has already
+    happened."""
     for lane in LATE.values() if stream not in LATE else ():
         if event in lane.marks:
             lane.until(lane.marks[event])
@@ -202,7 +206,7 @@ def agree(slots: int, words: Sequence[int], waiting: Sequence[int], stream: int)
 
 
 def _on_stream(step: Callable[..., None]) -> Callable[..., None]:
-    """The step at once, or given to a late lane."""
+    """Run a step immediately, or submit it to a late side stream."""
 
     @wraps(step)
     def run(*arguments: Any) -> None:

@@ -1,6 +1,7 @@
-"""The element formats once more, in numpy and by another road: enumerate the code points, take the nearest.
+"""Independent implementation of the element formats in numpy: list all code points, and choose the nearest.
 
-Nothing here is shared with dlp: it is the oracle of the sweeps, and makes golden_rowwise.json and golden_tile.json.
+The code shares nothing with dlp. It is the expected result of test_sweeps.py, and writes golden_rowwise.json and
+golden_tile.json.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ NAN = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0x7}
 
 
 def encode(x: Floats, element: str) -> Codes:
-    """fp32 -> codes: nearest code point, ties to the even code, beyond the largest the largest; the sign is kept except
-    for NaN."""
+    """Encode fp32 as codes: the nearest code point, ties to the even code, larger values to the largest code. The sign
+    is kept except for NaN."""
     points = POINTS[element]
     magnitude = np.minimum(np.abs(np.where(np.isnan(x), 0, x)).astype(np.float64), points[-1])
     upper = np.clip(np.searchsorted(points, magnitude), 1, len(points) - 1)
@@ -44,7 +45,8 @@ def encode(x: Floats, element: str) -> Codes:
 
 
 def encode_stochastic(x: Floats, random: Codes) -> Codes:
-    """fp32 -> E2M1 codes: the upper neighbour iff floor(256 f) + random >= 256, f the place between the neighbours."""
+    """Encode fp32 as E2M1 codes: the upper neighbour iff floor(256 f) + random >= 256, where f is the position between
+    the neighbours."""
     points = POINTS["e2m1"]
     magnitude = np.minimum(np.abs(np.where(np.isnan(x), np.inf, x)).astype(np.float64), 6.0)
     lower = np.clip(np.searchsorted(points, magnitude, side="right") - 1, 0, len(points) - 2)
@@ -54,13 +56,13 @@ def encode_stochastic(x: Floats, random: Codes) -> Codes:
 
 
 def decode(codes: Codes, element: str) -> Floats:
-    """Finite codes -> fp32."""
+    """Decode finite codes to fp32."""
     values = POINTS[element][codes & (SIGN[element] - 1)]
     return np.where(codes & SIGN[element], -values, values).astype(np.float32)
 
 
 def scale_from_amax(amax: Floats, largest: float, power_of_two: bool, epsilon: float, inf_scale: float) -> Floats:
-    """The multiplier of every amax, written without the shortcuts of the vectorised rule."""
+    """The multiplier for every amax, written without the shortcuts of the vectorized rule."""
     scales = []
     with np.errstate(over="ignore"):
         for value in amax.astype(np.float32):
@@ -75,14 +77,14 @@ def scale_from_amax(amax: Floats, largest: float, power_of_two: bool, epsilon: f
 
 
 def to_bf16(x: Floats) -> Floats:
-    """fp32 rounded to bf16, to nearest even (finite values and Inf)."""
+    """Round fp32 to bf16, to nearest even (finite values and Inf)."""
     bits = x.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isfinite(x), rounded, bits & np.uint32(0xFFFF0000)).astype(np.uint32).view(np.float32)
 
 
 def blocks_of(x: Floats, width: int) -> Floats:
-    """x [rows, C] -> [rows, blocks, width], zeros at the end of a partial block."""
+    """Divide x [rows, C] into [rows, blocks, width], with zeros at the end of a partial block."""
     filled = np.pad(x, ((0, 0), (0, -x.shape[1] % width)))
     return filled.reshape(x.shape[0], -1, width)
 
@@ -102,7 +104,8 @@ def quantize_fp8_block(x: Floats, element: str, power_of_two: bool, inf_scale: f
 
 
 def quantize_mxfp8(x: Floats, element: str) -> tuple[Codes, Codes]:
-    """1x32 blocks: codes [rows, C] and E8M0 bytes, by the exact least power of two that is >= amax / max."""
+    """1x32 blocks: codes [rows, C] and E8M0 bytes with the smallest power of two that is >= amax / max, computed
+    exactly."""
     blocks = blocks_of(x, 32)
     amax = amaxes(blocks).astype(np.float64)
     fraction, exponent = np.frexp(np.where(np.isinf(amax), 1, amax) / POINTS[element][-1])  # fraction in [0.5, 1)
@@ -113,7 +116,7 @@ def quantize_mxfp8(x: Floats, element: str) -> tuple[Codes, Codes]:
 
 
 def quantize_nvfp4(x: Floats, amax: np.float32, random: Codes | None = None) -> tuple[Codes, Codes]:
-    """1x16 blocks under a tensor amax: codes [rows, C] (one a byte) and E4M3 scale codes."""
+    """1x16 blocks with a tensor amax: codes [rows, C] (one per byte) and E4M3 scale codes."""
     f32, flt_max = np.float32, np.finfo(np.float32).max
     blocks = blocks_of(x, 16)
     with np.errstate(over="ignore", divide="ignore"):
@@ -128,6 +131,6 @@ def quantize_nvfp4(x: Floats, amax: np.float32, random: Codes | None = None) -> 
 
 
 def scaled(blocks: Floats, scale: Floats) -> Floats:
-    """fl(x * scale), a scale a block."""
+    """fl(x * scale), with one scale per block."""
     with np.errstate(over="ignore", invalid="ignore"):
         return (blocks * scale[..., None]).astype(np.float32)

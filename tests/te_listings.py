@@ -1,6 +1,6 @@
-"""Programs written for Transformer Engine (TE), after those of its documentation, with two imports in place of TE's.
+"""Programs from the documentation of Transformer Engine (TE), with two imports replaced.
 
-`run` replaces the device where there is no GPU. Sizes are small.
+`run` replaces the device if there is no GPU. Sizes are small.
 """
 
 from __future__ import annotations

@@ -78,16 +78,18 @@ ROWS = {
         "`accumulate_into_main_grad=True` of a `Linear`": f"{_TE}test_layers_of_dlp_say_what_replaces_an_argument",
         "`te.LayerNormLinear`, `te.LayerNormMLP`, `te.TransformerLayer`, `te.DotProductAttention`":
             f"{_OPS}_modules.py::test_a_transformer_layer_is_that_of_torch",
-        "`TransformerLayer` on [S, B, H] where nothing is said": f"{_TE}test_a_layer_is_the_same_on_both_layouts",
-        "its `hidden_dropout=0.1`, `attention_dropout=0.1` where nothing is said": f"{_TE}test_dropouts_are_those_of_the_page",
-        "its `rotary_pos_emb`, angles [S, 1, 1, D]": f"{_TE}test_a_transformer_layer_norms_and_rotates_heads",
-        "`sequence_parallel` set on parameters of norms, for whoever sums their gradients over tp":
+        "`TransformerLayer` on [S, B, H] by default": f"{_TE}test_a_layer_is_the_same_on_both_layouts",
+        "`hidden_dropout=0.1`, `attention_dropout=0.1` of `TransformerLayer` by default":
+            f"{_TE}test_dropouts_are_those_of_the_page",
+        "`rotary_pos_emb` of `TransformerLayer`, angles [S, 1, 1, D]": f"{_TE}test_a_transformer_layer_norms_and_rotates_heads",
+        "the attribute `sequence_parallel` of norm parameters, for a sum of their gradients over tp in user code":
             f"{_OPS}_ranks.py::test_a_converted_sequence_on_shards_sums_the_gradients_of_its_norms",
-        "their `get_rng_state_tracker`": f"{_TE}test_each_argument_of_a_constructor_is_taken_or_refused_by_its_sentence",
-        "other options of theirs": f"{_TE}test_each_argument_of_a_constructor_is_taken_or_refused_by_its_sentence",
-        "their `return_bias`, `return_layernorm_output`":
+        "`get_rng_state_tracker` of these modules":
+            f"{_TE}test_each_argument_of_a_constructor_is_taken_or_refused_by_its_sentence",
+        "other options of these modules": f"{_TE}test_each_argument_of_a_constructor_is_taken_or_refused_by_its_sentence",
+        "`return_bias`, `return_layernorm_output` of these modules":
             f"{_OPS}_modules.py::test_modules_return_the_norm_and_the_bias_where_asked",
-        "their state dicts": f"{_OPS}_modules.py::test_states_of_transformer_engine_load_and_go_back",
+        "state dicts of these modules": f"{_OPS}_modules.py::test_states_of_transformer_engine_load_and_go_back",
         "`set_extra_output_channel`, `ops.GroupedLinear`, `ops.AdaptiveLayerNorm`, `ops.ScaledSwiGLU` and other scaled gates":
             f"{_TE}test_ops_without_counterpart_are_missing",
     },

@@ -1,4 +1,4 @@
-"""The affine primitives: by their definition, and bit by bit those of torchao."""
+"""The affine primitives, compared with their definition, and bit by bit with torchao."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def test_no_value_is_further_off_than_half_a_code(symmetric, bits):
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """A tensor of one to three dimensions, in blocks of any shape that divides it, and every option."""
+    """Draw a tensor of one to three dimensions, a block shape that divides it, and all options."""
     sizes = draw(st.lists(st.sampled_from([1, 2, 6, 16]), min_size=1, max_size=3))
     block = tuple(draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0])) for size in sizes)
-    assume(max(block) > 1)  # torchao reduces over everything where a block is one element
+    assume(max(block) > 1)  # for a block of one element, torchao reduces over the complete tensor
     bits, signed = draw(st.integers(1, 8)), draw(st.booleans())
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     made = torch.randn(sizes, generator=torch.Generator().manual_seed(draw(st.integers(0, 999))))
@@ -91,7 +91,8 @@ def test_bits_are_those_of_torchao(problem):
 
 
 def test_bits_of_192_settings_are_those_of_torchao():
-    """All bits, signs and symmetries, dtypes of zero points, and smallest scales, over a matrix with a row of zeros."""
+    """The 192 settings combine bit widths, signs, symmetries, dtypes of zero points, and smallest scales, on a matrix
+    with a row of zeros."""
     settings_ = list(
         product(range(1, 9), (True, False), (True, False), (torch.int32, None, torch.float32), (None, 1e-4))
     )

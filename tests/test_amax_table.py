@@ -1,9 +1,11 @@
-"""Which amaxes are agreed over tp, read off the style: the table of amax reduction groups, for every style and recipe.
+"""The table of amax agreements over tp, for every style and recipe.
 
-tensor   COLUMN   COLUMN_SP   ROW    ROW_SP
-x        none     tp          none   none          a scale is agreed over exactly the ranks whose shards are
-w        none     none        none   none          concatenated into one operand, where it spans what they cut
-dy       none     none        none   tp
+    tensor  COLUMN  COLUMN_SP  ROW   ROW_SP
+    x       none    tp         none  none
+    w       none    none       none  none
+    dy      none    none       none  tp
+
+Ranks agree on a scale iff their shards are concatenated into one operand, and the scale spans the sharded dimension.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from dlp.quant.recipe import OPERANDS
 from tests.cases import RECIPES
 
 AGREED = {("COLUMN_SP", "x"), ("ROW_SP", "dy")}
-PER_TENSOR = {"fp8_delayed", "fp8_current", "nvfp4"}  # a scale of theirs spans both dimensions
-# these have one scale a row: only that of the transposed operand spans tokens
+PER_TENSOR = {"fp8_delayed", "fp8_current", "nvfp4"}  # scales that span both dimensions
+# Recipes with one scale per row: only the scales of the transposed operand span tokens.
 COLUMNWISE_ONLY = {"fp8_rowwise", "int8"}
 
 

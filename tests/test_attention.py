@@ -1,4 +1,4 @@
-"""Attention within documents: packed rows give what each document gives alone."""
+"""Attention within documents: packed rows give the results of separate documents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTHS = (
     (7, 1, 4),
     (12,),
     (1, 1, 2, 3, 5),
-)  # of the documents of three rows: one begins at a second token, five in a row
+)  # three rows: one document begins at a second token, one row has five documents
 
 
 def documents(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> Documents:

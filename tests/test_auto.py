@@ -1,4 +1,5 @@
-"""overlap = "auto": tables of times, what is chosen by them, what the plan says of it. Ranks only measure, and agree."""
+"""overlap = "auto": tables of times, chosen strategies, and the plan. Ranks are only needed to measure and to compare
+choices."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ NOISE = 2.5e-5  # seconds
 
 
 def row(problem: Problem, fprop: tuple[float, ...], dgrad: tuple[float, ...]) -> Row:
-    """Milliseconds under each of CANDIDATES; GEMMs of 1 ms."""
+    """Milliseconds of each of CANDIDATES, with GEMMs of 1 ms."""
     both = {"fprop": fprop, "dgrad": dgrad}
     directions = {gemm: dict(zip(CANDIDATES, (1e-3 * t for t in times), strict=True)) for gemm, times in both.items()}
     noise = {gemm: dict.fromkeys(CANDIDATES, NOISE) for gemm in both}
@@ -187,7 +188,8 @@ def test_what_a_group_names_stands() -> None:
 
 
 def test_other_sizes_go_by_the_model() -> None:
-    """Four times the work and the bytes: 4 ms of GEMM. Where a transfer takes 2 ms, it is worth hiding; 0.02 ms are not."""
+    """For layers with four times the work and bytes, the model predicts GEMMs of 4 ms. Overlap pays for a transfer of 2
+    ms, but not for 0.02 ms."""
     slow, fast = (table(row(UP, (1,) * 4, (1,) * 4), speed=speed) for speed in (4 * 2**20 / 2e-3, 4 * 2**20 / 2e-5))
     assert overlaps_of(planned(slow, sizes=(2048, 4096)))[0]["fprop"].startswith("chunked")
     assert overlaps_of(planned(fast, sizes=(2048, 4096))) == ["serial", "serial"]
@@ -222,7 +224,7 @@ def test_without_times_all_is_serial_and_the_plan_says_why(times: Any, options: 
 
 @pytest.fixture
 def tables(tmp_path: Path) -> Iterator[Path]:
-    """The folder of tables that dlp ships: two of an H100, of 2 and of 4 ranks."""
+    """A folder in place of the tables that dlp ships, with two tables for H100: for 2 and for 4 ranks."""
     (tmp_path / "h100-2.json").write_text(H100.text())
     (tmp_path / "h100-4.json").write_text(replace(H100, ranks=4).text())
     with patch.object(auto, "TABLES", tmp_path):
@@ -256,7 +258,7 @@ def test_every_shipped_table_is_of_this_version() -> None:
 
 
 def constructed(tables: Path) -> list[str]:
-    """Strategies of layers that are constructed with "auto", by a table of this machine with NOMINAL tokens."""
+    """Strategies of layers that are constructed with "auto", with a table of this machine for NOMINAL tokens."""
     tp = worker.mesh(tp=2)["tp"]
     here, by = auto.machine(tp.device_type), auto.transport_name(tp.get_group(), tp.device_type)
     problem = Problem(COLUMN_SP, auto.NOMINAL, 32, (64,), FP8)
@@ -278,7 +280,7 @@ def test_layers_that_are_constructed_take_auto(ranks, tmp_path: Path) -> None:
 
 
 def converted(folder: Path) -> tuple[str, list[Any], str]:
-    """Each rank has a file of its own, and what it chose; and what is said where ranks differ."""
+    """Convert with a different table on each rank; return the choices, and the message if ranks differ."""
     mesh = worker.mesh(tp=2)
     problems = Problem(COLUMN_SP, 64, 32, (64,), FP8), Problem(ROW_SP, 64, 64, (32,), FP8)
     faster = [(2.0, 1.0, 3.0, 3.0), (2.0, 3.0, 1.0, 3.0)][dist.get_rank()]

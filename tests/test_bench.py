@@ -1,5 +1,5 @@
-"""`bench` runs every part, whatever becomes of one, and hands shapes to those that take them. No device: parts are
-stood in for."""
+"""`bench` runs every part even if another part fails, and passes shapes to the parts that accept them. No device: the
+parts are replaced."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Calls = dict[str, list[str]]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Arguments of the parts that ran, in order; gemm raises, and linear returns 3."""
+    """Arguments of the parts that ran, in order. The part gemm raises, and linear returns 3."""
     found: Calls = {}
 
     def standing_in(name: str, part: bench.Part) -> bench.Part:
@@ -126,14 +126,15 @@ def test_a_shape_has_its_linears(text: str, problems: list[object]) -> None:
 
 
 def test_what_is_hidden_of_what_could_be() -> None:
-    """A GEMM of 100 and a transfer of 40, 144 one after the other: in 110, 34 of 40 are hidden, and 10 exposed."""
+    """A GEMM of 100 and a transfer of 40 take 144 in sequence: if both take 110 together, 34 of 40 are hidden, and 10
+    are exposed."""
     found = operators.line("gather", (8, 8, 8), "bf16", "chunked", 110.0, (100.0, 40.0, 144.0))
     assert found.hidden == pytest.approx(34 / 40) and found.exposed == pytest.approx(10)
     assert found.of_ideal == pytest.approx(100 / 110) and found.of_sequential == pytest.approx(110 / 144)
 
 
 def test_gathers_and_sums_of_fp8_have_bars() -> None:
-    """A GEMM of 100 in ten waves: its last tile takes 10."""
+    """A GEMM of 100 with ten waves: the last tile takes 10."""
 
     def said(operator: str, recipe: str, strategy: str, time: float) -> str:
         parts = (100.0, 40.0, 144.0)
@@ -153,8 +154,8 @@ def test_operators_take_less_than_a_minute_by_default() -> None:
 
 
 def test_waves_are_those_of_the_kernel_that_runs() -> None:
-    """On 132 multiprocessors: our own kernel's 32 x 75 pairs of tiles, 66 at once; cuBLASLt's 64 x 56 tiles, and where ours is
-    small."""
+    """Number of waves on 132 multiprocessors: dlp's kernel runs 66 of 32 x 75 pairs of tiles at once; cuBLASLt has 64 x
+    56 tiles, and runs the problems that are too small for dlp's kernel."""
     large = (8192, 8192, 14336)
     assert operators.waves_of(large, "fp8_block", 132) == 37 and operators.waves_of(large, "fp8_current", 132) == 28
     assert (

@@ -1,4 +1,4 @@
-"""`bench.boundary` compares two ways to cast weights, together and one by one, which give equal bits."""
+"""`bench.boundary` compares casts of all weights together with casts one by one, which give equal bits."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def test_together_and_one_by_one_make_the_same_bits(recipe: str, held: str) -> N
     end_step(model)
     assert all(map(torch.equal, parts(), one_by_one))
     assert not all(map(torch.equal, before, one_by_one))
-    codes = {"nvfp4": 0.5}.get(recipe, 1.0)  # bytes of one, both ways, beside what the weights take
+    codes = {"nvfp4": 0.5}.get(recipe, 1.0)  # bytes of codes of one operand pair, relative to the weights
     assert nbytes(model) > (torch.tensor((), dtype=DTYPES[held]).itemsize + 2 * codes) * (256 * 192 + 128 * 256)

@@ -1,5 +1,5 @@
-"""`bench.e2e` refuses what it cannot measure before the first subject, and loses no result to a later one. No ranks:
-meshes and measurements are stood in for."""
+"""`bench.e2e` refuses settings that it cannot measure before the first subject, and keeps results if a later subject
+fails. No ranks: meshes and measurements are replaced."""
 
 from __future__ import annotations
 

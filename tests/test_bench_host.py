@@ -1,5 +1,5 @@
-"""`bench.host` compares turns of one round, and its clock runs inside a layer only. No device: synchronizing and
-subjects are stood in for."""
+"""`bench.host` compares measurements of one round, and measures time inside of layers only. No device: synchronization
+and subjects are replaced."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_slows_a_round_does_not_move_the_ratio() -> None:
 
 
 class Slow(torch.autograd.Function):
-    """Takes 2 ms forward and 3 ms backward."""
+    """Module that takes 2 ms in forward and 3 ms in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def test_the_clock_runs_inside_the_layer_only(monkeypatch: pytest.MonkeyPatch) -
     def run() -> None:
         y = layer(x)
         time.sleep(0.01)  # a collective
-        y.register_hook(lambda grad: time.sleep(0.01))  # and one of backward
+        y.register_hook(lambda grad: time.sleep(0.01))  # time in backward outside of the layer
         y.sum().backward()
 
     ((counts, whole),) = in_turns({"layer": Turn(run, inside)})["layer"]
@@ -76,7 +76,7 @@ def test_the_clock_runs_inside_the_layer_only(monkeypatch: pytest.MonkeyPatch) -
 
 
 class OnCpu:
-    """A subject of `bench.linear_subjects` that needs no GPU."""
+    """Subject of `bench.linear_subjects` that needs no GPU."""
 
     def __init__(self, recipe: str, shape: tuple[int, int, int]) -> None:
         layer, self.x = nn.Linear(4, 4), torch.ones(4, 4)

@@ -1,5 +1,5 @@
-"""`bench.linear` measures each shape in a process of its own: nothing that fails there goes missing. No device:
-processes and measurements are stood in for."""
+"""`bench.linear` measures each shape in a separate process and reports every failure. No device: processes and
+measurements are replaced."""
 
 from __future__ import annotations
 
@@ -193,7 +193,8 @@ def test_bytes_of_casts_are_those_of_their_formats(recipe: str, per_token: float
 
 @pytest.mark.parametrize("recipe", ALL_TUNED)
 def test_what_is_tuned_is_what_a_linear_runs(recipe: str) -> None:
-    """The words are the key of a choice; alignment is the allocator's, and left out."""
+    """The arguments of the GEMM are the key of a measured choice. Alignment, which depends on the allocator, is not
+    part of the key."""
     tokens, k, n = 256, 128, 384
 
     def ran() -> set[gemms.GemmProblem]:
@@ -245,7 +246,8 @@ def test_a_row_ends_with_its_verdicts(
 
 
 def test_a_recipe_is_judged_by_the_fastest_peer_of_its_kind() -> None:
-    """Not by the fastest of all, and fast accumulation by none."""
+    """A recipe is compared with the fastest peer of the same kind, not with the fastest peer of all, and without fast
+    accumulation."""
     shape = (8192, 4096, 4096)
     times = {BASE: 4.0, "fp8_current": 2.0, "fp8_delayed": 1.8, "fp8_current:fast": 1.0, "fp8_delayed:tuned": 1.7,
              "fp8_rowwise": 3.0, "fp8_block": 2.5, "mxfp8": 5.0, "torchao": 1.9, "torchao rowwise": 1.5, "te current": 1.6,

@@ -1,4 +1,4 @@
-"""bench.ops: what it measures computes the same, and what it says without a GPU."""
+"""bench.ops: the measured variants compute the same results; output without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`bench.quantize` judges large inputs of both dtypes by the same shares of a copy. No device: launches are played."""
+"""`bench.quantize` compares large inputs of both dtypes with a copy, with the same bars. No device: launches are
+simulated."""
 
 from __future__ import annotations
 

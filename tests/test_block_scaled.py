@@ -1,7 +1,8 @@
-"""Block-scaled GEMMs without a GPU that has them: what cuBLASLt is handed, read as its documentation says.
+"""Arguments of block-scaled GEMMs for cuBLASLt, interpreted according to cuBLASLt's documentation, without a GPU with
+such units.
 
-`blackwell` puts a function in cuBLASLt's place that checks what the units demand (sizes, alignment, scale modes and tiles),
-reads codes and scales out of the tiles, and multiplies them in float64. No such GPU has run any of this.
+`blackwell` replaces cuBLASLt by a function that checks the requirements of the units (sizes, alignment, scale modes and
+tiles), reads codes and scales from the tiles, and multiplies in float64. No GPU with such units has run these GEMMs.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _values(codes: Tensor, tiles: Tensor, mode: int) -> Tensor:
 
 @pytest.fixture
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[gemms.Scales]:
-    """The scales of the products that the unit was asked for."""
+    """The scales of the products that were requested from the unit."""
     asked: list[gemms.Scales] = []
 
     def product(
@@ -56,7 +57,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[gemms.Scales]:
 
     monkeypatch.setattr(gemms, "product", product)
     monkeypatch.setitem(table.DEVICE_AT, -1, "sm_100")
-    for operation in registry._ON.keys() - {table.GEMM}:  # what lies around the GEMM stays on the CPU
+    for operation in registry._ON.keys() - {table.GEMM}:  # other operations run on the CPU
         monkeypatch.setitem(registry._ON[operation], "sm_100", table.entries(operation, "cpu"))
     return asked
 
@@ -89,7 +90,7 @@ def test_a_block_scaled_gemm_multiplies_the_decoded_operands(blackwell, recipe, 
 
 
 def test_a_wrong_scale_is_noticed(blackwell, monkeypatch):
-    """The test above can fail: tiles whose columns are one block off."""
+    """The previous test can fail: scales in a column that is off by one block are detected."""
     a, b = operands(RECIPES[0], "fprop", (256, 128, 512))
     expected = Gemm("fprop", b, torch.float32)(a)
     swizzle = ops.swizzle_128x4
@@ -106,7 +107,8 @@ def test_inexact_scales_are_not_taken_for_powers_of_two(blackwell):
 
 
 def test_the_words_of_a_block_scaled_problem():
-    """CUDA_R_4F_E2M1 is 33, VEC16_UE4M3 1, VEC32_UE8M0 2; sizes and strides count elements, two of which share a byte."""
+    """CUDA_R_4F_E2M1 is 33, VEC16_UE4M3 is 1, VEC32_UE8M0 is 2. Sizes and strides count elements, two of which share a
+    byte."""
     a, b = (torch.zeros(lines, 64, dtype=torch.uint8).view(gemms.FP4) for lines in (8, 32))
     tiles, one = torch.zeros(512, dtype=torch.uint8), torch.ones(())
     scales = gemms.Scales(tiles, tiles, gemms.NVFP4_BLOCKS, gemms.NVFP4_BLOCKS)

@@ -1,5 +1,5 @@
-"""Building the kernels, without a GPU: what the cache is keyed by and where it lies, which programs are found, what is said
-when something is missing or broken, the lock."""
+"""Building the kernels without a GPU: key and folder of the cache, chosen compilers, messages about missing or broken
+compilers, the lock."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from dlp.kernels.loader import BuildError, MissingError, Toolchain, build_key, c
 TOOLS = Toolchain("nvcc", "13.0", "ninja", "c++", ())
 ARCH = ["sm_90a"]
 
-# What is less than IEEE arithmetic: PTX that approximates or flushes, and functions of CUDA that are not rounded correctly, or
-# not where the reference rounds (rsqrt).
+# Code with less accuracy than IEEE arithmetic: PTX that approximates or flushes, and CUDA functions that are not
+# correctly rounded, or that round differently from the reference (rsqrt).
 APPROXIMATE = re.compile(
     r"[._]approx|\.ftz|\.full\.f|__fdividef"
     r"|\b(__f?|h2?)?(rsqrt|exp|exp2|exp10|expm1|log|log2|log10|log1p|pow|sin|cos|sincos|tan|tanh|erf|rcp)f?\s*\("
     r"|\b__f?rsqrt_r[nzud]"
 )
 ALLOWED = {
-    # The sigmoid of an activation, whose results are held to a bound and not to bits. No scale is made with it.
+    # Files of the sigmoid of activations. Tests bound these results and do not compare bits. No scale depends on the
+    # sigmoid.
     ("elements.cuh", 'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(__fadd_rn(1.0f, expf(-x))));'),
     # GELU's, likewise.
     ("activations.cuh", "const float t = tanhf(__fmul_rn(__fadd_rn(g, __fmul_rn(__fmul_rn(square, g), b)), a));"),
-    # The loss and its gradient, likewise.
+    # Files of the loss and its gradient, with the same exception.
     ("cross_entropy.cu", "__device__ float factor(float other) const "
      "{ return largest == other ? 1.0f : expf(largest - finite(other)); }"),
     ("cross_entropy.cu", "for (int i = 0; i < 8; ++i) sum = __fadd_rn(sum, expf(__fsub_rn(x[i], shift)));"),
@@ -50,7 +51,7 @@ ALLOWED = {
 
 @pytest.fixture
 def ninja(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
-    """The folders that were built, in a cache of their own; ninja itself is not run."""
+    """The folders that were built, with a separate cache. ninja is not run."""
     monkeypatch.setenv("DLP_CACHE", str(tmp_path))
     built: list[Path] = []
 
@@ -73,7 +74,7 @@ def test_key_covers_everything(copied: Path, monkeypatch: pytest.MonkeyPatch) ->
         return build_key(sources(copied), cuda, architectures)
 
     keys = [key(), key(cuda="12.9"), key(architectures=["sm_100a"])]
-    assert key() == keys[0] == build_key(sources(), "13.0", ARCH)  # not where the sources lie
+    assert key() == keys[0] == build_key(sources(), "13.0", ARCH)  # the folder of the sources is not part of the key
     for owner, name, value in [
         (loader, "NVCC_FLAGS", "-O0"), (loader, "CXX_FLAGS", "-O0"), (torch, "__version__", "2.0"), (sys, "version", "3.0"),
     ]:  # fmt: skip
@@ -91,13 +92,14 @@ def test_key_covers_everything(copied: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def approximate(folder: Path) -> set[tuple[str, str]]:
-    """(file, line) of all code that does not round as IEEE arithmetic does; comments are free to talk of it."""
+    """(file, line) of all code that rounds differently from IEEE arithmetic. Comments are not searched."""
     lines = ((file.name, line.strip()) for file in sources(folder) for line in file.read_text().splitlines())
     return {(name, line) for name, line in lines if APPROXIMATE.search(line.partition("//")[0])}
 
 
 def test_sources_are_plain_cuda() -> None:
-    """No torch header, which would tie the build to a torch version; nothing that approximates or flushes."""
+    """The sources include no torch header, which would tie the build to a torch version, and no code that approximates
+    or flushes."""
     assert {"bindings.cpp", "amax.cu", "kernels.h"} <= {file.name for file in sources()}
     for file in sources():
         assert "torch/" not in file.read_text() and "ATen" not in file.read_text(), file.name
@@ -185,7 +187,7 @@ def test_what_is_built_needs_a_cache_that_can_be_read_only(ninja: list[Path], mo
 
 
 def program(folder: Path, text: str, name: str = "nvcc") -> str:
-    """The path of a program that is a shell script."""
+    """The path of a new executable shell script."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text)
     (folder / name).chmod(0o755)
@@ -207,7 +209,7 @@ def test_a_named_toolkit_comes_before_path_and_path_before_the_usual_place(
 
 
 def packages(root: Path, *left_out: str) -> Path:
-    """PyPI's compiler of CUDA 13, in a folder of packages, without some of its files."""
+    """PyPI's compiler of CUDA 13 in a folder of packages, without the given files."""
     for name in ("bin/nvcc", "nvvm/bin/cicc", "include/crt/host_config.h", "lib/libcudart.so.13", "include/cccl/cub"):
         if name not in left_out:
             (root / "nvidia" / "cu13" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -218,7 +220,8 @@ def packages(root: Path, *left_out: str) -> Path:
 def test_the_compiler_of_pypi_comes_before_path_and_links_the_shared_runtime(
     tmp_path: Path, ninja: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And its origin is printed; a named toolkit comes before it; a part that is not installed is named."""
+    """The origin of the compiler is printed, a configured toolkit has precedence, and the message names a missing
+    part."""
     root = packages(tmp_path / "site")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
@@ -267,7 +270,7 @@ def test_parts_of_the_compiler_are_found_in_the_environment_below(
 
 
 def test_kernels_that_are_required_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sentence says what to install, and not what would run instead."""
+    """The message says what to install, and does not mention a fallback."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
@@ -328,7 +331,7 @@ def test_what_is_missing_and_what_runs_instead_is_one_sentence(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
-    monkeypatch.setattr(loader, "load", loader.load.__wrapped__)  # whatever is loaded stays
+    monkeypatch.setattr(loader, "load", loader.load.__wrapped__)  # the function caches its result
     assert build.main([]) == 2
     assert capsys.readouterr().err == (
         "native kernels need nvcc, which is not on PATH: pip install 'dlp[gpu]'; "

@@ -1,4 +1,4 @@
-"""Calibrating on two ranks: scales on which all ranks agree, those of results and of siblings, and what statistics show."""
+"""Calibration on two ranks: scales on which all ranks agree, scales of results and of siblings, and statistics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOWN = "blocks.1.down"
 
 
 def x_of_first(step: int) -> Tensor:
-    """Input of gate and up of the first block in a step, of all ranks together."""
+    """Global input of gate and up of the first block in a step, from all ranks."""
     return nn.LayerNorm(64).to(worker.device())(batch(step, worker.mesh(tp=2))[0])
 
 
@@ -35,7 +35,8 @@ def scales(model: Net, observer: Any, steps: int = 3) -> dict[str, float]:
 
 @torch.no_grad()
 def observed() -> dict[str, dict[str, dict[str, float]]]:
-    """Mesh -> observer -> linear -> scale; the amaxes of the first linear's x, by step, as "x" -> step."""
+    """Scale of each linear, by mesh and observer; and the amaxes of x of the first linear, by step, under the key
+    "x"."""
     found: dict[str, Any] = {}
     for mesh, sizes in MESHES.items():
         model = net("bf16", worker.mesh(**sizes))
@@ -66,7 +67,7 @@ def delayed(role: str) -> DelayedScaling:
 
 
 def of_results() -> tuple[dict[str, float], dict[str, float], dict[str, Any]]:
-    """Scales after one calibrating step, scales that amaxes of y ask for, and the step's statistics."""
+    """Scales after one calibration step, the scales that the amaxes of y require, and the statistics of the step."""
     mesh = worker.mesh(tp=2)
     model = net(dlp.CustomRecipe(delayed, name="all delayed"), mesh)
     dlp.record_stats(model, "**")
@@ -99,7 +100,8 @@ def test_results_and_siblings_are_calibrated(ranks):
 
 @torch.no_grad()
 def of_static() -> list[dict[str, Any]]:
-    """Statistics of the calibrating step; of a frozen model on the same batch; on one whose x are several times as large."""
+    """Statistics of the calibration step, of a frozen model on the same batch, and of a frozen model on inputs that are
+    several times larger."""
     mesh = worker.mesh(tp=2)
     model, found = net("bf16", mesh), []
     model.mesh = mesh

@@ -1,4 +1,5 @@
-"""Capabilities that quantizers declare, refused declarations, and the capabilities of wrappers and subclasses. No ranks."""
+"""Capabilities that quantizers declare, refused declarations, and the capabilities of wrappers and subclasses. No
+ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.quantizers import a_slot, every_quantizer, matrix
 
 @dataclass(frozen=True)
 class Mine:
-    """A user's, that declares what it is told to, whether or not it has it."""
+    """User-defined quantizer that declares the given capabilities, whether or not it has them."""
 
     caps: Any = None
     format: ClassVar[Any] = FORMATS["e4m3"]
@@ -39,7 +40,7 @@ class Mine:
 
 @dataclass(frozen=True)
 class Bare:
-    """A user's, that declares nothing."""
+    """User-defined quantizer that declares nothing."""
 
     format = FORMATS["e4m3"]
     reduces = ()
@@ -56,7 +57,7 @@ def test_a_quantizer_that_declares_nothing_has_the_plain_default():
 
 
 def recipes_with(quantizer: Any) -> list[Any]:
-    """Every place of a recipe that a quantizer can be in."""
+    """Recipes with the quantizer as each operand of the recipe."""
     current = load("fp8_current")
     return [lambda name=name: replace(current, **{name: both(quantizer)}) for name in ("x", "w", "dy")] + [
         lambda: replace(current, y=quantizer),
@@ -114,7 +115,7 @@ def test_a_cast_refuses_an_unknown_keyword_by_name(quantizer: Any, method: str):
 
 @dataclass(frozen=True)
 class HalfBoth(CurrentScaling):
-    """Casts that take a flag, and a `both` that takes none."""
+    """Quantizer whose `cast` takes a flag, and whose `both` does not."""
 
     caps: ClassVar[QuantizerCaps] = CurrentScaling.caps
 
@@ -131,7 +132,7 @@ def test_both_takes_what_casts_take():
 
 @dataclass(frozen=True)
 class Half(CurrentScaling):
-    """Half of the range; it declares nothing of its own."""
+    """Quantizer with half of the range. It declares nothing."""
 
     def cast(self, x: Tensor, amax: Tensor | None, **more: Any) -> QuantizedTensor:
         assert amax is not None
@@ -152,7 +153,7 @@ class OneReadHalf(Half):
 
 
 def test_a_subclass_that_casts_otherwise_is_not_passed_by():
-    """`both` and `batch` of the base class do not call the new cast."""
+    """`both` and `batch` of the base class do not call the new `cast`, so they are not used."""
     assert caps_of(Half()) == QuantizerCaps(op="cast_fp8_tensor")
     assert not any(offers(Half(), method) for method in ("both", "batch", "both_grads"))
     assert caps_of(DelayedSubclass()) == DelayedScaling().caps and offers(DelayedSubclass(), "both")

@@ -1,4 +1,4 @@
-"""Plans of casts and batches of them: what is agreed on in one launch, what is predicted of it, and where operands are written.
+"""Plans of casts and batches of casts: amaxes that are agreed in one launch, predicted bytes, and outputs of operands.
 No ranks: groups only have a name and a size."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DP, TP = (FakeGroup(name) for name in ("dp_shard", "tp"))
 
 
 class RecordingQuantizer:
-    """Replaces `agree`: notes who agrees on how many numbers; all others have twice as much."""
+    """Replacement for `agree` that records groups and numbers of amaxes, as if all other ranks had twice the amax."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -58,13 +58,14 @@ class RecordingQuantizer:
 
 
 def amax_of(made: Any) -> float:
-    """By which an operand of per-tensor scaling was cast."""
+    """The amax with which an operand of per-tensor scaling was cast."""
     return float(made.parts[1] * 448)
 
 
 @pytest.mark.parametrize("make", [make_casts, lambda batch: CastBatch().make(batch)], ids=["once", "boundary"])
 def test_a_batch_agrees_once_a_group_and_on_rows_first(make):
-    """x of one layer, two dys of another and rows of a weight, whose scale other ranks of both groups have a say in."""
+    """The batch has x of one layer, two dys of another layer, and rows of a weight, whose scale ranks of both groups
+    share. The batch agrees once per group, and first over the ranks that have the rows."""
     ones = torch.ones(32, 32)
     agreed, rows = Read(QUANTIZER, QUANTIZER, ((None, TP),) * 2), Read(QUANTIZER, None, ((DP, TP), NOBODY))
     alone = Read(None, QUANTIZER)
@@ -98,10 +99,10 @@ def test_what_a_plan_predicts_is_what_casts_agree_on(row, recipe, scope):
 
 
 class OneByOne(Wrapped):
-    """A quantizer that offers no read of both orientations: the columnwise operand is the transposed rowwise one."""
+    """Quantizer without a read for both orientations: the columnwise operand is the transposed rowwise operand."""
 
     def cast(self, x: Tensor, amax: Tensor | None, **options: Any) -> Any:
-        options.pop("out", None)  # what it does not write into
+        options.pop("out", None)  # the cast does not support `out`
         return self.inner.cast(x, amax, **options)
 
 

@@ -1,4 +1,4 @@
-"""Casts in both orientations at once, and the way to the kernels: pure tests, with kernels that are emulated."""
+"""Casts for both orientations at once, and the calls of kernels, which are emulated. No ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASTS = ("cast_fp8_tensor", "cast_fp8_rowwise", "cast_fp8_block", "cast_mxfp8", 
 
 @contextmanager
 def on_kernels() -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
-    """Inside, kernels run (tests.emulated); the list of their launches."""
+    """Run emulated kernels (tests.emulated) inside; return the list of launches."""
     with emulation(kind="sm_100", batches=True), recorded() as launches:
         yield launches
 
@@ -57,7 +57,7 @@ def quantized(quantizer, x, at):
 
 
 def matrices(pair, seed: int) -> dict[str, Tensor]:
-    """Views of a matrix, as far as both formats hold them."""
+    """Views of a matrix that both formats support."""
     unit = max(max(quantizer.format.multiple) for quantizer in pair)
     made = views(matrix(seed, *((200, 300) if unit == 1 else (192, 288))))
     return {how: x for how, x in made.items() if all(size % unit == 0 for size in x.shape)}
@@ -107,7 +107,7 @@ def test_kernels_get_what_they_read_and_give_what_was_asked(pair):
 @pytest.mark.parametrize("on_kernels", [False, True], ids=["reference", "kernels"])
 @pytest.mark.parametrize("pair", OFFERING, ids=str)
 def test_casts_write_where_they_are_told(pair, on_kernels, request):
-    """Into rows of a larger buffer, such as a rank's segment of what is gathered."""
+    """Casts write into the given output, such as a rank's segment of a gathered buffer."""
     if on_kernels:
         request.getfixturevalue("launches")
     x = next(iter(matrices(pair, 5).values()))
@@ -151,7 +151,7 @@ def test_blocks_without_a_kernel_run_the_reference(launches):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"])
 def test_operands_do_not_depend_on_what_is_asked_with_them(recipe):
-    """Rowwise and columnwise, alone and together."""
+    """Rowwise and columnwise operands have the same bits separately and together."""
     for tensor in ("x", "w", "dy"):
         made = {}
         for row, col in ((True, False), (False, True), (True, True)):
@@ -170,7 +170,7 @@ def test_operands_do_not_depend_on_what_is_asked_with_them(recipe):
     [("fp8_current", 2), ("fp8_delayed", 1), ("fp8_rowwise", 2), ("fp8_block", 1), ("mxfp8", 1), ("nvfp4", 2)],
 )
 def test_one_read_makes_both_operands(launches, recipe, reads):
-    """And one what is observed before, where something is."""
+    """One launch casts both operands, after one launch for amaxes if the quantizers need amaxes."""
     for tensor in ("x", "w", "dy"):
         bound = make_bound(STYLES["local", False], load(recipe))
         bound.session.cores[0] = SimpleNamespace(
@@ -190,7 +190,7 @@ def test_a_batch_makes_what_casts_make_alone(quantizer, launches):
 def test_what_is_transformed_or_rounded_by_chance_has_no_batch():
     offering = {quantizer for quantizer in QUANTIZERS if batches(quantizer)}
     without = {quantizer for quantizer in QUANTIZERS if getattr(quantizer, "rht", False) or caps_of(quantizer).origin}
-    plain = {each for each in QUANTIZERS if isinstance(each, IntScaling)}  # by torch, which has no batches
+    plain = {each for each in QUANTIZERS if isinstance(each, IntScaling)}  # casts in plain torch, without batches
     assert offering == set(QUANTIZERS) - without - plain - {KeepHighPrecision()} and len(without) >= 3
 
 
@@ -279,6 +279,6 @@ def test_rows_that_overlap_are_refused():
 
 
 def test_a_matrix_without_rows_is_readable_however_it_was_expanded():
-    """As dy of no tokens is, which no copy makes adjacent."""
+    """Example: dy without tokens, which no copy makes contiguous."""
     assert cuda.readable(torch.ones(1).expand(0, 256))
     assert not cuda.readable(torch.ones(1).expand(16, 256))

@@ -1,4 +1,5 @@
-"""Checkpoints as folders, without ranks: which one is meant, which is whole, and how each that is not is refused."""
+"""Checkpoints as folders, without ranks: choice of the checkpoint, complete checkpoints, and refusals of incomplete
+ones."""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ def test_an_edited_manifest_is_one_sentence(tmp_path, signed):
     said = 0
     for key, value in ((key, value) for key in good for value in values):
         if good[key] == value or (signed and type(value) is TYPES[key] and value != -1 and key != "files"):
-            continue  # another manifest, as whole as this one; whether it fits is for the run to say
+            continue  # another complete manifest; the run decides whether it fits
         if signed and key == "files" and value == {}:
             continue
         edited = {**good, key: value}

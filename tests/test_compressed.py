@@ -1,4 +1,5 @@
-"""Codes as compressed-tensors: the layout, read by the package of that name too, and models of codes out and in again."""
+"""Codes as compressed-tensors: the layout, also read by the package compressed-tensors, and models with codes that are
+saved and loaded."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_the_layout_holds_the_codes_and_the_package_reads_the_same_values(case: 
     exact = {name: exact_of(text) for name, text in header(encoded.exact).items()}
     back = compressed.decode(encoded.tensors, scheme["weights"], exact)
     assert torch.equal(back.dequantize(torch.float32), values[:144])
-    if not (case == "mxfp8-2d" or case == "nvfp4"):  # scales of tiles, once for each row
+    if not (case == "mxfp8-2d" or case == "nvfp4"):  # scales of tiles, repeated for each row
         assert back.format == q.format
         for part, before in zip(back.parts, q.parts, strict=True):
             assert torch.equal(as_bytes(part), as_bytes(before))
@@ -64,7 +65,7 @@ def test_the_layout_holds_the_codes_and_the_package_reads_the_same_values(case: 
     assert theirs and config.format == scheme["format"] and config.quantization_status == "compressed"
     group = config.config_groups["group_0"]
     read = BaseCompressor.get_value_from_registry(str(group.format)).decompress(encoded.tensors, group)["weight"]
-    if case == "nvfp4":  # the package divides the scales by the stored reciprocal of ours, in bf16
+    if case == "nvfp4":  # the package divides the scales by dlp's stored reciprocal, in bf16
         assert (read.float() - values[:144]).abs().max() <= 2**-7 * values.abs().max()
     else:
         assert torch.equal(read.float(), values[:144])
@@ -227,7 +228,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path) -> None:
 
 @pytest.mark.parametrize("case", FEW)
 def test_save_pretrained_after_quantize_(tmp_path, case: str) -> None:
-    """transformers' own classes; transformers reads the folder with the package compressed-tensors where it has it."""
+    """The test uses transformers' classes, which read the folder with the package compressed-tensors if installed."""
     transformers = pytest.importorskip("transformers")
     from tests import hf_models
 

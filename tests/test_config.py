@@ -1,4 +1,4 @@
-"""Configuration, without a device: files, overrides, every error sentence, the printed file and the documentation."""
+"""Configuration, without a device: files, overrides, every error message, the printed file and the documentation."""
 
 import dataclasses
 import os
@@ -95,7 +95,7 @@ def test_recipe_options() -> None:
     assert Group(name="a", match=["b"]).recipes() == []
 
 
-# Arguments, and below them the whole sentence, or its beginning if it ends in "...".
+# Arguments, and below them the complete message, or the beginning of the message followed by "...".
 REFUSED = """
 --train.lr fast
     --train.lr: expected a number > 0, got 'fast'
@@ -360,7 +360,7 @@ def test_as_a_program() -> None:
 
 def test_a_cuda_graph_needs_a_gpu() -> None:
     config = load("tiny", ["--mesh.tp", "1", "--train.cuda_graph", "true"])
-    mesh: Any = None  # refused before it is looked at
+    mesh: Any = None  # refused before it is read
     with pytest.raises(
         ConfigError, match=r"^tiny.toml: \[train\] cuda_graph = true: expected a GPU, got a CPU; set it to"
     ):
@@ -421,7 +421,8 @@ LATE = ("unknown recipe", "recipe bf16 has no option", "[[groups]] 'edges': ")  
 
 
 def test_settings_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    """Programs check the command line by `early`, which says what `load` says. A `torch` that raises stands for torch."""
+    """Programs check the command line with `early`, which raises the errors of `load`. A `torch` that raises replaces
+    torch."""
     for arguments, sentence in PAIRS:
         if not any(late in sentence for late in LATE) and sentence.startswith(("--", "tiny.toml")):
             with pytest.raises(ConfigError, match=re.escape(sentence.removesuffix("..."))):

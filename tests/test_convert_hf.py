@@ -1,4 +1,4 @@
-"""Weights of published folders: streamed in and out bit by bit, refused by name, and what a run makes of them."""
+"""Weights of published folders: streamed import and export with equal bits, refusals, and runs with the weights."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ from tests.command import command
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
-SHAPE = Model(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=384)  # of tests.training, with
+# The shape of the model of tests.training with TWO_BLOCKS
+SHAPE = Model(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=384)
 TWO_BLOCKS = "--model.layers=2"
 INDEX = safetensors_folder.INDEX
 
 
 def published(folder: Path, shape: Model = SHAPE, dtype: str = "fp32", **config: Any) -> dict[str, Tensor]:
-    """A folder as they are published, of several files; its tensors."""
+    """A folder with several files, as published models have; and its tensors."""
     generator, theirs = torch.Generator().manual_seed(3), dict(their_names(shape.layers))
     kind = getattr(torch, convert_hf.NAMES[dtype])
     tensors = {
@@ -71,7 +72,7 @@ def test_what_comes_back_is_what_was_published(tmp_path: Path, dtype: str, famil
 
 
 def test_the_dtype_of_a_checkpoint_is_exported_unless_another_is_asked_for(tmp_path: Path) -> None:
-    """A run's weights are fp32, and were rounded to bf16 without a word."""
+    """The weights of a run are fp32, and an earlier version exported them rounded to bf16 without a message."""
     for dtype in ("fp32", "bf16", "fp16"):
         before = published(tmp_path / dtype, dtype=dtype)
         convert_hf.import_folder(tmp_path / dtype, tmp_path / f"{dtype}-ours")
@@ -119,7 +120,7 @@ def test_weights_are_never_in_memory_together(tmp_path: Path, monkeypatch: pytes
 
 
 def without(folder: Path, name: str) -> None:
-    """Take a tensor out of the index, as of a folder that lacks it."""
+    """Remove a tensor from the index."""
     index = json.loads((folder / INDEX).read_text())
     del index["weight_map"][name]
     (folder / INDEX).write_text(json.dumps(index))
@@ -141,7 +142,7 @@ def pickled(folder: Path) -> None:
 
 
 def changed(folder: Path, name: str, values: Callable[[Tensor], Tensor]) -> None:
-    """A tensor holds other values, in its file."""
+    """Change the values of a tensor in its file."""
     file = safetensors_folder.entries(folder)[name].file
     tensors = {
         each: safetensors_folder.read(entry, each)
@@ -226,7 +227,7 @@ CONFLICTS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def config_of(folder: Path, family: str, **config: Any) -> Model:
-    """The `[model]` read from a config.json; a setting `...` is left out of the file."""
+    """The `[model]` read from a config.json. A setting with the value `...` is left out of the file."""
     settings = {**hf_config.config_json(replace(SHAPE, family=family), "float32", 512), **config}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({key: value for key, value in settings.items() if value is not ...}))
@@ -241,7 +242,7 @@ def test_two_values_for_one_setting_are_refused(tmp_path: Path, case: str) -> No
 
 
 def test_a_setting_that_is_left_out_has_the_value_of_transformers(tmp_path: Path) -> None:
-    """Each optional key alone and all of them together, in every family."""
+    """The test leaves out each optional key alone and all of them together, in every family."""
     for family, kv_heads, head_dim, window in (
         ("llama", 4, 16, None), ("mistral", 8, 16, 4096), ("qwen2", 32, 16, None), ("qwen3", 32, 128, None)
     ):  # fmt: skip
@@ -279,7 +280,7 @@ def test_what_cannot_be_read_is_one_sentence_and_leaves_nothing(tmp_path: Path, 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    """A full disk at each file that an import or export writes."""
+    """The disk is full at each file that an import or export writes."""
     published(tmp_path / "published")
     if file == "config.json":
         convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
@@ -296,8 +297,8 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
         return create(self, path, mode)
 
     create = dcp_files._Files.create_stream
-    monkeypatch.setattr(io, "open", full)  # as pathlib calls it
-    monkeypatch.setattr(dcp_files._Files, "create_stream", full_stream)  # as the writer of tensors does
+    monkeypatch.setattr(io, "open", full)  # pathlib opens files by io.open
+    monkeypatch.setattr(dcp_files._Files, "create_stream", full_stream)  # the writer of tensors calls this
     action = ["export", "ours", "back"] if file == "config.json" else ["import", "published", "ours"]
     code, out, error = command("launch.convert_hf", action[0], *(str(tmp_path / name) for name in action[1:]))
     assert (code, out) == (1, "") and "No space left on device" in error and error.count("\n") == 1, error
@@ -305,7 +306,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
 
 
 def test_what_is_exported_can_be_read_by_others(tmp_path: Path) -> None:
-    """safetensors writes files of mode 0600, whatever the umask is."""
+    """safetensors writes files with mode 0600, whatever the umask is."""
     published(tmp_path / "published")
     convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
     convert_hf.export(tmp_path / "ours", tmp_path / "back", "fp32", None, limit=100_000)
@@ -316,7 +317,8 @@ def test_what_is_exported_can_be_read_by_others(tmp_path: Path) -> None:
 
 
 def test_two_imports_at_once_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second begins while the first reads, and completes; the first says so, and neither spoils the other's files."""
+    """The second import starts while the first reads, and completes. The first reports this, and neither damages the
+    other's files."""
     published(tmp_path / "published")
     read, begun = safetensors_folder.read, list[bool]()
 
@@ -362,7 +364,7 @@ def test_a_bar_says_how_far_a_conversion_is(tmp_path: Path, monkeypatch: pytest.
 
 
 def start(config: Any) -> dict[str, Tensor]:
-    """Inside a worker: the whole parameters that a run begins with."""
+    """The unsharded parameters with which a run starts. Runs in a worker."""
     made, done = training.trainer(config)
     assert done == 0
     return {
@@ -372,7 +374,7 @@ def start(config: Any) -> dict[str, Tensor]:
 
 
 def refused(config: Any) -> str:
-    """Inside a worker: why a run does not start."""
+    """Message with which a run refuses to start. Runs in a worker."""
     with pytest.raises(ValueError) as error:
         training.trainer(config)
     return str(error.value)

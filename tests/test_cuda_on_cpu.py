@@ -1,4 +1,4 @@
-"""The GPU that a CPU plays for the kernels' tests (`make emulate`): what becomes of asm, and that wrong threads are found."""
+"""The simulated GPU for the kernels' tests (`make emulate`): translation of asm, and detection of wrong threads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from dlp.kernels import loader
 from tests.cuda_on_cpu import build
 
-# Threads exchange values through shared memory, twice, from end to end of the block. Without a barrier behind what is written
-# one reads too early, without one behind what is read one overwrites too early.
+# Threads exchange values through shared memory twice, from one end of the block to the other. Without the barrier after
+# the write, a thread reads too early; without the barrier after the read, a thread overwrites too early.
 PROBE = """
 #include <stdexcept>
 

@@ -293,18 +293,18 @@ def test_program(corpus: dict[str, Path], tmp_path: Path, capsys: pytest.Capture
     arguments[2] = str(tmp_path / "other")
     with pytest.raises(ValueError, match="a validation share of 5.0 is not between 0 and 1: give 0.05 for 5 %"):
         main([*arguments[:-1], "5"])
-    assert "prepare" not in capsys.readouterr().err  # before anything is read
+    assert "prepare" not in capsys.readouterr().err  # the message comes before any file is read
     code, _, err = command("launch.data", "inspect", "README")
     assert code == 1 and err == "README: no such file or folder; give a shard, or a folder from launch.data prepare\n"
 
 
-# --- the order of windows
+# --- order of windows
 
 
 def make_stream(
     tmp_path: Path, lengths: tuple[int, ...] = (103, 60), split: str = "train", **settings: int
 ) -> TokenStream:
-    """Shards whose tokens count up, so that a window shows where it begins."""
+    """Shards with increasing tokens, so that a window shows where it begins."""
     shards, first = [], 0
     for number, length in enumerate(lengths):
         path = tmp_path / f"{number}.shard"
@@ -317,7 +317,7 @@ def make_stream(
 
 
 def global_batch(stream: TokenStream, step: int, world: int) -> torch.Tensor:
-    """The inputs of one step in the order of places, gathered from all ranks' microbatches."""
+    """The inputs of one step in the global order, collected from the microbatches of all ranks."""
     micros = stream.global_batch // (stream.micro_batch * world)
     return torch.cat([stream.batch(step, micro, rank, world)[0] for micro in range(micros) for rank in range(world)])
 
@@ -338,7 +338,7 @@ def test_permute_shuffles_and_depends_on_the_key() -> None:
 
 
 def test_order_of_the_data_never_changes() -> None:
-    """A resumed run must read what the first would have read, with other versions of everything too."""
+    """A resumed run must read the same data, also with other versions of all packages."""
     assert permute(np.arange(8, dtype=np.uint64), 100, (0, 0)).tolist() == [52, 16, 63, 97, 45, 87, 21, 91]
 
 
@@ -349,8 +349,8 @@ def test_targets_are_the_next_tokens(tmp_path: Path) -> None:
 
 
 def test_positions_begin_anew_with_each_document(tmp_path: Path) -> None:
-    """Token t of document d is 100 d + t, so each token says what its position is, from where its window begins to see it. One
-    document begins at the second token of a window, and one window holds six documents."""
+    """Token t of document d is 100 d + t, so each token determines its expected position, counted from the first token
+    in the window. One document begins at the second token of a window, and one window has six documents."""
     lengths = (3, 1, 25, 2, 18, 1, 1, 1, 1, 1, 1, 41, 2, 2)
     write_shard(tmp_path / "a.shard", [100 * d + np.arange(length) for d, length in enumerate(lengths)], 1 << 20)
     shard = open_shard(tmp_path / "a.shard")
@@ -484,7 +484,7 @@ def test_state_of_another_order_is_refused_by_name(tmp_path: Path) -> None:
         stream.load_state_dict(make_stream(tmp_path, lengths=(103, 61)).state_dict())
 
 
-# --- the embedded text and the loss to beat
+# --- embedded text, and bigram loss
 
 
 @pytest.fixture(scope="module")
@@ -534,7 +534,7 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
 
 
 def test_bigram_loss_of_stdlib(stdlib: data.Data) -> None:
-    """About 2.42 nats; it moves a little with the Python version."""
+    """The loss is about 2.42 nats, and depends a little on the Python version."""
     loss = bigram_loss(stdlib.train, stdlib.validation)
     assert 2.35 < loss < 2.5
     assert loss > bigram_loss(stdlib.validation, stdlib.validation)
@@ -546,7 +546,7 @@ def test_bigram_loss_of_known_chains(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, tokens in (("cycle", np.arange(40_000) % 4), ("chain", zero_after_one), ("once", [0, 0, 1, 0, 0])):
         write_shard(tmp_path / name, [np.asarray(tokens)], 257)
     cycle, chain, once = (open_shard(tmp_path / name) for name in ("cycle", "chain", "once"))
-    # Trained on 1 -> 2 and 3 -> 0, asked for 0 -> 0 twice, 0 -> 1 and 1 -> 0.
+    # Trained on 1 -> 2 and 3 -> 0; evaluated on 0 -> 0 twice, 0 -> 1 and 1 -> 0.
     assert bigram_loss([cycle], [once], 1.0) == pytest.approx(math.log(10_257**4 / 10_001) / 4, rel=1e-9)
     assert bigram_loss([cycle], [cycle]) < 0.01
     assert bigram_loss([chain], [chain]) == pytest.approx(math.log(2) * 2 / 3, abs=0.004)

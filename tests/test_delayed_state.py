@@ -1,4 +1,5 @@
-"""The slot table of delayed scaling: casts write to it, an update changes it, a checkpoint carries it. No ranks."""
+"""The table of delayed scales: casts write to the table, an update changes the scales, a checkpoint contains the table.
+No ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def amaxes(**values: float) -> dict[str, float]:
 
 
 def step(table: SlotTable, values: dict[str, float]) -> None:
-    """One step in which these slots were cast with these amaxes."""
+    """Update the scales after a step in which the slots were cast with the given amaxes."""
     for name, value in values.items():
         slot = table.slot(name)
         slot.staging.copy_(torch.maximum(slot.staging, torch.tensor(value)))
@@ -106,7 +107,8 @@ def test_merging_takes_the_largest_histories_and_recomputes_scales():
     ("algorithm", "amax"), [(lambda window: window.mean(0), 3.5), ("max", 4.0), ("most_recent", 3.0)]
 )
 def test_merged_scales_follow_from_merged_histories_by_the_slots_own_algorithm(algorithm, amax):
-    """Two ranks with amaxes 2, 3 and 4, 1: none of their own scales is the one of the largest of both, 4, 3."""
+    """Two ranks have the amaxes 2, 3 and 4, 1. The scale of the largest amaxes of both, 4, 3, differs from the scales
+    of each rank."""
     options = SlotOptions(448.0, amax_history_len=3, amax_compute_algo=algorithm)
     states = []
     for values in ((2.0, 2.0, 3.0), (2.0, 4.0, 1.0)):
@@ -130,14 +132,15 @@ def test_wrong_options_are_refused(options: dict, message: str):
 
 
 def scaling(**changed: SlotUse) -> ScalingState:
-    """Scaling state with three slots: cast in forward and shared by ranks, owned by this rank alone, and cast in backward."""
+    """Scaling state with three slots: cast in forward and shared by ranks, owned by this rank alone, and cast in
+    backward."""
     uses = {"x": SlotUse(E4M3, True, True), "w": SlotUse(E4M3, True, False), "dy": SlotUse(E5M2, False, True)}
     return ScalingState(uses | changed)
 
 
 def stage(state: ScalingState, **values: float) -> None:
     for name, value in values.items():
-        state.slot(name, True).staging.clamp_(min=value)  # as casts do
+        state.slot(name, True).staging.clamp_(min=value)  # casts write like this
 
 
 def scales(state: ScalingState) -> dict[str, float]:
@@ -173,7 +176,7 @@ def test_a_forward_keeps_the_scales_it_ran_with_over_updates(forward):
         "nothing has changed yet"
     )
     state.update(None, forward)
-    changes = forward is not False  # an update of what backward casts leaves the scales of forward as they are
+    changes = forward is not False  # an update of backward slots leaves the scales of forward slots unchanged
     assert state.slot("x", True, held).scale == 1.0, "its own" if changes else "those in the table"
     assert state.slot("x", True).scale == (224.0 if changes else 1.0)
     assert state.slot("dy", True, held).scale == state.slot("dy", True).scale, (

@@ -1,11 +1,12 @@
-"""The Python in README.md and docs/*.md runs: what the pages promise, they keep.
+"""The Python code blocks in README.md and docs/*.md run.
 
-    ```python               is shown, not run
+    ```python               is displayed, but does not run
     ```python test          runs; the blocks of a page run in order and share their names
     ```python test ranks=2  runs on each of 2 ranks (1, 2 or 4)
 
-So a page is run once per world: here its plain test blocks alone, on n ranks those and the ones marked ranks=n, in the
-order of the page, in one namespace. Blocks are compiled under their page's name and line: a traceback points into it.
+A page runs once without ranks, with the plain test blocks, and once for each number n of ranks, with the plain test
+blocks and the blocks marked ranks=n, in the order of the page and in one namespace. Blocks are compiled with the name
+and line of the page, so that a traceback points into the page.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _INFO = re.compile(r"python(?P<test> test(?: ranks=(?P<ranks>[124]))?)?")
 
 @dataclass(frozen=True)
 class Block:
-    """One block to run: its code, the line of the page it begins on, and its ranks (0: needs none)."""
+    """A block that runs: code, line of the page at which it begins, and number of ranks (0: no ranks)."""
 
     code: str
     line: int
@@ -45,7 +46,7 @@ class Block:
 
 
 def blocks(text: str) -> list[Block]:
-    """The blocks of a page that are marked as tests. ValueError for a `python...` mark that is none of the above."""
+    """The blocks of a page that are marked as tests. Raises ValueError for an unknown `python...` mark."""
     found = []
     for fence in _FENCE.finditer(text):
         indent, info, code = fence.groups()
@@ -61,17 +62,17 @@ def blocks(text: str) -> list[Block]:
 
 
 def run_blocks(page: str, chosen: Sequence[Block], directory: str) -> None:
-    """Runs `chosen` in one namespace, with `directory` as the working directory."""
+    """Run `chosen` in one namespace, with `directory` as the working directory."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     with contextlib.chdir(directory), restored_table(), restored_fusions(), warnings.catch_warnings():
-        warnings.filterwarnings("error", "FSDP2-wrapped module")  # of a model that ends in a view
+        warnings.filterwarnings("error", "FSDP2-wrapped module")  # the model ends in a view
         for block in chosen:
             code = "\n" * (block.line - 1) + block.code
             exec(compile(code, page, "exec"), namespace)
 
 
 def runs() -> list[tuple[Path, int]]:
-    """(page, world) of every run there is to make."""
+    """(page, number of ranks) of every run."""
     worlds = {page: sorted({block.ranks for block in blocks(page.read_text())}) for page in PAGES}
     return [(page, world) for page in PAGES for world in worlds[page]]
 
@@ -89,7 +90,7 @@ def test_page(page, world, ranks, tmp_path):
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of the headings of a page, as GitHub spells them."""
+    """Anchors of the headings of a page, in GitHub's spelling."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -121,7 +122,7 @@ def test_the_navigation_of_the_site_has_every_page_once():
 
 
 def test_links_of_the_site_lead_to_pages_of_the_site():
-    """The same as `mkdocs build --strict` checks, for a machine without mkdocs."""
+    """The same check as `mkdocs build --strict`, for machines without mkdocs."""
     folder = ROOT / "docs"
     pages = {page.name: site.relink(page.read_text(), f"docs/{page.name}") for page in folder.glob("*.md")}
     pages |= dict(site.generated())
@@ -155,7 +156,7 @@ OBJECTS = re.findall(r"^\| (`.+?) \| (`[^|]*?) \|[^|]*\|[^|]*\|$", ARCHITECTURE,
 
 
 def files(mention: str) -> list[Path]:
-    """The files or folders of the repository whose paths end as a page mentions them."""
+    """The files or folders of the repository whose paths end with a path that a page mentions."""
     tops = [ROOT / top for top in ("dlp", "launch", "bench", "tests")]
     places = [ROOT, *tops, *(place for top in tops for place in top.rglob("*") if place.is_dir())]
     return [place / mention for place in places if (place / mention).exists()]

@@ -1,11 +1,11 @@
-"""The shell commands in README.md and docs/*.md run: what the pages tell a user to type, works.
+"""The shell commands in README.md and docs/*.md run.
 
-    ```bash             every command runs, in the order of the page, in one folder that has what the page presupposes
-    ```bash gpus        needs GPUs or torchrun's larger meshes; also hosts, network, minutes: what a test does not have
+    ```bash       every command runs, in the order of the page, in one folder with the files that the page presupposes
+    ```bash gpus  needs GPUs, or larger meshes under torchrun; also hosts, network, minutes: the test lacks these
 
-Of a marked block, settings and modules are checked. A command runs in a process of its own that has imported torch already;
-training has two more steps instead of hundreds, make prints its recipe, which then runs without torchrun, and torchrun with
-two ranks starts these.
+For marked blocks, the test checks settings and modules. A command runs in a separate process that has already imported
+torch. Training runs two more steps instead of hundreds, make prints its recipe, which then runs without torchrun, and
+torchrun commands run on two ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.test_prepare import tokenizer
 from tests.test_torchrun import free_port
 
 LONG = 240.0  # seconds; ends a command that hangs
-# test_prove.py and test_train_transformers.py run the programs of these pages
+# test_prove.py and test_train_transformers.py run the programs of these pages.
 LONG_PAGES = ("prove.md", "from-transformers.md")
 NEEDS = ("gpus", "hosts", "network", "minutes")
 PROGRAMS = ("python", "make", "torchrun", "git", "pip", "nsys", "srun")
@@ -49,7 +49,7 @@ FENCE = re.compile(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", re.MULTILINE)
 MODEL = "def make():\n    from torch import nn\n    return nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16))\n"
 SMALL = ["--train.global_batch", "2", "--train.eval_batches", "1", "--train.sequence", "64", "--train.log_every", "1"]
 TINY = ["--model.layers", "1", "--model.hidden", "64", "--model.ffn", "128", "--model.head_dim", "16"]
-SHORT = {  # for programs that take minutes
+SHORT = {  # shorter settings of programs that take minutes
     "launch.evaluate": ["--batches", "2"],
     "launch.generate": ["--tokens", "8"],
     "launch.prove": ["--meshes", "tp2", "--layers", "3", "--width", "64", "--steps", "1"],
@@ -57,7 +57,8 @@ SHORT = {  # for programs that take minutes
 
 
 def blocks(text: str) -> Iterator[tuple[list[str], str, int]]:
-    """(commands, mark, line) of each shell block. ValueError for a mark that is none, and for commands in another block."""
+    """(commands, mark, line) of each shell block. Raises ValueError for an unknown mark, and for commands in another
+    block."""
     for fence in FENCE.finditer(text):
         _, info, code = fence.groups()
         line = text.count("\n", 0, fence.start(3)) + 1
@@ -74,7 +75,7 @@ def blocks(text: str) -> Iterator[tuple[list[str], str, int]]:
 
 
 def shlex_split(line: str) -> list[str]:
-    """The commands of a line, without its comment."""
+    """The commands of a line, without the comment."""
     words, commands = shlex.split(line, comments=True), [[]]
     for word in words:
         if word == "&&":
@@ -85,19 +86,20 @@ def shlex_split(line: str) -> list[str]:
 
 
 def program(output: Path, folder: Path, module: str, arguments: list[str], environment: dict[str, str]) -> None:
-    """Inside a new process: `python -m module arguments` in a folder."""
+    """Run `python -m module arguments` in a folder. Runs in a new process."""
     os.chdir(folder)
     sys.path[0:0] = [str(folder)]
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **environment)
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "'.*' found in sys.modules after import of", RuntimeWarning)  # as it is here
+    # The module is imported already
+    warnings.filterwarnings("ignore", "'.*' found in sys.modules after import of", RuntimeWarning)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.argv = [module, *arguments]
     torch.multiprocessing.start_processes = start_forks
     if module != "launch.plot":
-        plots.write_plot = training._no_plot  # which takes as long as the steps
+        plots.write_plot = training._no_plot  # plotting takes as long as the steps
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except Exception:
@@ -106,12 +108,14 @@ def program(output: Path, folder: Path, module: str, arguments: list[str], envir
 
 
 def start_forks(*given: Any, start: Any = torch.multiprocessing.start_processes, start_method: str = "") -> Any:
-    """`torch.multiprocessing.start_processes` by forks, in place of new interpreters, which import torch and dlp."""
+    """`torch.multiprocessing.start_processes` with forks instead of new interpreters, which would import torch and
+    dlp."""
     return start(*given, start_method="fork")
 
 
 def started(folder: Path, module: str, arguments: Sequence[str], ranks: int = 0) -> str:
-    """Run a module in `folder`, as so many ranks of torchrun, or alone; its output. AssertionError where it fails."""
+    """Run a module in `folder`, on `ranks` ranks as under torchrun, or alone; return the output. Raises AssertionError
+    if the module fails."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks)} if ranks else {}
     runs = []
     for rank in range(max(ranks, 1)):
@@ -143,7 +147,8 @@ def setting(arguments: Sequence[str], name: str, default: str) -> str:
 
 
 def shortened(folder: Path, arguments: Sequence[str]) -> list[str]:
-    """The arguments of a training run, of small batches and two steps behind the checkpoint that it continues."""
+    """The arguments of a training run with small batches that ends two steps after the checkpoint from which it
+    continues."""
     before = complete(folder / setting(arguments, "run.dir", run_of(arguments)) / "checkpoints")
     done = step_of(before[-1]) if before and setting(arguments, "checkpoint.resume", "auto") == "auto" else 0
     profile = ["--train.profile", "0"] if setting(arguments, "train.profile", "0") != "0" else []
@@ -153,7 +158,7 @@ def shortened(folder: Path, arguments: Sequence[str]) -> list[str]:
 
 
 def run_module(folder: Path, module: str, arguments: list[str], ranks: int = 0) -> str:
-    if module == "launch.local":  # torchrun and its ranks are those of tests/test_torchrun.py
+    if module == "launch.local":  # tests/test_torchrun.py tests torchrun and ranks
         assert command(module, *arguments, "--print-config").code == 0
         arguments = arguments[2:] if arguments[:1] == ["--ranks"] else arguments
         return run_module(folder, "launch.train", arguments)
@@ -167,13 +172,13 @@ def run_module(folder: Path, module: str, arguments: list[str], ranks: int = 0) 
 
 
 def run_of(arguments: Sequence[str]) -> str:
-    """The folder of a run whose command names none."""
+    """The folder of a run whose command does not name a folder."""
     default = "transformers" if "--model" in arguments else "tiny"
     return f"runs/{next((Path(each).parent.name for each in arguments if each.endswith('.toml')), default)}"
 
 
 def renumber(made: Path, step: int) -> None:
-    """Name the last checkpoint of a shortened run as that of the whole run."""
+    """Rename the last checkpoint of a shortened run to the name in the complete run."""
     whole = made.rename(made.with_name(f"step-{step}"))
     write_manifest(whole, {**read_manifest(whole), "step": step})
 
@@ -193,7 +198,7 @@ def by_make(folder: Path, arguments: list[str]) -> None:
 
 
 def by_torchrun(folder: Path, arguments: list[str]) -> None:
-    """Two ranks where these are asked for, else one, which needs no rendezvous."""
+    """Run two ranks if the command requests two ranks, else one rank, which needs no rendezvous."""
     asked = torchrun.parse_args(arguments)
     assert asked.module and asked.nnodes == "1:1"
     ranks = 2 if asked.nproc_per_node == "2" else 0
@@ -230,7 +235,7 @@ def check_settings(typed: str) -> None:
 
 @pytest.fixture(scope="module")
 def presupposed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files that the pages assume: texts, data, a tokenizer, published weights, and a run of tiny at step 200."""
+    """Files that the pages presuppose: texts, data, a tokenizer, published weights, and a run of tiny at step 200."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     folder = tmp_path_factory.mktemp("pages")
     rows = [f"a row of text with the number {number % 50}" for number in range(1200)]
@@ -253,7 +258,7 @@ def presupposed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pages() -> list[Any]:
-    """Pages with commands; only `--all-cases` runs the commands of LONG_PAGES."""
+    """Pages with commands. The commands of LONG_PAGES run only with `--all-cases`."""
     return [
         pytest.param(page, id=page.name, marks=[pytest.mark.full] if page.name in LONG_PAGES else [])
         for page in PAGES

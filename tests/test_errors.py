@@ -1,13 +1,13 @@
-"""Every error says the way out, or has a row in docs/errors.md; and each message is in a test.
+"""Every error names a remedy or has a row in docs/errors.md, and each message is in a test.
 
-A message says the way out by a clause that begins with a verb ("; set overlap = 'serial'"), by naming what would be right
-("must be 0 or 1", "the nearest are ..."), or by a remedy that is inserted at the end ("; {remedy}"): `WAY_OUT`. The page has a
-row for each other message, with cause and way out, and for a message that says the way out only where the row leads to a page
-that says more: no row repeats a message. `PARTS` are reasons that a message with a way out quotes.
+A message names a remedy by a clause that begins with a verb ("; set overlap = 'serial'"), by the allowed values ("must
+be 0 or 1", "the nearest are ..."), or by a remedy that is inserted at the end ("; {remedy}"): `WAY_OUT`. The page has a
+row, with cause and remedy, for each other message. A message that names a remedy has a row only if the row links to a
+page with more information: no row repeats a message. `PARTS` are reasons that a message with a remedy quotes.
 
-The message in a row has … where a value stands, and may end before the message does. "In a test": some string of a test holds
-a piece of the fixed parts of the message, for which only a test that provokes the error has a use. Kernels are left out: what
-kernels refuse is refused above them first, or is a mistake in dlp.
+The message in a row has … in place of values, and may be cut at the end. "In a test" means that a string in a test
+contains a part of the fixed text of the message, for which only a test that provokes the error has a use. Kernels are
+excluded, because errors of kernels are mistakes in dlp, or higher layers raise errors first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
-OURS = ("AssertionError", "NotImplementedError")  # mistakes in dlp, not of its users
+OURS = ("AssertionError", "NotImplementedError")  # mistakes in dlp, not of users
 FOLDERS = ("dlp", "launch", "bench")
 VERBS = (
     "add ask assign attach begin build call check choose compute construct convert copy correct create cut declare decode "
@@ -39,7 +39,7 @@ PARTS = (
     "it names ….…, which no index", "… is no index of tensors", "… does not say in which files", "… and the manifest list",
     "…, as when ranks do not share", "its config has no such groups", "… is no file beside it", "… is of another run: …",
 )  # fmt: skip
-ENOUGH = 16  # characters that tell a message from others
+ENOUGH = 16  # characters that distinguish a message from others
 
 
 def template(node: ast.AST) -> str:
@@ -52,7 +52,7 @@ def template(node: ast.AST) -> str:
 
 
 def pieces(message: str) -> set[str]:
-    """Every stretch of ENOUGH characters without values; the longest there is, if that is shorter."""
+    """Every substring of ENOUGH characters without values, or the longest fixed part if it is shorter."""
     fixed = message.split("…")
     enough = min(ENOUGH, max(map(len, fixed)))
     return {part[i : i + enough] for part in fixed for i in range(len(part) - enough + 1)}
@@ -60,7 +60,7 @@ def pieces(message: str) -> set[str]:
 
 @functools.cache
 def nodes(folder: str) -> list[tuple[Path, ast.AST]]:
-    """Every string and raise of the Python files in a folder, and its file."""
+    """Every string and raise of the Python files in a folder, with the file."""
     wanted = (ast.Constant, ast.JoinedStr, ast.Raise)
     paths = (path for path in sorted((ROOT / folder).rglob("*.py")) if path != Path(__file__))
     return [(path, n) for path in paths for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, wanted)]
@@ -68,17 +68,17 @@ def nodes(folder: str) -> list[tuple[Path, ast.AST]]:
 
 @functools.cache
 def strings(folder: str) -> list[str]:
-    """Every string of the Python files in a folder; a string in pieces is one."""
+    """Every string of the Python files in a folder. Adjacent string literals are one string."""
     return [text for _, node in nodes(folder) if len(text := template(node)) > 1]
 
 
 def said() -> list[str]:
-    """Every string of what users run."""
+    """Every string of the code that users run."""
     return [text for folder in FOLDERS for text in strings(folder)]
 
 
 def raised() -> Iterator[tuple[str, str]]:
-    """(place, message) of every raise that says something of its own."""
+    """(place, message) of every raise that has a message in the source."""
     for folder in ("dlp/comm", "dlp/parallel", "dlp/quant", *FOLDERS[1:]):
         for path, node in nodes(folder):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
@@ -88,7 +88,7 @@ def raised() -> Iterator[tuple[str, str]]:
 
 
 def table() -> list[tuple[str, str]]:
-    """(message, cause and way out) of each row of the page."""
+    """(message, cause and remedy) of each row of the page."""
     return re.findall(r"^\| `(.+?)` \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
 
 
@@ -104,7 +104,7 @@ def test_every_error_says_the_way_out_or_has_a_row():
 
 
 def test_no_row_repeats_what_its_message_says():
-    """A row is for a message without a way out, or leads to a page that says more."""
+    """A row has a message without a remedy, or links to a page with more information."""
     repeated = []
     for message, rest in table():
         full = [text for text in said() if message in text]

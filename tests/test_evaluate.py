@@ -1,4 +1,4 @@
-"""A run's checkpoint without its training: evaluated as the run was, and text that it writes."""
+"""Checkpoints of runs without the training: evaluation as in the run, and generated text."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ PROMPT = torch.tensor([[100, 101, 102, 32, 109]])
 
 
 def opened(path: str, tp: int, *settings: tuple[str, str]) -> trained_model.Trained:
-    """Inside a worker: a checkpoint on a mesh of its own."""
+    """Open a checkpoint on another mesh. Runs in a worker."""
     changes = [("mesh.tp", str(tp)), ("mesh.sequence_parallel", "false"), *settings]
     config = from_text(read_manifest(Path(path))["config"], "its config", changes)
     return trained_model.fill(Path(path), config, worker.mesh(tp=tp))
 
 
 def train(config: Any) -> None:
-    """Inside a worker."""
+    """Train a run. Runs in a worker."""
     training.run(config)
     training.end_determinism()
 
@@ -53,13 +53,13 @@ def checkpoint(pools: Any, device_type: str, tmp_path_factory: pytest.TempPathFa
 
 
 def measured(path: str, *settings: tuple[str, str]) -> evaluate.Perplexity:
-    """Inside a worker."""
+    """Evaluate a checkpoint. Runs in a worker."""
     found = opened(path, 2, ("mesh.sequence_parallel", "true"), *settings)
     return evaluate.perplexity(found, evaluate.read_data(found, Path(path)), "validation", 1)
 
 
 def frozen(path: str, recipe: str, mode: str, *settings: tuple[str, str]) -> tuple[float, str]:
-    """Inside a worker: loss, and what is said of the codes."""
+    """Loss of a frozen model, and the message about codes. Runs in a worker."""
     known = types.SimpleNamespace(checkpoint=Path(path), quantize=recipe, mode=mode, calibration=2)
     found = evaluate.as_asked(opened(path, 2, ("mesh.sequence_parallel", "true"), *settings), known)
     loss = evaluate.perplexity(found, evaluate.read_data(found, Path(path)), "validation", 1).loss
@@ -91,7 +91,7 @@ def test_it_finds_the_loss_that_the_run_found(ranks, checkpoint):
 
 
 def by_main(name: str, *arguments: str) -> str:
-    """Inside a worker of one rank, whose process group stays: what a program prints."""
+    """Output of a program in a worker of one rank, whose process group continues to exist."""
     out, program = io.StringIO(), {"evaluate": evaluate, "generate": generate}[name]
     with patch.object(program, "shutdown"), contextlib.redirect_stdout(out):
         program.main(arguments)
@@ -101,7 +101,8 @@ def by_main(name: str, *arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_trained_for_codes_exported_and_quantized_it_has_one_loss(ranks, checkpoint, tmp_path):
-    """In fp32: under qat, as codes on the mesh of the run, and as codes of what was exported, on one rank."""
+    """In fp32, the loss is equal under qat, with codes on the mesh of the run, and with codes of the exported model on
+    one rank."""
     pytest.importorskip("safetensors")
     path, fp32 = checkpoint[0], ("train.dtype", "fp32")
     loss = ranks(2).run(measured, path, fp32, ("groups.default.recipe", "qat"))[0].loss
@@ -139,7 +140,7 @@ def test_several_sources_are_named_as_a_sentence() -> None:
 
 
 def too_many(path: str) -> str:
-    """Inside a worker."""
+    """Error for too many tokens. Runs in a worker."""
     found = opened(path, 1)
     with pytest.raises(ConfigError) as error:
         evaluate.perplexity(found, evaluate.read_data(found, Path(path)), "validation", 10**6)
@@ -147,7 +148,7 @@ def too_many(path: str) -> str:
 
 
 def other_tokenizer(path: str) -> str:
-    """Inside a worker: the checkpoint of a model that has learned other tokens."""
+    """Error for a checkpoint of a model with another tokenizer. Runs in a worker."""
     found = opened(path, 1)
     found.opened.manifest["data"]["tokenizer"] = "0123456789abcdef"
     with pytest.raises(CheckpointError) as error:
@@ -156,13 +157,14 @@ def other_tokenizer(path: str) -> str:
 
 
 def written(path: str, tp: int, temperature: float, seed: int) -> list[int]:
-    """Inside a worker: in fp32, so that cuts and the cache change no token."""
+    """Text in fp32, so that sharding and the cache do not change tokens. Runs in a worker."""
     found = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"))
     return generate.write(found, PROMPT, 12, generate.Sampling(temperature, seed=seed)).tokens[0].tolist()
 
 
 def read_again(path: str) -> tuple[list[int], str]:
-    """Inside a worker: the most likely tokens, with the whole text read for each; and what a text of no room says."""
+    """The most likely tokens, computed by reading the full text for each token; and the message about a text that is
+    too long. Runs in a worker."""
     found, tokens = opened(path, 1, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16")), PROMPT
     for _ in range(12):
         last = found.model(tokens).unflatten(0, tokens.shape)[:, -1]
@@ -188,7 +190,8 @@ def test_it_writes_what_reading_all_again_would_write(ranks, checkpoint):
 
 
 def ends(path: str, tp: int) -> tuple[list[int], list[int], list[int], int]:
-    """Inside a worker: text, the same up to a token in it, what came before that token, and two texts that end apart."""
+    """Text; text that stops before a given token; the tokens before that token; and two texts that end separately. Runs
+    in a worker."""
     found, prompt = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16")), PROMPT.shape[1]
     hot = generate.Sampling(3.0)
     whole = generate.write(found, PROMPT, 12, hot).tokens[0].tolist()
@@ -209,7 +212,8 @@ def test_a_text_ends_where_its_document_does(ranks, checkpoint):
 
 
 def without_scales(path: str) -> str:
-    """Inside a worker: a checkpoint of fp8_current under a recipe whose scales it has not."""
+    """Message about a checkpoint of fp8_current that is evaluated with a recipe whose scales it does not have. Runs in
+    a worker."""
     with pytest.raises(CheckpointError) as error:
         opened(path, 1, ("groups.default.recipe", "fp8_delayed"))
     return str(error.value)
@@ -251,7 +255,8 @@ def test_top_k_and_top_p_are_numbers_of_something_that_is_drawn(options, said, t
 
 
 def test_top_k_and_top_p_keep_the_most_likely_tokens() -> None:
-    """As Hugging Face's TopKLogitsWarper and TopPLogitsWarper: after the temperature, k first."""
+    """The test expects the behaviour of Hugging Face's TopKLogitsWarper and TopPLogitsWarper: after the temperature, k
+    first."""
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
     for sampling, kept in (
         (generate.Sampling(1.0), [0.1, 0.4, 0.2, 0.3]),
@@ -323,7 +328,8 @@ def test_each_of_several_prompts_is_written_on_as_if_it_were_alone(ranks, checkp
 
 
 def scored(path: str, tp: int) -> tuple[list[float], list[bool], str, list[Any]]:
-    """Inside a worker: of what follows and of what does not; a text up to a string in it; and what lm_eval is told."""
+    """Scores of a continuation that follows and of one that does not; a text up to a given string; and the results for
+    lm_eval. Runs in a worker."""
     found = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"))
     context, follows = PROMPT[0].tolist(), generate.write(found, PROMPT, 3).tokens[0, 5:].tolist()
     scores = [harness.score(found, context, each) for each in (follows, [*follows[:2], 0], [255])]
@@ -339,7 +345,7 @@ def scored(path: str, tp: int) -> tuple[list[float], list[bool], str, list[Any]]
 
 
 def by_cross_entropy(path: str, text: list[int]) -> float:
-    """Inside a worker: the chance of the end of a text, by torch alone."""
+    """The probability of the end of a text, computed with torch alone. Runs in a worker."""
     found = opened(path, 1, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"))
     logits, targets = found.model(torch.tensor([text[:-1]])), torch.tensor(text[1:])
     return -torch.nn.functional.cross_entropy(logits[4:], targets[4:], reduction="sum").item()
@@ -360,7 +366,8 @@ def test_continuations_are_scored(ranks, checkpoint):
 
 
 def test_a_document_is_scored_in_windows() -> None:
-    """As lm_eval.utils.get_rolling_token_windows and make_disjoint_window make them with a context of one token."""
+    """The test expects the windows of lm_eval.utils.get_rolling_token_windows and make_disjoint_window with a context
+    of one token."""
     assert list(harness.rolling_windows(range(10), -1, 4)) == [
         ([-1], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])
     ]  # fmt: skip
@@ -371,8 +378,8 @@ def test_a_document_is_scored_in_windows() -> None:
 
 
 def long_requests(path: str) -> tuple[list[int], list[Any], list[Any], list[str]]:
-    """Inside a worker, for a model trained with 8 tokens: the tokens that each forward read, what lm_eval is told of requests
-    that are longer, the same with windows made by hand, and what is said."""
+    """Requests that are longer than the 8 tokens with which a model was trained. Return the tokens that each forward
+    read, the results for lm_eval, the same with explicit windows, and the message. Runs in a worker."""
     found = opened(path, 1, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"), ("train.sequence", "8"))
     with patch.object(harness, "need", return_value=types.SimpleNamespace(TemplateLM=object)):
         model = harness.adapted(found, BYTES)
@@ -414,7 +421,7 @@ def test_no_request_of_a_task_is_longer_than_the_trained_sequence(ranks, checkpo
 
 
 def traced(path: str, trace: Path) -> str:
-    """Inside a worker: in the recipe that it was trained in."""
+    """Generate in the recipe of the training. Runs in a worker."""
     return generate.write(opened(path, 1), PROMPT, 4, trace=trace).speed(PROMPT.shape[1])
 
 

@@ -15,7 +15,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda s:
 
 
 def moments(spans: list[tuple[float, float]]) -> set[int]:
-    """The whole microseconds that lie in some span."""
+    """The microseconds that are inside of some span."""
     return {moment for start, end in spans for moment in range(int(start), int(end))}
 
 

@@ -1,4 +1,4 @@
-"""Constant factors, and values that must not change, which AdamW, clipping and a loss that falls would hide."""
+"""Constant factors, and values that must not change, which AdamW, clipping and a decreasing loss would hide."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.quantizers import quantize
 
 
 def test_dgrads_of_siblings_are_summed_in_fp32():
-    """256 + 1 + 1 is 258 in bf16, too, unless the sum is rounded in between."""
+    """In bf16 256 + 1 + 1 would be 258, too, unless the sum is rounded in between."""
     layer = ColumnParallelLinear(16, (16, 16, 16), recipe="bf16", dtype=torch.bfloat16)
     for weight, value in zip(layer.parameters(), (256.0, 1.0, 1.0), strict=True):
         torch.nn.init.constant_(weight, value)
@@ -62,7 +62,7 @@ def test_statistics_of_a_step_begin_at_zero():
 
 
 class _Slot:
-    """Records what one kernel agrees on, and stands for the maxima of ranks by adding 1."""
+    """Records the amaxes on which a kernel agrees, and simulates the maxima of ranks by adding 1."""
 
     def __init__(self) -> None:
         self.launches: list[int] = []

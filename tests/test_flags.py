@@ -1,4 +1,4 @@
-"""A cast tells whether what it cast was finite, and the step boundary whose it was; no ranks."""
+"""A cast reports whether its input was finite, and the step boundary reports the layer. No ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def a_flag() -> Tensor:
 def test_a_cast_sets_its_flag_where_a_value_is_not_finite(quantizer: Any, by: str, value: float):
     x = matrix(1, 128, 128)
     x[77, 31] = value
-    x[3, 5] = -torch.finfo(torch.bfloat16).max  # by which sums would overflow
+    x[3, 5] = -torch.finfo(torch.bfloat16).max  # sums of such values would overflow
     both, finite = one_read(quantizer, quantizer), abs(value) < torch.inf
     rowwise, columnwise, together = a_flag(), a_flag(), a_flag()
     with emulation() if by == "kernels" else nullcontext():
@@ -54,7 +54,7 @@ def test_a_cast_sets_its_flag_where_a_value_is_not_finite(quantizer: Any, by: st
 
 @dataclass(frozen=True)
 class Rounding(KeepHighPrecision):
-    """A user's, which knows of no flag."""
+    """User-defined quantizer without a parameter `flag`."""
 
     format: Any = load("fp8_current").x.rowwise.format
 
@@ -112,8 +112,8 @@ def model_of(recipe: Any, on_nonfinite: str = "raise") -> nn.Sequential:
 
 
 def step(model: Any, into: str = "", value: float = torch.inf) -> None:
-    """One optimizer step, with this value in the input, in the gradient of the result, or in a weight that the boundary
-    casts."""
+    """Run one optimizer step with this value in the input, in the gradient of the result, or in a weight that the
+    boundary casts."""
     x, dy = torch.randn(TOKENS, FEATURES), torch.randn(TOKENS, FEATURES)
     if into in ("x", "dy"):
         {"x": x, "dy": dy}[into][7, 3] = value
@@ -131,7 +131,7 @@ def step(model: Any, into: str = "", value: float = torch.inf) -> None:
 )
 def test_an_inf_is_told_one_step_late(recipe: str, into: str, of: str, late: int, value: float):
     model = model_of(recipe)
-    for i in (1, 2, 3):  # an update makes the weight of the step after
+    for i in (1, 2, 3):  # an update sets the weight of the next step
         step(model, into if i == 3 else "", value)
     if late:
         step(model)
@@ -170,7 +170,7 @@ def test_high_precision_has_no_flags():
 
 
 class Watching(TorchDispatchMode):
-    """A mode, for which linears are opaque ops."""
+    """A dispatch mode, under which linears are opaque ops."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -207,7 +207,7 @@ def test_however_a_layer_is_called(how: str):
 @pytest.mark.parametrize("kind", ["alone", "siblings"])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_block"])
 def test_programs_tell_it_too(recipe: str, kind: str, emulated: None):  # noqa: F811
-    """A direction that was taken down while all was finite."""
+    """The direction was captured while all values were finite."""
     sizes = (K, K) if kind == "siblings" else K
     model: Any = nn.Sequential(dlp.Linear(K, sizes, recipe=recipe)).bfloat16()
     dlp.attach(model, torch.optim.SGD(model.parameters()), on_nonfinite="ignore")

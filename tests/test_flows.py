@@ -42,7 +42,7 @@ def batch(seed: int = 1, width: int = 64) -> torch.Tensor:
 
 
 def converted() -> nn.Module:
-    """The same of dlp's layers."""
+    """The same model with layers of dlp."""
     made, options = net(), {"recipe": "bf16", "dtype": torch.bfloat16}
     model = nn.Sequential(dlp.Linear(64, 128, True, **options), nn.SiLU(), dlp.Linear(128, 64, **options))
     model.load_state_dict(made.state_dict())
@@ -72,7 +72,7 @@ def test_freeze_holds_rowwise_codes(recipe, mode):
 @pytest.mark.parametrize("mode", ["dynamic", "static"])
 @torch.no_grad()
 def test_frozen_layers_are_captured_and_equal_blocks_share_a_graph(mode, monkeypatch):
-    """On an emulated device. What is frozen before its first forward compiles as well as what is not."""
+    """The test uses an emulated device. A layer compiles whether or not it ran before it was frozen."""
     with emulation():
         model = nn.Sequential(*[converted() for _ in range(3)])
         if mode == "static":
@@ -83,14 +83,14 @@ def test_frozen_layers_are_captured_and_equal_blocks_share_a_graph(mode, monkeyp
             patch.setattr(kernels_captured, "possible", lambda x: False)
             expected = [model(batch(seed)) for seed in range(4)]
         for weights in weights_in(model):
-            weights.dtype = None  # as before the first forward
+            weights.dtype = None  # the state before the first forward
         torch.compiler.reset()
         counters.clear()
         for block in model:
             block.compile(backend="aot_eager", fullgraph=True)
         for seed in range(4):
             assert_bit_equal(model(batch(seed)), expected[seed])
-        # one for each linear of a block, and one more where x has come in this dtype before
+        # one for each linear of a block, and one more if x had this dtype before
         assert counters["stats"]["unique_graphs"] <= 4
         assert "forward: captured in 6 layers" in describe(model), describe(model)
 
@@ -151,7 +151,7 @@ def test_static_scales_are_what_was_observed(observer):
 )
 @torch.no_grad()
 def test_what_is_no_scale_is_refused(observer, x, said):
-    """In place of a scale of 1, or of another layer's."""
+    """A value that is not a scale is refused for a scale of 1, or of another layer."""
     model = net()
     with pytest.raises(ValueError, match=f"^calibrate: {said}"), dlp.calibrate(model, "**", observer):
         model(batch() if x is None else x.bfloat16())
@@ -221,10 +221,10 @@ def test_codes_are_saved_without_values(recipe, mode, plain, tmp_path):
 
 
 def quantized_alike(other: nn.Module, model: nn.Module, plain: bool, recipe: str) -> nn.Module:
-    """Scales of its own, other than those that will be loaded."""
+    """A quantized model with scales that differ from the scales that will be loaded."""
     with dlp.calibrate(other):
         other(3 * batch())
-        for layer in (other[0], other[2]):  # all weights are zero, and so is what the second one sees
+        for layer in (other[0], other[2]):  # all weights are zero, and so is the input of the second layer
             layer(torch.ones(4, layer.in_features).bfloat16())
         other(3 * batch())
     if plain:
@@ -250,7 +250,7 @@ def test_buffers_that_are_not_persistent_are_not_saved_with_codes(plain):
 
 @torch.no_grad()
 def test_codes_of_another_width_are_refused():
-    """By the name of the format, before shapes are compared."""
+    """The message names the format, before shapes are compared."""
     state = dlp.quantized_state_dict(dlp.quantize_(net(), {"name": "qat", "weight": "int4 group 32"}))
     model = dlp.quantize_(net(), {"name": "qat", "weight": "int3 group 32"})
     with pytest.raises(
@@ -333,7 +333,7 @@ def test_configs_of_torchao_are_handed_on(monkeypatch):
         dlp.quantize_(net(), ao.FqnToConfig({"0": config}), mode="dynamic")
     with pytest.raises(ValueError, match=r"0 is a layer of dlp\.convert, .* call dlp\.freeze"):
         dlp.quantize_(converted(), config)
-    if importlib.util.find_spec("mslk") is None:  # which the extra 'ao' does not bring
+    if importlib.util.find_spec("mslk") is None:  # the extra 'ao' does not install this package
         with pytest.raises(
             ValueError, match="torchao's Int4WeightOnlyConfig needs a package that the extra 'ao' does not"
         ):

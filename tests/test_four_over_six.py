@@ -1,4 +1,4 @@
-"""Four over six of NVFP4 against its formula, element by element in numpy: candidates, errors, ties. No ranks."""
+"""Four over six of NVFP4 compared with its formula in numpy, element by element: candidates, errors, ties. No ranks."""
 
 from __future__ import annotations
 
@@ -74,13 +74,14 @@ ROW, TILE, TRANSFORMED = (Nvfp4Scaling(four_over_six=True, **o) for o in ({}, {"
 
 
 def uniform(seed: int, rows: int, columns: int) -> Tensor:
-    """Values without a tail, of which many are near the amax of their tile."""
+    """Values of a uniform distribution, many of which are near the amax of their tile."""
     return torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed)) - 0.5
 
 
 @pytest.mark.parametrize("quantizer", [ROW, TILE, TRANSFORMED], ids=["rows", "tiles", "rht"])
 def test_casts_are_the_formula(quantizer):
-    """Values of all sizes, fp32 and bf16; a tensor amax that other ranks made larger, and one near the limits."""
+    """The test uses values of all magnitudes in fp32 and bf16, with a tensor amax that other ranks enlarged, and with
+    one near the limits."""
     shares = []
     for seed, dtype, exponent in ((0, torch.bfloat16, 0), (1, torch.float32, -20), (2, torch.float32, 9)):
         for x in (matrix(seed, 64, 96, exponent, dtype), (uniform(seed, 64, 96) * 2.0**exponent).to(dtype)):
@@ -93,11 +94,12 @@ def test_casts_are_the_formula(quantizer):
 
 
 def test_worked_blocks():
-    """By hand, with a tensor amax of 6: stored 10.5, S_enc 256, block scales 256 and 384, that is, 1 and 1.5."""
+    """The expected codes were computed by hand for a tensor amax of 6: stored 10.5, S_enc 256, block scales 256 and
+    384, that is, 1 and 1.5."""
     x = torch.zeros(4, 16)
-    x[0, :2] = torch.tensor([6.0, 4.5])  # under 1: 4.5 -> 4; under 1.5: 4 and 3, exactly
-    x[1, :2] = torch.tensor([6.0, 4.0])  # under 1: exactly; under 1.5: 2.67 -> 3
-    x[2, :1] = 6.0  # exact under both scales: a tie
+    x[0, :2] = torch.tensor([6.0, 4.5])  # scale 1: 4.5 -> 4; scale 1.5: 4 and 3, exactly
+    x[1, :2] = torch.tensor([6.0, 4.0])  # scale 1: exact; scale 1.5: 2.67 -> 3
+    x[2, :1] = 6.0  # exact with both scales: a tie
     x[3, :2] = torch.tensor([-6.0, -4.5])
     q = ROW.cast(x, torch.tensor(6.0))
     assert float(q.parts[2]) == 10.5
@@ -108,7 +110,8 @@ def test_worked_blocks():
 
 @pytest.mark.parametrize("quantizer", [ROW, TILE], ids=["rows", "tiles"])
 def test_the_sum_is_fp32_in_its_order(quantizer):
-    """Errors that are equal but for the rounding of their sums: a wider sum takes 6 always, another order other blocks."""
+    """The two errors are equal except for the rounding of their sums. A wider sum would always take 6, and another
+    order would take other blocks."""
     x = four_over_six_ties(256, 256, quantizer.format.block[0])
     assert 0.1 < check(quantizer, x, torch.tensor(6.0)) < 0.9
 
@@ -136,7 +139,7 @@ def test_values_that_are_not_finite_take_six():
 
 
 def test_the_error_is_never_larger_than_with_six_alone():
-    """Under the same stored amax, so that the candidate of 6 is the plain cast."""
+    """Both casts have the same stored amax, so that the candidate of 6 is the plain cast."""
     x = uniform(6, 256, 256)
     for quantizer in (ROW, TILE, TRANSFORMED):
         amax, values = quantizer.observe(x), quantizer.values(x).double()

@@ -1,8 +1,9 @@
-"""Against torchao on the same inputs, as docs/from-torchao.md says: float8 weights and outputs, weight only and dynamic, scaled
-per tensor and by rows; float8 training by its three recipes.
+"""Comparison with torchao on the same inputs, as docs/from-torchao.md describes: float8 weights and outputs, weight
+only and dynamic, scaled per tensor and by rows; float8 training with its three recipes.
 
-torchao's `quantize_` takes the quotient amax / 448 in the dtype of what it quantizes, so that its scales of bf16 are rounded to
-bf16; ours are fp32. Where the quotient is exact in bf16, and in fp32, codes are equal, and what is left is the rounding of y.
+torchao's `quantize_` computes the quotient amax / 448 in the dtype of the tensor, so that scales of bf16 tensors are
+rounded to bf16; scales of dlp are fp32. For fp32 tensors, and where the quotient is exact in bf16, codes are equal, and
+only the rounding of y differs.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ CASES = [
 
 @pytest.fixture
 def ao(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """torchao asks for a GPU before it casts activations, and then runs on a CPU all the same."""
+    """torchao, patched to believe that there is a GPU: torchao requires a GPU before it casts activations, but runs on
+    a CPU."""
     api = pytest.importorskip("torchao.quantization.quant_api")
     monkeypatch.setattr(api, "_check_hardware_support", lambda granularity: None)
     return api
 
 
 def scales_rows_on_cpus() -> bool:
-    """Whether torch's `_scaled_mm` takes scales of rows on a CPU; that of 2.11 does not."""
+    """Whether torch's `_scaled_mm` accepts scales of rows on a CPU. torch 2.11 does not."""
     codes, ones = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
     try:
         torch._scaled_mm(codes, codes.t(), ones, ones.t(), out_dtype=torch.bfloat16)
@@ -64,7 +66,7 @@ def config(ao: ModuleType, recipe: Any, mode: str) -> Any:
 
 
 def linear(dtype: torch.dtype, exact: bool, largest: float = 448) -> tuple[nn.Sequential, Tensor]:
-    """`exact`: the largest value of every row, and so of the tensor, is the largest code times a power of two."""
+    """A linear. `exact`: the largest value of every row is the largest code times a power of two."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(128, 96, bias=False)), torch.randn(32, 128)
     if exact:
@@ -75,7 +77,7 @@ def linear(dtype: torch.dtype, exact: bool, largest: float = 448) -> tuple[nn.Se
 def both(
     ao: ModuleType, recipe: Any, mode: str, dtype: torch.dtype, exact: bool
 ) -> tuple[nn.Module, nn.Module, nn.Module, Tensor]:
-    """Weights in plain linears, in frozen ones and in torchao's, and x."""
+    """The same weights in plain, frozen and torchao's linears, and x."""
     if recipe == ROWWISE and mode == "dynamic" and not scales_rows_on_cpus():
         pytest.skip("torchao multiplies by torch._scaled_mm, which takes no scales of rows on a CPU here")
     largest = 127.5 if recipe == INT8 else 448
@@ -89,7 +91,8 @@ def both(
 
 
 def ulps(y: Tensor, expected: Tensor) -> Tensor:
-    """How many of bf16's last places they are apart: those of a number of mean size, below which sums cancel."""
+    """Difference in units of the last place of bf16. For values below the mean magnitude, where sums cancel, the unit
+    of the mean magnitude counts."""
     size = expected.float().abs().clamp(min=float(expected.float().abs().mean()))
     return (y.float() - expected.float()).abs() / torch.exp2(size.log2().floor() - 7)
 
@@ -105,12 +108,12 @@ def test_outputs_are_within_one_ulp_of_torchaos(ao, recipe, mode):
     assert ulps(frozen(x), theirs(x)).max() <= 1
 
 
-@pytest.mark.parametrize(("recipe", "mode"), [CASES[0], *CASES[2:]])  # torchao casts no rows of fp32
+@pytest.mark.parametrize(("recipe", "mode"), [CASES[0], *CASES[2:]])  # torchao does not cast rows of fp32
 @torch.no_grad()
 def test_in_fp32_they_are_so_for_any_values(ao, recipe, mode):
     ours, _, theirs, x = both(ao, recipe, mode, torch.float32, False)
     assert_bit_equal(ours[0].weight.parts[0], theirs[0].weight.qdata)
-    scale_inv = theirs[0].weight.scale.flatten()  # amax / 448; ours is 1 / (448 / amax)
+    scale_inv = theirs[0].weight.scale.flatten()  # torchao computes amax / 448; dlp computes 1 / (448 / amax)
     torch.testing.assert_close(ours[0].weight.parts[1].flatten(), scale_inv, rtol=2**-22, atol=0)
     assert ulps(ours(x), theirs(x)).max() <= 1
 
@@ -118,7 +121,8 @@ def test_in_fp32_they_are_so_for_any_values(ao, recipe, mode):
 @pytest.mark.parametrize(("recipe", "mode"), CASES)
 @torch.no_grad()
 def test_scales_of_torchao_are_ours_rounded_to_bf16(ao, recipe, mode):
-    """Why outputs of bf16 differ; ours are no further from what is exact."""
+    """This difference of scales causes the difference of bf16 outputs. The outputs of dlp are not farther from the
+    exact outputs."""
     ours, _, theirs, x = both(ao, recipe, mode, torch.bfloat16, False)
     weight = ours[0].weight
     assert isinstance(weight, QuantizedParameter)
@@ -128,7 +132,7 @@ def test_scales_of_torchao_are_ours_rounded_to_bf16(ao, recipe, mode):
 
 
 def gw_hp(role: str) -> Operand | None:
-    """torchao's rowwise_with_gw_hp, each of its six casts."""
+    """torchao's rowwise_with_gw_hp as a factory, with each of its six casts."""
     row, hp = RowwiseScaling(power_of_two=True), KeepHighPrecision()
     return {
         "linear_input": Operand(row, hp),
@@ -147,7 +151,7 @@ def gw_hp(role: str) -> Operand | None:
     ],
 )
 def test_training_has_the_outputs_and_gradients_of_torchao(theirs, ours, equal, dtype):
-    """Emulated on both sides, of rows and columns whose sizes differ by up to 2^10."""
+    """Both sides are emulated. The magnitudes of rows and columns differ by up to 2^10."""
     pytest.importorskip("torchao")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

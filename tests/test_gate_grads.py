@@ -1,4 +1,4 @@
-"""Both gradients of a gate, observed and cast together: the bits of one after the other, on a CPU and emulated."""
+"""Both gradients of a gate, observed and cast together, have the bits of separate casts, on a CPU and emulated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.emulated import emulated  # noqa: F401
 from tests.metrics import assert_bit_equal
 
 QUANTIZERS = [CurrentScaling("e5m2"), DelayedScaling("e5m2"), BlockScaling(), BlockScaling("e5m2", power_of_two=False)]
-Made = tuple[list[torch.Tensor], list[torch.Tensor]]  # parts, and what was recorded beside
+Made = tuple[list[torch.Tensor], list[torch.Tensor]]  # parts, and recorded amaxes and flags
 
 
 def gradients(act: str, rows: int) -> ops.GatedGrads:

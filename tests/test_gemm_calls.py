@@ -1,4 +1,5 @@
-"""Problems that layers and recipes pass to cuBLASLt, read from plans of an emulated device, and refused problems. No ranks."""
+"""Arguments of GEMMs that layers and recipes pass to cuBLASLt, read from plans of an emulated device, and refused
+arguments. No ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ from tests.test_gemms import operands
 
 M, N, K = 64, 128, 256
 SIZES = {(M, N, K): "fprop", (M, K, N): "dgrad", (N, K, M): "wgrad"}
-FAST, SMS = 16, 18  # places among the words of a problem, see csrc/cublaslt.h
+FAST, SMS = 16, 18  # indices in the arguments of a GEMM, see csrc/cublaslt.h
 SPLIT_BUT_FPROP = {"fprop": 1, "dgrad": 0, "wgrad": 0}
 
 
 def planned(recipe: dlp.Recipe) -> dict[str, tuple[gemms.GemmProblem, bool]]:
-    """The words of each GEMM that a linear of this recipe has run, and whether a measured choice was allowed."""
+    """The arguments of each GEMM that a linear of this recipe runs, and whether a measured choice was allowed."""
     linear = dlp.Linear(K, N, recipe=recipe, dtype=torch.bfloat16)
     x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=True)
     linear(x).sum().backward()
@@ -55,7 +56,8 @@ def test_the_recipe_says_how_each_gemm_accumulates(recipe: str, options: dict[st
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("operand", ["x", "w"])
 def test_only_fp8_accumulates_fast(operand: str):
-    """Where the other operand is kept, both are multiplied in high precision, for which cuBLASLt knows no such thing."""
+    """If the other operand is in high precision, the GEMM runs in high precision, for which cuBLASLt has no fast
+    accumulation."""
     kept = Operand(KeepHighPrecision(), KeepHighPrecision())
     mixed = replace(
         dlp.recipe("fp8_current", accumulation=dict.fromkeys(GEMMS, "fast")), name="mixed", **{operand: kept}
@@ -86,7 +88,7 @@ def test_a_gemm_may_be_limited_to_some_multiprocessors():
 def test_a_product_of_nothing_is_zero(recipe: dlp.Recipe, which: str, on: str, request: pytest.FixtureRequest):
     full = [matrix(seed, 64, 128) for seed in range(2)]
     if recipe.operands(which)[0].format.basis:
-        return  # there are transforms of whole blocks only
+        return  # transforms exist for complete blocks only
     a, b = operands(recipe, which, *full)
     none = operands(recipe, which, full[0][:0], full[1])[0]
     if on == "emulated":
@@ -101,7 +103,8 @@ def test_a_product_of_nothing_is_zero(recipe: dlp.Recipe, which: str, on: str, r
 
 @pytest.mark.usefixtures("emulated")
 def test_other_dtypes_are_multiplied_by_cublaslt_too(monkeypatch: pytest.MonkeyPatch):
-    """A result that is neither fp32 nor in the operands' dtype, and operands of two dtypes."""
+    """cuBLASLt also computes results in other dtypes than fp32 and the dtype of the operands, and multiplies operands
+    of two dtypes."""
     monkeypatch.setattr(reference, "gemm_hp", lambda *_: pytest.fail("the reference multiplied"))
     a, b = torch.randn(32, 64).bfloat16(), torch.randn(48, 64).bfloat16()
     product = a.float() @ b.float().t()
@@ -159,7 +162,7 @@ def test_a_layer_refuses_tensors_that_lie_elsewhere():
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_torchs_newer_setting_of_tf32_is_read(precision: str):
-    """`allow_tf32` raises once this has been set."""
+    """`allow_tf32` raises after this setting was used."""
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = precision
@@ -180,7 +183,8 @@ def test_torchs_older_setting_of_tf32_is_read():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_linear_in_16_bits_has_the_bits_of_torchs(dtype: torch.dtype):
-    """On CPUs, with a bias, forward and backward. A product in fp32 sums in another order: 1 of 10,000 elements differs."""
+    """The test runs on CPUs, with a bias, forward and backward. An fp32 product would sum in another order: 1 of 10,000
+    elements differs."""
     ours, theirs = dlp.Linear(128, 256, bias=True, dtype=dtype), torch.nn.Linear(128, 256, dtype=dtype)
     torch.manual_seed(0)
     with torch.no_grad():

@@ -38,7 +38,7 @@ extern "C" __attribute__((visibility("default"))) const char* multiply(const Blo
     return said.c_str();
 }
 """
-ORDERS = ("forward", "backward", "3")  # in which threads run
+ORDERS = ("forward", "backward", "3")  # order in which threads run
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 
 class Problem:
-    """Operands of a case; `scales` of A [rows, blocks], of B as the kernel reads them."""
+    """Operands of a case; `scales` of A [rows, blocks], and of B in the layout that the kernel reads."""
 
     def __init__(self, case: Case) -> None:
         rows, cols, along, code, dtype, bias, self.adds = case
@@ -76,14 +76,14 @@ class Problem:
         self.exact += sum(term.double() for term in (self.bias, self.into if self.adds else None) if term is not None)
 
     def laid_scales(self) -> Tensor:
-        """Scales of A as the kernel reads them, [blocks, rows filled up to 4]."""
+        """Scales of A in the layout that the kernel reads, [blocks, rows padded to a multiple of 4]."""
         rows, blocks = self.scales.shape
         lies = torch.full((blocks, rows + -rows % 4), torch.nan)
         lies[:, :rows] = self.scales.t()
         return lies
 
     def words(self, scales: Tensor, d: Tensor) -> ctypes.Array[ctypes.c_int64]:
-        """`BlockGemmJob` of csrc/kernels.h."""
+        """Packed arguments of the kernel, `BlockGemmJob` of csrc/kernels.h."""
         (rows, along), cols = self.a.shape, len(self.b)
         bias = 0 if self.bias is None else self.bias.data_ptr()
         words = [
@@ -121,7 +121,7 @@ def order(request, monkeypatch) -> str:
 
 
 def assert_near(made: Tensor, problem: Problem) -> None:
-    """Sums of fp32, rounded once."""
+    """Assert that the result is within the bound of fp32 sums that are rounded once."""
     rounding = problem.exact.abs() * (2.0**-8 if made.dtype == torch.bfloat16 else 2.0**-22)
     assert ((made.double() - problem.exact).abs() <= 2.0**-18 * problem.sums + rounding).all()
 

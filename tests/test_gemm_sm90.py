@@ -18,7 +18,8 @@ E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16,
     [
         ((8192, 14336, 4096), True), ((8192, 4096, 14336), True), ((4096, 14336, 4096), True),  # measured
         ((8192, 8192, 28672), True), ((16384, 8192, 8192), True), ((8192, 4096, 4096), False),
-        ((8192, 14336, 2048), False), ((4096, 4096, 8192), False), ((1, 200000, 8192), False),  # short, few, mostly empty
+        # Few rows or columns, few tiles, mostly empty tiles
+        ((8192, 14336, 2048), False), ((4096, 4096, 8192), False), ((1, 200000, 8192), False),
     ],
 )  # fmt: skip
 def test_large_is_many_full_tiles_and_a_long_contraction(size, large):

@@ -1,4 +1,4 @@
-"""Every GEMM of every recipe against the float64 product of its decoded operands. No ranks."""
+"""Every GEMM of every recipe compared with the float64 product of its decoded operands. No ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.quantizers import EXPONENTS, SEEDS, every_recipe, matrix, quantize
 
 
 def operands(recipe: Recipe, which: str, a: Tensor, b: Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """A and B of one GEMM of the recipe; columnwise operands from a transposed view, as a linear makes them."""
+    """A and B of one GEMM of the recipe; columnwise operands are cast from a transposed view, as in a linear."""
     quantizers, sides = recipe.operands(which), GEMM_OPERANDS[which][1::2]
     views = (x if side == "rowwise" else x.t().contiguous().t() for x, side in zip((a, b), sides, strict=True))
     made = [quantize(quantizer, view) for quantizer, view in zip(quantizers, views, strict=True)]
@@ -40,7 +40,7 @@ def operands(recipe: Recipe, which: str, a: Tensor, b: Tensor) -> tuple[Quantize
 
 
 def exact(a: QuantizedTensor, b: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    """The float64 product of the decoded operands, and the same of their magnitudes."""
+    """The float64 product of the decoded operands, and of their magnitudes."""
     left, right = a.dequantize().double(), b.dequantize().double()
     return left @ right.t(), left.abs() @ right.abs().t()
 
@@ -70,12 +70,13 @@ def test_a_gemm_is_the_float64_product_within_its_sums(
 @every_recipe
 @pytest.mark.parametrize("which", GEMMS)
 def test_a_gemm_of_small_integers_is_exact(recipe: Recipe, which: str):
-    """Values that every format holds exactly: the float64 product, every bit of it where scales are powers of two."""
+    """Every format represents these values exactly. Where scales are powers of two, the float64 product must be equal
+    in every bit."""
     generator = torch.Generator().manual_seed(0)
     signs = (torch.randint(0, 2, (32, 128), generator=generator) * 2 - 1 for _ in range(2))
     a, b = (sign.bfloat16() * 2.0 ** (torch.arange(32) % 2)[:, None] for sign in signs)
     if recipe.operands(which)[0].format.basis:
-        return  # transformed values are no small integers
+        return  # transformed values are not small integers
     qa, qb = operands(recipe, which, a, b)
     y, product = Gemm(which, qb, torch.float32)(qa), a.double() @ b.double().t()
     assert relative_error(y, product) < 1e-6
@@ -85,7 +86,8 @@ def test_a_gemm_of_small_integers_is_exact(recipe: Recipe, which: str):
 
 @pytest.mark.parametrize("scale_bytes", [(0x30, 0x34, 0x38, 0x3C), (0x7E, 0x7D)])
 def test_nvfp4_is_exact_in_any_order_of_summation(scale_bytes: tuple[int, ...]):
-    """Block scales of a few binades and K <= 1024: every partial sum is exact, so fp32 gives the float64 product."""
+    """Block scales are within a few binades and K <= 1024, so every partial sum is exact, and fp32 gives the float64
+    product."""
     generator = torch.Generator().manual_seed(1)
     fmt, parts = Nvfp4Scaling().format, []
     for _ in range(2):
@@ -100,7 +102,8 @@ def test_nvfp4_is_exact_in_any_order_of_summation(scale_bytes: tuple[int, ...]):
 
 
 def test_int8_sums_are_exact_however_long():
-    """A sum of more products than an int32 holds, rounded once to fp32; and what fills up sizes for a GPU adds nothing."""
+    """The sum of products exceeds the range of int32, and is rounded once to fp32. The padding for a GPU adds
+    nothing."""
     fmt = IntScaling().format
     a, b = (torch.full((rows, 2**17 + 24), -128, dtype=torch.int8) for rows in (2, 3))
     a[1, ::3] = 127
@@ -140,16 +143,18 @@ KINDS: list[Quantizer] = [
     KeepHighPrecision(), CurrentScaling(), RowwiseScaling(power_of_two=False), BlockScaling(), BlockScaling(power_of_two=False),
     MxScaling("e5m2"), Nvfp4Scaling(tile=True), IntScaling(), IntScaling(4, symmetric=False), IntScaling(4, 32),
 ]  # fmt: skip
-NEVER = {BlockScaling(power_of_two=False), IntScaling(4, 32)}  # scales inside the contraction that are no powers of two
+# Scales inside the contraction that are not powers of two
+NEVER = {BlockScaling(power_of_two=False), IntScaling(4, 32)}
 MIXED = [
     (left, right) for left in KINDS for right in KINDS
-    if left != right and not left.format.gemm_kind == right.format.gemm_kind == "fp8_block_1d"  # which has a kernel
+    if left != right and not left.format.gemm_kind == right.format.gemm_kind == "fp8_block_1d"  # has a kernel
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("left, right", MIXED, ids=str)
 def test_a_mixed_pair_is_decoded_to_bf16_where_that_is_exact(left: Quantizer, right: Quantizer):
-    """The float64 product of the decoded operands, whether the GEMM multiplied in bf16 or in fp32; and the plan says which."""
+    """The result equals the float64 product of the decoded operands, whether the GEMM multiplied in bf16 or in fp32.
+    The plan names the dtype."""
     a, b = quantize(left, matrix(1, 32, 96)), quantize(right, matrix(2, 48, 96))
     product, magnitude = exact(a, b)
     bound = 104 * 2**-24 * magnitude
@@ -198,7 +203,8 @@ def test_operands_of_different_contraction_are_refused():
 
 
 def test_a_missing_cublaslt_is_named(tmp_path: Path):
-    """The binding opens the library by name and says what it tried; it is compiled alone here, without CUDA."""
+    """The binding opens the library by name, and the message lists the names. The test compiles the binding alone,
+    without CUDA."""
     if shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler")
     main = tmp_path / "main.cpp"
@@ -217,7 +223,7 @@ def test_a_missing_cublaslt_is_named(tmp_path: Path):
 
 
 def test_the_words_of_a_problem_are_those_the_binding_takes():
-    """The C++ binding expects as many fields of GemmProblem and as many addresses of a run as Python passes."""
+    """The C++ binding expects as many fields of GemmProblem, and as many addresses per run, as Python passes."""
     a, b = torch.empty(8, 32, dtype=torch.float8_e4m3fn), torch.empty(16, 32, dtype=torch.float8_e5m2)
     one = torch.ones(())
     job = gemms.prepare(a, b, torch.bfloat16, gemms.Scales(one, one), bias=torch.empty(16, dtype=torch.bfloat16))
@@ -238,7 +244,7 @@ def test_block_scales_come_in_the_layout_of_the_gemm(lines: int, across: int, ti
     expected = ops.block_2d_layout(scales) if tile else ops.block_1d_layout(scales)
     made = gemms.block_scales(scales, tile)
     assert torch.equal(made, expected) and made.is_contiguous()
-    if not tile:  # scales that lie so already are not copied
+    if not tile:  # scales that already have the layout are not copied
         view = expected[:, :lines].t()
         assert gemms.block_scales(view, False).data_ptr() == expected.data_ptr()
 

@@ -35,7 +35,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def floats(bits: Iterable[str]) -> Tensor:
-    """fp32 tensor [n] from bit patterns."""
+    """An fp32 tensor [n] from bit patterns."""
     return torch.tensor([int(pattern, 16) for pattern in bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 
@@ -48,7 +48,7 @@ def codes(texts: Iterable[str]) -> list[int]:
 
 
 def raw(x: Tensor) -> list[Any]:
-    """Bytes, or the bit patterns of fp32, as nested lists; NaNs of fp32 all look alike."""
+    """Bytes, or the bit patterns of fp32, as nested lists. All NaNs of fp32 are replaced by one pattern."""
     if x.dtype == torch.float32:
         return torch.where(torch.isnan(x), torch.nan, x).view(torch.int32).tolist()
     return x.view(torch.uint8).tolist()
@@ -200,7 +200,7 @@ def nvfp4_1d(case: Case) -> None:
 
 
 def entries(formula: str, rows: int, columns: int) -> list[list[float]]:
-    """A formula of i and j as the files write it: ^ is a power, and factors may stand side by side."""
+    """Evaluate a formula of i and j in the syntax of the files: ^ is a power, and adjacent factors are multiplied."""
     product = re.sub(r"(?<=[\dij)])(?=[ij(])", "*", formula)
     code = compile(product.replace("^", "**"), "formula", "eval")
     assert set(code.co_names) <= {"i", "j"}, formula
@@ -248,7 +248,7 @@ def scale_shapes(case: Case) -> None:
         for side, matrix in (("row", x), ("col", x.t())):
             q = quantize(quantizer, matrix)
             data, scale = list(q.payload.shape), list(layout(q.parts[1]).shape)
-            if name == "mxfp8" and side == "col":  # stored transposed here
+            if name == "mxfp8" and side == "col":  # dlp stores this operand transposed
                 data, scale = data[::-1], scale[::-1]
             assert data == expected.get(f"{side}_data", expected.get(f"{side}_data_bytes"))
             assert scale == expected[f"{side}_scale"]
@@ -293,7 +293,7 @@ def gemm_exact(case: Case) -> None:
 def fp8_rowwise(case: Case) -> None:
     x = floats(case["x"]).to(DTYPES[case["dtype"]])[None]
     quantizer = RowwiseScaling(case["format"], case["pow2"], case["eps"])
-    others = torch.cat([torch.zeros_like(x), x, x.nan_to_num() * 0 + 1e30])  # rows must not look at each other
+    others = torch.cat([torch.zeros_like(x), x, x.nan_to_num() * 0 + 1e30])  # rows must not depend on each other
     q = quantize(quantizer, others)
     assert raw(q.payload)[1] == codes(case["codes"])
     assert same(q.parts[1][1], one(case["scale_inv"]))
@@ -320,7 +320,8 @@ X = ("x", "x_dec")
 CAST = (*X, "code", "value", "note")
 BLOCKS = ("x_prefix", "x_prefix_dec", "fill", "n", "dtype", "format", "amax", "codes_prefix", "code_fill", "note")
 SCALED = ("dtype", "format", "pow2", "eps", "scale", "scale_dec", "scale_inv", "note")
-# group -> (its check, the fields it may have besides id); *_dec, note and torchao_* repeat or comment: not checked
+# group -> (check, fields that a case may have besides id); *_dec, note and torchao_* are repetitions or comments, and
+# not checked
 GROUPS: dict[str, tuple[Callable[[Case], None], tuple[str, ...]]] = {
     "cast_e4m3": (cast_fp8("e4m3"), CAST),
     "cast_e5m2": (cast_fp8("e5m2"), CAST),
@@ -370,7 +371,7 @@ GROUPS: dict[str, tuple[Callable[[Case], None], tuple[str, ...]]] = {
 
 
 def check_case(group: str, case: Case) -> None:
-    """Fails for a wrong number, an unknown group or an unknown field."""
+    """Fail for a wrong number, an unknown group or an unknown field."""
     assert group in GROUPS, f"unknown golden group {group!r}"
     check, known = GROUPS[group]
     unknown = case.keys() - {"id", *known}

@@ -1,5 +1,7 @@
-"""`dlp.graphed_step`: which calls are eager, which are replayed, when a graph is dropped. The CPU simulates the graph;
-tests/gpu/test_graph.py and tests/multigpu/test_graph.py have real ones."""
+"""`dlp.graphed_step`: which calls are eager, which calls are replayed, and when a graph is dropped.
+
+The CPU simulates the graph; tests/gpu/test_graph.py and tests/multigpu/test_graph.py use real graphs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from dlp.parallel.model.graph import WARM_UP, CapturedStep, GraphedStep, Replays
 
 
 class SimulatedGraph:
-    """Runs the work at each replay; the capture runs it once and undoes nothing, as the policy must not depend on that."""
+    """Simulated graph: each replay runs the work. The capture runs the work once without undoing it, because the policy
+    must not depend on this."""
 
     made = 0
 
@@ -32,7 +35,7 @@ class SimulatedGraph:
 
 
 def graphed(step: Callable[..., Any]) -> GraphedStep[Any]:
-    """A graphed step on the CPU, whose graph is simulated."""
+    """A graphed step on the CPU with a simulated graph."""
     made = GraphedStep.__new__(GraphedStep)
     made._step, made._like, made._replays, made._rates = step, (torch.zeros(2),), Replays([], None), []
     made._replays.capture = SimulatedGraph

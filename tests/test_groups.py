@@ -1,4 +1,4 @@
-"""Layer groups on plain names: patterns, who wins, and the refusals (no device, no module)."""
+"""Layer groups on plain names: patterns, precedence, and refusals (no device, no module)."""
 
 from __future__ import annotations
 
@@ -212,7 +212,8 @@ def files_naming(option: str) -> set[str]:
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_a_switch_of_layers_is_declared_once(option):
-    """Groups, plans, specs and settings carry the record whole: what names a switch declares it or does what it says."""
+    """Groups, plans, specs and settings pass the record of switches as one object. Code that names a switch declares it
+    or implements it."""
     found = files_naming(option.name)
     assert "dlp/parallel/linear/spec.py" in found
     documented = (
@@ -222,7 +223,7 @@ def test_a_switch_of_layers_is_declared_once(option):
     )  # arguments of LayerGroup; other names; TOML
     own = "dlp/parallel/linear/", "dlp/parallel/weight/", "dlp/ops/", *documented
     elsewhere = {name for name in found if not name.startswith(own)}
-    assert len(elsewhere) <= 3, elsewhere  # code that does what the switch says, or cannot run with it
+    assert len(elsewhere) <= 3, elsewhere  # code that implements the switch, or cannot run with it
     group = LayerGroup("g", ["**"], **{option.name: True})
     assert group.fields() == {option.name: True} and getattr(resolve([group], NAMES, LENGTHS)[NAMES[0]], option.name)
     assert Group(name="g", match=("**",), **{option.name: True}).layer_fields() == {option.name: True}

@@ -1,4 +1,4 @@
-"""When a run counts as hanging: what each rank may take, by a clock that only these tests move."""
+"""Hanging runs: the time that each rank may take, with a clock that only these tests advance."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Clock:
 
 @pytest.fixture
 def found(monkeypatch) -> Any:
-    """Places of two ranks -> after how many seconds both have stood there the run is ended; None: not within 600. `jump`: of
-    the clock, in seconds, when they have stood for 20."""
+    """Return a function of the places at which two ranks stay: the time in seconds after which the run is ended and the
+    message, or None within 600 seconds. `jump`: seconds by which the clock jumps after 20 seconds."""
     clock = Clock()
     monkeypatch.setattr(hang_watch, "time", clock)
     monkeypatch.setattr(hang_watch, "frame_of_main", lambda: ("read (trainer.py:1)", 7))

@@ -1,5 +1,5 @@
-"""Host costs of layers under tp: the benchmark of a column and a row linear. This process is one rank of two whose collectives
-move nothing."""
+"""Host costs of layers under tp: the benchmark of a column and a row linear. This process is one of two ranks, whose
+collectives send nothing."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The arrows between the packages, read from the source: who may import whom, that choices are loaded by name, and that
-the files of dlp stand in floors.
+"""The rules of imports, checked in the source: which packages a package may import, that choices are loaded by name,
+and that modules of dlp import only modules of lower floors.
 
      bench ──► launch ──► dlp.ops, dlp.flows ──► dlp.parallel ──► dlp.runtime, dlp.quant, dlp.comm ──► dlp.kernels
 
 Runtime, quant and comm never import each other, kernels import nothing of dlp, and only `load` reaches a recipe or an overlap
-strategy. No file imports one that imports it, over however many files. Imports inside functions and under TYPE_CHECKING
+strategy. There are no circular imports of any length. Imports inside functions and under TYPE_CHECKING
 count too, and so does `import_module` of a literal name.
 
-    python -m tests.test_imports      prints the circles, the longest chain of imports and the number of files as they are
+    python -m tests.test_imports      prints circular imports, the longest chain of imports and the number of files
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.distributed import fsdp
 
 ROOT = Path(__file__).parent.parent
 
-# Each package, and the packages whose modules it may import beside its own.
+# Each package, and the packages that its modules may import.
 MAY_IMPORT = {
     "dlp.kernels": set(),
     "dlp.te_arguments": set(),  # a table and its check
@@ -89,7 +89,8 @@ MAY_IMPORT = {
 PROGRAMS = ("launch", "bench")
 LOADED_BY_NAME = ("dlp.quant.recipes", "dlp.parallel.overlap")  # folders with one file per choice
 
-# Inside of dlp.parallel: a folder or module, and what it never imports. What is decided or owned above is passed down.
+# Inside of dlp.parallel: a folder or module, and the modules that it must not import. Decisions and objects of higher
+# modules are passed down as arguments.
 NEVER = {
     "dlp.parallel.linear": ("dlp.parallel.model", "dlp.parallel.traffic"),
     "dlp.parallel.weight": ("dlp.parallel.model", "dlp.parallel.traffic"),
@@ -104,17 +105,17 @@ NEVER = {
     "dlp.parallel.model": ("dlp.parallel.traffic",),
 }
 
-FILES, FLOORS = 43, 11  # with code in dlp/parallel; modules in the longest chain of imports there
+FILES, FLOORS = 43, 11  # modules with code in dlp/parallel; modules in the longest chain of imports there
 
 Graph = Mapping[str, set[str]]  # module -> the modules that it imports
 
 
 def package_of(module: str) -> str | None:
-    """The package of MAY_IMPORT that `module` belongs to, or None for one that is not ours."""
+    """The package of MAY_IMPORT that contains `module`, or None for a module outside of the repository."""
     return max((name for name in MAY_IMPORT if f"{module}.".startswith(f"{name}.")), key=len, default=None)
 
 
-parsed = cache(ast.parse)  # which several tests read
+parsed = cache(ast.parse)  # several tests parse the same files
 
 
 @cache
@@ -159,7 +160,7 @@ def violations(source: str, module: str, package: str, choices: set[str]) -> lis
 
 
 def sources() -> Iterator[tuple[Path, str, str]]:
-    """(file, module, package it lies in) of everything under dlp/, launch/ and bench/."""
+    """(file, module, package) of every file under dlp/, launch/ and bench/."""
     for folder in ("dlp", *PROGRAMS):
         for file in sorted((ROOT / folder).rglob("*.py")):
             package = ".".join(file.relative_to(ROOT).parent.parts)
@@ -206,14 +207,14 @@ def test_every_package_has_a_place_in_the_picture():
 
 
 def has_code(source: str) -> bool:
-    """Whether a file is more than a docstring."""
+    """Whether a file contains more than a docstring."""
     return any(
         not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in parsed(source).body
     )
 
 
 def graph(under: str) -> dict[str, set[str]]:
-    """The modules with code in `under`, and what each imports of them."""
+    """The modules with code in `under`, and for each module the modules in `under` that it imports."""
     found = {
         module: (file.read_text(), package)
         for file, module, package in sources()
@@ -224,13 +225,13 @@ def graph(under: str) -> dict[str, set[str]]:
         targets = [target for _, target in imports(source, package)]
         named = {
             target if target in found else target.rpartition(".")[0] for target in targets
-        }  # a module, or what is in one
+        }  # a module, or an object in a module
         edges[module] = (named & found.keys()) - {module}
     return edges
 
 
 def circles(edges: Graph) -> list[set[str]]:
-    """The sets of modules of which each reaches each other one, the largest first."""
+    """The sets of modules that import each other in a circle, the largest set first."""
     reach = {module: reached(edges, module) for module in edges}
     sets = {frozenset(other for other in reach[module] if module in reach[other]) for module in edges}
     return sorted((set(each) for each in sets if each), key=len, reverse=True)
@@ -248,7 +249,7 @@ def reached(edges: Graph, module: str) -> set[str]:
 
 
 def longest_chain(edges: Graph) -> list[str]:
-    """Modules of which each imports the next, as many as there are. CycleError where there are circles."""
+    """The longest chain of modules in which each module imports the next. Raises CycleError if there are circles."""
     chains: dict[str, list[str]] = {}
     for module in TopologicalSorter(edges).static_order():
         chains[module] = [module, *max((chains[target] for target in edges[module]), key=len, default=[])]
@@ -268,7 +269,8 @@ def test_dlp_parallel_is_a_house_of_few_floors():
 
 
 def test_a_folder_of_launch_imports_only_folders_above_it():
-    """Above it in the table of docs/architecture.md; programs, which lie in launch/ itself, are below all folders."""
+    """A folder may import the folders above it in the table of docs/architecture.md. Programs, which are in launch/
+    itself, are below all folders."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     order = re.findall(r"^\| `launch/(\w+)/` \|", page, re.MULTILINE)
     folders = {file.parent.name for file in (ROOT / "launch").glob("*/__init__.py")}
@@ -303,14 +305,15 @@ def test_a_circle_and_a_chain_are_found():
 
 
 def forget_programs() -> dict[str, ModuleType]:
-    """As if nothing of launch and bench had been imported; what was."""
+    """Remove the modules of launch and bench from sys.modules, and return them."""
     ours = [name for name in sys.modules if name.partition(".")[0] in PROGRAMS]
     return {name: sys.modules.pop(name) for name in ours}
 
 
 @pytest.mark.slow
 def test_every_program_can_be_the_first_module_that_is_imported():
-    """As `python -m` does: no circle among them works only if entered elsewhere."""
+    """Each program is imported first, as by `python -m`. A circular import could work only with another first
+    module."""
     before = forget_programs()
     try:
         for module in [module for _, module, package in sources() if package in PROGRAMS]:
@@ -385,13 +388,13 @@ if __name__ == "__main__":
         print(f"longest chain of {len(steps)} (at most {FLOORS}):", *steps, sep="\n  ")
 
 
-# What FSDP2 keeps for itself: its modules, and the attributes of the objects that these define.
+# Private names of FSDP2: its modules, and the attributes of objects that these modules define.
 FSDP2 = "torch.distributed.fsdp._fully_shard"
 THE_FILE = Path("dlp/parallel/weight/fsdp2.py")
 
 
 def private_to_fsdp2() -> set[str]:
-    """Names that FSDP2's own objects have, their states included, and that its public module and tensors do not."""
+    """Names that FSDP2's objects and states have, and that its public module and tensors do not have."""
     found: set[str] = set()
     for module, name in (
         ("_fsdp_param", "FSDPParam"),
@@ -401,7 +404,7 @@ def private_to_fsdp2() -> set[str]:
         tree = ast.parse(inspect.getsource(getattr(importlib.import_module(f"{FSDP2}.{module}"), name)))
         found |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_self(node.value)}
     found |= {"_get_fsdp_state", "fsdp_pre_all_gather", "fsdp_post_all_gather"}
-    of_it = re.compile(r"_|.*(shard|gather|fsdp|mp_policy)")  # other names, as `device`, are everybody's
+    of_it = re.compile(r"_|.*(shard|gather|fsdp|mp_policy)")  # other names, such as `device`, are not specific to FSDP2
     return {name for name in found if of_it.match(name) and not hasattr(nn.Module, name)} - set(dir(fsdp.FSDPModule))
 
 
@@ -410,7 +413,7 @@ def is_self(node: ast.AST) -> bool:
 
 
 def uses_of_fsdp2(source: str, package: str, private: set[str]) -> list[str]:
-    """Imports from FSDP2's modules, and attributes of other objects than `self` that go by its private names."""
+    """Imports from FSDP2's modules, and attributes with private names of FSDP2 on other objects than `self`."""
     found = [target for _, target in imports(source, package) if target.startswith(FSDP2)]
     for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Attribute) and not is_self(node.value) and node.attr in private:
@@ -432,7 +435,7 @@ def test_one_file_touches_what_is_private_in_fsdp2():
 
 
 def test_the_tests_of_gpus_can_be_imported():
-    """Without a device pytest does not collect these tests, so that a wrong import would show on a GPU alone."""
+    """Without a device pytest does not collect these tests, so a wrong import would be noticed only on a GPU."""
     files = sorted((ROOT / "tests" / "gpu").glob("*.py"))
     assert len(files) > 20
     for file in files:

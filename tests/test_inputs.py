@@ -31,7 +31,7 @@ def test_what_is_no_tensor_is_refused_by_name():
 
 
 def trained(layer: nn.Module, x: Tensor, by_hand: bool = False, inside: bool = False) -> list[Tensor]:
-    """y, dx and dw: under torch.autocast, with backward `inside` or behind it, or of an x that is cast by hand."""
+    """y, dx and dw under torch.autocast, with backward `inside` the region or after it, or with x cast explicitly."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not by_hand):
@@ -47,7 +47,7 @@ def trained(layer: nn.Module, x: Tensor, by_hand: bool = False, inside: bool = F
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_autocast_means_x_in_its_dtype(recipe, inside):
-    """Nothing inside the layer is autocast once more: the bits are those of an x that was cast before."""
+    """Inside the layer nothing is cast again: the bits are equal to the bits with an x that was cast before."""
     torch.manual_seed(0)
     layer = dlp.Linear(64, 128, recipe=recipe)
     expected = trained(copy.deepcopy(layer), values(32, 64), by_hand=True)

@@ -1,4 +1,4 @@
-"""int4 weights in torch's own layout: bounds against the decoded weights, zero points, and what is refused."""
+"""int4 weights in torch's layout: bounds against the decoded weights, zero points, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Int: what is stored is what the affine primitives give, byte by byte, and pieces of a matrix join."""
+"""Int format: stored codes equal the results of the affine primitives byte by byte, and pieces of a matrix can be
+concatenated."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ every_kind = pytest.mark.parametrize("quantizer", KINDS, ids=str)
 
 
 def test_codes_lie_from_the_lowest_bits_up():
-    """Golden bytes: counted from the least code, without gaps."""
+    """Golden bytes. Codes are counted from the smallest code, without gaps, from the lowest bit."""
     codes = torch.tensor([[-2, 1, 0, -1, -1, -2, 1, 0]], dtype=torch.int8)
     assert pack(codes, 2).tolist() == [[0b01_10_11_00, 0b10_11_00_01]]
     assert pack(codes, 3).tolist() == [[0b00_101_010, 0b0_011_011_1, 0b100_101_01]]
@@ -37,7 +38,8 @@ def test_codes_lie_from_the_lowest_bits_up():
 
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_packed_codes_are_unpacked_at_every_size(bits: int):
-    """Sizes 0, 1, 2 and around complete bytes, words and groups, bit by bit beside a stream of bits."""
+    """The test uses sizes 0, 1, 2 and sizes around complete bytes, words and groups, and compares bit by bit with a
+    stream of bits."""
     low, high = affine.code_range(bits)
     for size in (0, 1, 2, 3, 7, 8, 9, 31, 32, 33, 127, 128, 129):
         codes = torch.randint(low, high + 1, (3, size), generator=torch.Generator().manual_seed(size)).to(torch.int8)
@@ -53,7 +55,7 @@ def test_packed_codes_are_unpacked_at_every_size(bits: int):
 
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_files_of_weights_have_the_size_of_their_bits(bits: int, tmp_path: Path):
-    """256 x 512 weights in groups of 32: bits / 8 bytes a code, and a scale of 4 bytes for each group."""
+    """256 x 512 weights in groups of 32 take bits / 8 bytes per code, and 4 bytes of scale per group."""
     layer = nn.Linear(512, 256, bias=False).bfloat16()
     model = dlp.quantize_(nn.Sequential(layer), {"name": "qat", "weight": f"int{bits} group 32"})
     state = dlp.quantized_state_dict(model)

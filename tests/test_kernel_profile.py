@@ -1,4 +1,4 @@
-"""Tables of kernels: sums, time that a group is alone, and groups by name."""
+"""Tables of kernels: sums, time during which only one group runs, and groups by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of kernels: what is asked in which order, what plans call it, and kernels from outside. No ranks, no device."""
+"""The table of kernels: order of entries, names in plans, and kernels of users. No ranks, no device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.test_recipes import Int6, Int6Scaling
 E4M3 = torch.float8_e4m3fn
 
 
-# --- what is there
+# --- entries of dlp
 
 
 def test_every_operation_ends_in_plain_torch_on_every_device():
@@ -71,7 +71,7 @@ def test_a_gemm_asks_the_rule_of_each_problem(large: bool, monkeypatch: pytest.M
 
 
 def rows_of(name: str) -> list[ast.Call]:
-    """Calls in the literal of this name, read from the source of the table."""
+    """Calls in the literal with this name, read from the source of the table."""
     tree = ast.parse(Path(table.__file__).read_text())
     (found,) = [
         each.value for each in tree.body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name
@@ -81,7 +81,8 @@ def rows_of(name: str) -> list[ast.Call]:
 
 
 def test_the_table_can_be_listed_without_running_it():
-    """Each row is one call whose columns are constants and names; together the rows are all entries but the references."""
+    """Each row is one call whose columns are constants and names. Together the rows are all entries except the
+    references."""
     for name, fields in (("KERNELS", table.Kernel._fields), ("GEMMS", table.Gemm._fields)):
         for row in rows_of(name):
             columns = [*row.args, *(each.value for each in row.keywords)]
@@ -97,11 +98,11 @@ def test_the_table_can_be_listed_without_running_it():
     assert kernels == {(name, entry.run.__name__) for name, entry in entries if entry.name != "reference"}
 
 
-# --- a GEMM from outside
+# --- a user's GEMM
 
 
 class Int6OnKernels(Int6):
-    """The format of another test, with a row and column of its own in the table."""
+    """The format of another test, with a row and a column in the table."""
 
     gemm_kind = "int6"
 
@@ -172,12 +173,12 @@ def test_a_gemm_may_be_prepared_for_its_layouts():
     assert asked == [("int6", (1, 0), False)], "once for a pair and device"
 
 
-# --- a cast from outside
+# --- a user's cast
 
 
 @operation
 def cast_to_int6(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, C], the amaxes of its rows [rows, 1] -> codes int8 [rows, C], scale_inv fp32 [rows, 1]."""
+    """Cast x [rows, C] with the amaxes of its rows [rows, 1] -> codes int8 [rows, C], scale_inv fp32 [rows, 1]."""
     scale_inv = (amax / 31).clamp(min=1e-30)
     return (x / scale_inv).round().to(torch.int8), scale_inv
 
@@ -238,13 +239,13 @@ def test_a_users_kernel_for_a_cast_of_the_package_goes_first():
     assert len(ran) == 1 and stock.name == "reference"
 
 
-# --- what is captured
+# --- captured launches
 
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("says_so", [False, True])
 def test_a_kernel_that_launches_by_itself_is_not_captured(says_so: bool):
-    """Launches of a layer are taken down and launched again later; what a kernel from outside launches nobody knows."""
+    """Launches of a layer are recorded and repeated later. The launches of a user's kernel cannot be recorded."""
     x, ran = torch.ones(4, 4).bfloat16(), []
 
     def mine(x: Tensor, dim: Any = None) -> Tensor:
@@ -276,7 +277,7 @@ def test_a_layer_with_such_a_gemm_runs_it_every_time():
     assert len(ran) == 5
 
 
-# --- what is refused
+# --- refusals
 
 
 @pytest.mark.parametrize(

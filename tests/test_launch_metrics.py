@@ -42,12 +42,12 @@ def test_flops_of_matmuls_are_six_per_parameter_and_of_attention_by_hand() -> No
     model = Model(layers=3, hidden=8, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=32)
     shapes = [(8, 24), (8, 12), (8, 12), (24, 8), (8, 20), (8, 20), (20, 8)]
     matmul = 3 * sum(nn.Linear(*shape, bias=False).weight.numel() for shape in shapes) + 32 * 8
-    scores = 2 * 4 * 6 * 100  # one query against 100 keys, all heads; as much again for the values
+    scores = 2 * 4 * 6 * 100  # one query against 100 keys, all heads; the values take as much again
     assert flops_per_token(model, 100) == 6 * matmul + 3 * 3 * (scores + scores)
 
 
 def test_flops_of_the_billion_parameter_model() -> None:
-    """1.236 billion parameters of which all but the norms are matmuls, since the head is the embedding."""
+    """1.236 billion parameters, all of which except the norms are matrix products, since the head is the embedding."""
     config = load("llama3_1b")
     assert flops_per_token(config.model, 0) / 6 == pytest.approx(1.2358e9, rel=1e-3)
     assert flops_per_token(config.model, 4096) == pytest.approx(7.41e9 + 12 * 16 * 2048 * 4096, rel=1e-3)
@@ -116,7 +116,7 @@ def test_progress_prints_lines_without_a_terminal(capsys: pytest.CaptureFixture[
 def test_lines_are_few_without_a_terminal_and_say_what_is_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = iter(range(0, 10**6, 60))  # a minute from each look at the clock to the next
+    now = iter(range(0, 10**6, 60))  # one minute between two reads of the clock
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(now))
     progress = Progress(35, 2, every=10)
     for step in range(3, 36):
@@ -128,7 +128,7 @@ def test_lines_are_few_without_a_terminal_and_say_what_is_left(
 
 def pieces(terminal: int) -> Iterator[bytes]:
     """Yield the output written to a terminal, piece by piece, until the other side closes the terminal."""
-    with suppress(OSError):  # which is how its end is said
+    with suppress(OSError):  # an OSError signals the end
         while piece := os.read(terminal, 1 << 16):
             yield piece
 
@@ -205,7 +205,7 @@ def test_a_plot_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
 
 def test_swap_labels_and_legend_lie_where_nothing_is_hidden(tmp_path: Path) -> None:
     figure = draw([make_run(tmp_path / name, 100) for name in ("a", "b")])
-    figure.axes[0].set_xlim(1, 100)  # no margin: the first and the last label have a frame beside them
+    figure.axes[0].set_xlim(1, 100)  # no margin: the first and the last label have a frame
     figure.canvas.draw()
     loss, differences, *_ = figure.axes
     frame = loss.get_window_extent()

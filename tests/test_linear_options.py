@@ -23,7 +23,7 @@ def layer(**options: Any) -> dlp.Linear:
 
 
 def trained(made: dlp.Linear, x: Tensor = X) -> list[Tensor]:
-    """y, dx, dw and db of two steps, so that delayed scales have moved."""
+    """y, dx, dw and db of two steps, so that delayed scales have changed."""
     model = nn.Sequential(made)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dlp.attach(model, optimizer)

@@ -1,4 +1,4 @@
-"""`make pretrain` on machines of every size: ranks and tp that fit, and what is said about them; no ranks are started."""
+"""`make pretrain` on machines of every size: chosen ranks and tp, and messages. No ranks are started."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_what_was_asked_for_is_refused_rather_than_changed():
 
 
 class Started(Exception):
-    """In place of a run: (ranks, arguments)."""
+    """Replacement for a run: records (ranks, arguments)."""
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine with one GPU, on which nothing starts."""
+    """A machine with one GPU, on which no process is started."""
 
     def train(ranks: int, arguments: list[str]) -> int:
         raise Started(ranks, arguments)
@@ -123,7 +123,7 @@ def test_mistakes_are_one_sentence_before_any_rank_starts(machine, capsys, tmp_p
 
 
 def test_a_process_without_torchrun_is_one_rank_and_takes_the_tp_that_fits(monkeypatch, capsys):
-    """The first command of docs/data.md: it was refused, since tiny.toml has tp = 2."""
+    """The first command of docs/data.md was refused earlier, because tiny.toml has tp = 2."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(process_exit, "leave", sys.exit)
     trained = []
@@ -140,7 +140,7 @@ def test_a_process_without_torchrun_is_one_rank_and_takes_the_tp_that_fits(monke
     with pytest.raises(SystemExit):
         train.main()
     assert "world size 1 is not a multiple of dp_replicate 1 x tp 2 = 2, so" in capsys.readouterr().err
-    monkeypatch.setenv("RANK", "0")  # torchrun's ranks take what the config says
+    monkeypatch.setenv("RANK", "0")  # ranks of torchrun use tp of the config
     train.main()
     assert trained[1].mesh.tp == 2 and capsys.readouterr().out == ""
 
@@ -155,7 +155,7 @@ def test_a_plan_is_refused_on_the_device_that_a_run_is_refused_on(capsys, monkey
 
 
 def test_torchruns_report_ends_with_the_sentence_of_a_refusal(tmp_path, monkeypatch, capsys):
-    """torchrun prints 40 lines behind the sentence; the last of them, the root cause, is the sentence again."""
+    """torchrun prints 40 lines after the message. The last of these lines, the root cause, is the message again."""
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.delenv("RANK", raising=False)
@@ -172,7 +172,7 @@ def test_torchruns_report_ends_with_the_sentence_of_a_refusal(tmp_path, monkeypa
 
 
 def connected(place: dict[str, str]) -> str:
-    """In a process of its own, which has no process group: the message of ranks that cannot connect at this place."""
+    """Message of ranks that cannot connect at this address. Runs in a separate process without a process group."""
     os.environ.update(place)
     with pytest.raises(ValueError) as error:
         mesh.init_process_group("cpu")

@@ -1,4 +1,4 @@
-"""LoRA: adapters over a frozen base of values or codes, PEFT's numbers and files, merging, and what is refused."""
+"""LoRA: adapters over a frozen base of values or codes, PEFT's numbers and files, merging, and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def made(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def with_adapters(model: nn.Module, **options) -> nn.Module:
-    """Adapters whose lora_B is not zero, so that every gradient counts."""
+    """Adapters whose lora_B is not zero, so that every gradient is nonzero."""
     dlp.lora(model, rank=8, alpha=16, **options)
     generator = torch.Generator().manual_seed(1)
     for _, module in adapted(model):
@@ -67,7 +67,7 @@ def test_merged_weights_compute_what_adapters_did(base):
     assert dlp.merge_lora(model) == ["0", "2"]
     assert not list(adapted(model)) and type(model[0]) is nn.Linear
     torch.testing.assert_close(model(x), y, rtol=1e-4, atol=1e-4)
-    dlp.quantize_(model, "fp8_current")  # and into codes again
+    dlp.quantize_(model, "fp8_current")  # quantized again
 
 
 def test_files_are_those_of_peft_and_train_alike(tmp_path):

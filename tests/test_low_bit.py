@@ -1,5 +1,5 @@
-"""AdamW with averages in few bits, without ranks: torchao's bits where nothing is clipped or skipped; what torchao's own
-optimizers do not do; which averages stay fp32, and what a plan says of them."""
+"""AdamW with low-bit averages, without ranks: torchao's bits if nothing is clipped or skipped; features that torchao's
+optimizers lack; fp32 averages, and the plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ao() -> ModuleType:
 
 
 def parameters() -> list[nn.Parameter]:
-    """The second has rows of 128, the third is too small for codes."""
+    """Parameters: the second has rows of 128, the third is too small for codes."""
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((16, 256), (32, 128), (256,))]
 
@@ -55,7 +55,7 @@ def steps(made: Optimizer, over: list[nn.Parameter], count: int = 3, scale: floa
 
 
 def everything(made: Optimizer, over: list[nn.Parameter]) -> dict[str, Tensor]:
-    """Parameters and all state, flat, copied."""
+    """Parameters and all state, copied into one flat list."""
     found = {}
     for i, each in enumerate(over):
         found[f"{i}"] = each.detach().clone()
@@ -82,14 +82,14 @@ def test_a_step_has_torchaos_bits(ao, name):
         other = getattr(ao, THEIRS[name])(theirs, weight_decay=0.1, **SETTINGS)
         steps(other, theirs)
     if name != "adamw4bit":
-        del ours[1], theirs[1]  # rows of half a block, which torchao cuts all the same
+        del ours[1], theirs[1]  # rows of half a block, which torchao encodes nevertheless
     assert_same(everything(made, ours), everything(other, theirs))
     assert made.state[ours[0]]["exp_avg"]["codes"].shape == (16, 128 if name == "adamw4bit" else 256)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_gradients_are_divided_by_grad_scale(ao, name):
-    """By a power of two, which takes nothing from a gradient's bits."""
+    """The divisor is a power of two, so no bit of a gradient is lost."""
     ours, scaled = parameters(), parameters()
     made, other = optimizer(name, ours), optimizer(name, scaled)
     other.grad_scale, other.found_inf = torch.tensor(4.0), torch.tensor(0.0)
@@ -114,7 +114,8 @@ def test_a_step_on_nan_leaves_every_bit(ao, name):
 
 
 def test_torchao_itself_does_neither(ao):
-    """Why its optimizers are not used as they are: should this fail, they can be."""
+    """dlp does not use torchao's optimizers because they lack clipping and skipping. If this test fails, they can be
+    used."""
     plain, other = parameters(), parameters()
     with torch.compiler.set_stance("force_eager"):
         for over, scale in ((plain, None), (other, torch.tensor(4.0))):
@@ -127,7 +128,7 @@ def test_torchao_itself_does_neither(ao):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", of_these(["adamw4bit"], THEIRS))
 def test_a_step_is_one_graph(ao, name):
-    """Traced and functional, as a compiler gets it. What inductor makes of it is for GPUs."""
+    """The test traces a functional graph, as a compiler gets it. Tests on GPUs compile the graph with inductor."""
     ours, theirs = parameters()[:1], parameters()[:1]
     made, other = optimizer(name, ours), optimizer(name, theirs)
     other._step = torch.compile(step_of_one, fullgraph=True, dynamic=False, backend="aot_eager")
@@ -157,7 +158,8 @@ def test_no_block_leaves_its_row_or_its_rank(shape, shards, reason):
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_what_is_decoded_is_what_was_written(ao, name):
-    """To the precision of the codes; in another encoding, and in fp32, as well."""
+    """Decoded averages are within the precision of the codes, and so are averages that are loaded in another encoding
+    or in fp32."""
     values = {key: torch.randn(32, 256).abs() for key in AVERAGES}
     parameter = nn.Parameter(torch.zeros(32, 256))
     for key, signed in AVERAGES.items():

@@ -1,5 +1,8 @@
-"""attach(main_grads=...): gradients that wgrad adds itself have the bits of autograd's sums, captured and not, with wgrads
-that wait and forwards that run again; where that cannot be, autograd adds, and the plan says so. No ranks."""
+"""attach(main_grads=...): gradients that the wgrad GEMM accumulates have the bits of autograd's sums.
+
+The tests run captured and not captured, with delayed wgrads and with recomputation. Where the GEMM cannot accumulate,
+autograd does, and the plan has a note. No ranks.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def attached(model: nn.Module, main_grads: str = "off") -> nn.Module:
 
 
 def step(model: nn.Module, seed: int, call: Callable[..., Any] = lambda model, x: model(x)) -> dict[str, Tensor]:
-    """Microbatches and an optimizer step: dx of each, and the gradients."""
+    """Run microbatches and an optimizer step; return dx of each microbatch, and the gradients."""
     found = {}
     for micro in range(MICROBATCHES):
         x = values(10 * seed + micro, M, K).requires_grad_()
@@ -113,7 +116,7 @@ def test_sums_have_autograds_bits(recipe: str, case: str):
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block"])
 def test_captured_directions_add(recipe: str):
-    """To gradients that lie elsewhere in each step."""
+    """The gradients are at other addresses in each step."""
     model = linear(recipe)
     plain, adding = attached(model), attached(model, "grad")
     held = []
@@ -148,7 +151,7 @@ def test_megatrons_main_grad(dtype: torch.dtype):
     "recipe", ["bf16", "qat"], ids=["by the GEMM", "after the GEMM"]
 )  # fmt: skip
 def test_a_main_grad_is_overwritten_where_that_is_asked(recipe: str):
-    """Whether the GEMM writes the gradient, or what is clipped is taken out of its result first."""
+    """The GEMM writes the gradient directly, or the clipped elements are removed from its result first."""
     model = linear(recipe)
     plain, adding = attached(model), attached(model, "main_grad")
     weight = weight_of(adding)
@@ -160,7 +163,8 @@ def test_a_main_grad_is_overwritten_where_that_is_asked(recipe: str):
 
 
 def test_a_hook_of_a_parameter_is_given_its_gradient():
-    """In place of None: autograd adds what a hook reads, and what it returns."""
+    """A hook of a parameter gets the gradient and not None: autograd accumulates the gradient that the hook reads and
+    returns."""
     model = linear()
     plain, adding = attached(model), attached(model, "grad")
     found: dict[str, list[Tensor]] = {"plain": [], "adding": []}
@@ -189,7 +193,7 @@ def test_a_main_grad_that_does_not_fit_is_refused_by_name():
 
 
 def test_gradients_that_are_taken_are_not_added():
-    """By torch.autograd.grad, or by a backward to other tensors."""
+    """torch.autograd.grad, or a backward to other tensors, does not accumulate."""
     adding = attached(linear(), "grad")
     weight = weight_of(adding)
     adding(values(0, M, K)).backward(values(9, M, N))

@@ -1,4 +1,4 @@
-"""Equal shapes are not equal meanings: loads and calls that torch would carry out on codes, integers or other states."""
+"""Equal shapes with different meanings: loads and calls that torch would execute on codes, integers or other states."""
 
 from __future__ import annotations
 

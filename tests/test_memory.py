@@ -1,4 +1,5 @@
-"""Memory planned without ranks: what a block saves, counted by hand; what stays; what does not fit, and what would help."""
+"""Planned memory, without ranks: bytes that a block saves, compared with sums written here; resident memory; configs
+that do not fit, and suggested settings."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def row(config: Config, world: int, name: str) -> dict[str, float]:
 
 
 def small(*changes: str) -> Config:
-    """One rank without tp: 2 blocks of width 256 in bf16, 128 tokens."""
+    """A config for one rank without tp: 2 blocks of width 256 in bf16, 128 tokens."""
     return load("tiny", [
         "--mesh.tp=1", "--model.layers=2", "--model.hidden=256", "--model.ffn=1024", "--model.heads=4",
         "--model.kv_heads=2", "--model.head_dim=64", "--model.fused=false", "--train.sequence=128",
@@ -76,9 +77,9 @@ EAGER = 2 * NORM + 2 * (2 * T * H) + ATTENTION + 2 * T * 4 * F  # gate, silu(gat
     ids=["eager", "compiled", "recomputed", "selective", "fp8"],
 )
 def test_what_a_block_saves(changes, block):
-    """Counted by hand: norms, the x of each linear, attention and the MLP."""
+    """The expected bytes are sums over norms, the x of each linear, attention and the MLP."""
     found = row(small(*changes), 1, "saved activations")["first block"]
-    tables = 2 * 4 * T * 64 * 2  # the rotary table in bf16, made for q and for k: left to the bound
+    tables = 2 * 4 * T * 64 * 2  # the bf16 rotary table for q and for k, which the bound allows for
     assert block <= found <= block + tables
 
 
@@ -92,8 +93,8 @@ def test_what_stays_is_cut_by_every_axis():
 
 
 def test_slots_are_planned_where_memory_is_mapped():
-    """Tokens of hidden 2048 in bf16, in FP8 and in less, twice for each of two styles; agreements of 65,536 numbers. CUDA maps
-    2 MiB at a time: one more for headers and torch's own words, where a slot fills them."""
+    """Tokens of hidden 2048 in bf16, in FP8 and in smaller formats, twice for each of two styles; agreements of 65,536
+    numbers. CUDA maps multiples of 2 MiB: one more for headers and torch's own words if they fill the last one."""
     serial = "--groups.default.overlap=serial", "--groups.edges.overlap=serial"
     one = "--train.micro_batch=1"
     assert not any(row(load("llama3_1b", ["--mesh.transport=nccl"]), 2, "symmetric memory").values())
@@ -136,7 +137,8 @@ def test_what_cannot_fit_is_refused_with_what_would_help(monkeypatch):
 
 @pytest.mark.slow
 def test_of_what_little_is_left_to_set_all_is_named():
-    """Blocks that run again, one sequence, states of 8 bits, weights cast where they are used; heads allow no more tp."""
+    """The message names recomputed blocks, one sequence per microbatch, 8-bit states and weights cast at use. The
+    number of heads allows no larger tp."""
     config = load("llama3_70b")
     saves, setting = remedies(config, 8, "h100", planned(config, 8, "h100").plan)[0]
     assert setting == "--train.optimizer adamw4bit" and saves == pytest.approx(70.6e9 / 8 * (2.03 - 1.06), rel=0.02)
@@ -148,7 +150,7 @@ FIT = [(name, world) for name in ("llama3_70b", "llama3_8b", "llama3_1b", "qwen3
 @pytest.mark.parametrize(("name", "world"), [FIT[0], *[nightly(*each) for each in FIT[1:]]])
 def test_large_models_fit_their_mesh_and_are_planned_in_seconds(name, world):
     began = time.process_time()
-    text = plan_text(load(name), world, "h200")  # which refuses what does not fit
+    text = plan_text(load(name), world, "h200")  # raises for configs that do not fit
     assert "together" in text and time.process_time() - began < 10
 
 

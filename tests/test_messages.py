@@ -1,4 +1,4 @@
-"""Messages of errors that no other test provokes, and the one place where each of these rules is tried; no ranks."""
+"""Messages of errors that no other test provokes, each provoked once. No ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparators themselves: what they measure, and that each can fail."""
+"""Tests of the comparators: their results, and that each can fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = [
 
 
 def bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Every byte is 1, whatever the dtype makes of it."""
+    """A tensor of `dtype` in which every byte is 1."""
     size = torch.empty(0, dtype=dtype).element_size()
     return torch.ones(*shape[:-1], shape[-1] * size, dtype=torch.uint8).view(dtype)
 

@@ -1,4 +1,4 @@
-"""Models of all families: positions, what was read before, names, and the configs that are shipped."""
+"""Models of all families: positions, earlier tokens, names, and the shipped configs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def angles(scaling: dict[str, object] | None) -> torch.Tensor:
 
 def test_scaling_divides_waves_longer_than_the_context_and_keeps_short_ones() -> None:
     plain, scaled = angles(None), angles(LLAMA3)
-    turns = plain * 64 / (2 * math.pi)  # in the original context
+    turns = plain * 64 / (2 * math.pi)  # positions in the original context
     assert (turns > 4).any() and (turns < 1).any() and ((turns > 1) & (turns < 4)).any()
     torch.testing.assert_close(scaled[turns > 4], plain[turns > 4])
     torch.testing.assert_close(scaled[turns < 1], plain[turns < 1] / 8)
@@ -101,7 +101,7 @@ TINY = [
 
 
 def a_step(tp: int, *settings: str) -> dict[str, torch.Tensor]:
-    """The loss and the gradients of one step, whole."""
+    """The loss and the unsharded gradients of one step."""
     config = load("tiny", [*TINY, f"--mesh.tp={tp}", *settings])
     mesh = worker.mesh(dp_shard=1, tp=tp)
     model, plan, _ = parallel_model(config, mesh)
@@ -123,7 +123,8 @@ def a_step(tp: int, *settings: str) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach()} | full  # type: ignore[dict-item]
 
 
-FUSED_BOUND = {"bf16": 1e-5, "fp8_current": 0.08}  # of sums in another order, of codes that flip by them
+# bf16: sums in another order; fp8_current: codes that change because of these sums
+FUSED_BOUND = {"bf16": 1e-5, "fp8_current": 0.08}
 
 
 @pytest.mark.ranks(2)
@@ -150,7 +151,7 @@ def test_a_plan_shows_fused_blocks_and_refuses_what_they_cannot_be() -> None:
 
 
 def test_a_qwen3_runs_under_sequence_parallelism():
-    """Norms of the heads of q and k read features that tp cuts, of whole sequences."""
+    """Norms of the heads of q and k read features that tp shards, for all tokens."""
     config = load("qwen3_8b", ["--mesh.tp", "2", "--mesh.sequence_parallel", "true", "--mesh.dp_shard", "1"])
     others = {other.name: other for other in plan_for(config, 2, "cpu").others}
     norm = others["model.layers.0.self_attn.q_norm"]

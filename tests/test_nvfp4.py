@@ -21,7 +21,7 @@ from tests.quantizers import EXPONENTS, SEEDS, matrix, origin, quantize
 
 
 def test_stochastic_rounding_is_unbiased_within_its_bound():
-    """|mean - x| <= 1/256 of a step + 4 sigma; what lies on the grid stays."""
+    """|mean - x| <= 1/256 of a step + 4 sigma; values on the grid do not change."""
     x = torch.tensor([0.0, 0.1, 0.26, 0.5, 0.9, 1.3, 1.51, 2.2, 2.9, 3.6, 4.4, 5.0, 5.9, 6.0, -0.3, -4.9]).repeat(
         1024, 16
     )
@@ -76,7 +76,7 @@ def test_the_hadamard_transform_is_orthogonal():
 
 @given(seed=SEEDS)
 def test_the_hadamard_transform_cancels_in_wgrad(seed: int):
-    """dy.T @ x is unchanged when both are transformed along the tokens; exactly so for small integers."""
+    """dy.T @ x is unchanged when both are transformed along the tokens, and bitwise unchanged for small integers."""
     generator = torch.Generator().manual_seed(seed)
     dy, x = (torch.randint(-8, 9, (64, n), generator=generator).bfloat16() for n in (24, 40))
     for signs in (ops.RHT_SIGNS, 0, seed & 0xFFFF):
@@ -86,7 +86,8 @@ def test_the_hadamard_transform_cancels_in_wgrad(seed: int):
 
 
 def test_signs_are_a_part_of_the_basis():
-    """Values meet only those that are transformed alike, and the plan says that kernels have one pattern."""
+    """A GEMM multiplies only operands with the same signs, and the plan has a note if kernels do not support the
+    signs."""
     x, fixed = matrix(3, 32, 32), load("nvfp4").x.columnwise
     for signs, basis in ((0xD7E8, "rht"), ("fixed", "rht"), ("none", "rht 0x0000"), (0xBEEF, "rht 0xbeef")):
         recipe = load("nvfp4", rht_signs=signs)
@@ -119,7 +120,7 @@ def test_the_columnwise_amax_is_that_of_the_transformed_values(seed: int, expone
 
 
 def butterfly(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """x [rows, 16] -> the transform, element by element in fp32, one rounding to bf16 at the end."""
+    """Transform x [rows, 16] element by element in fp32, with one rounding to bf16 at the end."""
     rows = [[-value if 0xD7E8 >> i & 1 else value for i, value in enumerate(row)] for row in x.float().numpy()]
     for stride in strides:
         for row in rows:
@@ -129,7 +130,7 @@ def butterfly(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def test_the_butterfly_sums_in_the_stated_order():
-    """Large values that cancel leave what fp32 rounded away before or after: there the order of sums shows."""
+    """Large values cancel and leave the rounding errors of fp32, which depend on the order of the sum."""
     generator = torch.Generator().manual_seed(0)
     choices = torch.tensor([1.0, -3.0, 2.0**25, -(2.0**25), 2.0**13])
     x = choices[torch.randint(0, 5, (32, 16), generator=generator)].bfloat16()
@@ -138,7 +139,8 @@ def test_the_butterfly_sums_in_the_stated_order():
 
 
 def test_values_are_decoded_in_the_stated_order():
-    """fl(e2m1 * fl(fl(scale * amax) * fl(1/2688))), which is not e2m1 * scale * S_dec, nor is the GEMM's alpha."""
+    """The values are fl(e2m1 * fl(fl(scale * amax) * fl(1/2688))), which differs from e2m1 * scale * S_dec and from the
+    alpha of the GEMM."""
     x = matrix(7, 64, 256)
     q = Nvfp4Scaling().cast(x, ops.amax(x))
     codes, scale, amax = (

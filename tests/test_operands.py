@@ -1,7 +1,7 @@
-"""Where amaxes are agreed, and what is kept for backward: pure tests, with a group that only has a size.
+"""Agreements on amaxes, and operands that are saved for backward. No ranks: the group only has a size.
 
-The table is FORMATS' rule, written out by hand per style: a scale is agreed over tp iff the dimension it spans is cut
-by tp in an operand that is gathered; with `amax_scope="all"`, iff it is cut; with a group of the user's, always.
+The table repeats the rule for each style. Ranks agree on a scale over tp iff tp shards the dimension that the scale
+spans in a gathered operand; with `amax_scope="all"`, iff tp shards the dimension; with a group of the user, always.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.cases import RECIPES
 
 SIZE = 64
 GATHERED = {"COLUMN_SP": "x", "ROW_SP": "dy"}
-# which dimension of x, w, dy tp cuts
+# dimension of x, w and dy that tp shards
 CUT = {
     "LOCAL": {}, "LOCAL_SP": {"x": 0, "dy": 0}, "COLUMN": {"w": 0, "dy": 1}, "ROW": {"w": 1, "x": 1},
     "COLUMN_SP": {"x": 0, "w": 0, "dy": 1}, "ROW_SP": {"x": 1, "w": 1, "dy": 0},
@@ -38,7 +38,7 @@ CUT = {
 
 
 class FakeGroup:
-    """Stands for tp ranks that nobody talks to."""
+    """Stand-in for a group of tp ranks, without communication."""
 
     def __init__(self, name: str, size: int = 2) -> None:
         self.name = name
@@ -52,7 +52,7 @@ class FakeGroup:
 
 
 class Agreements(list[tuple[str, int]]):
-    """Replaces `agree`: notes the group and how many amaxes it was asked for, and hands them back."""
+    """Replacement for `agree` that records the group and the number of amaxes, and returns the amaxes unchanged."""
 
     def __call__(self, observed: list[Tensor], group: Any) -> list[Tensor]:
         self.append((group.name, len(observed)))
@@ -77,7 +77,7 @@ def agreements(bound: BoundSpec, operand: str) -> Agreements:
 
 
 def spanned(recipe: Recipe, operand: str) -> list[tuple[int, ...]]:
-    """Per cast that observes something, the dimensions of the stored tensor that one amax spans."""
+    """Return, for each cast that observes amaxes, the dimensions of the stored tensor that one amax spans."""
     pair = getattr(recipe, operand)
     ways = [(pair.rowwise, (0, 1))] + [(pair.columnwise, (1, 0))] * (not pair.derived)
     observing = [(q, dims) for q, dims in ways if q.observe(torch.ones(SIZE, SIZE)) is not None]
@@ -87,7 +87,7 @@ def spanned(recipe: Recipe, operand: str) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("operand", ["x", "w", "dy"])
 @pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)
 def test_fp8_current_agrees_exactly_where_formats_says(row, operand):
-    """The table of FORMATS section 4 for a scale of the whole tensor: x of COLUMN_SP, dy of ROW_SP, nothing else."""
+    """Ranks agree on the scale of a complete tensor only for x of COLUMN_SP and dy of ROW_SP."""
     expected = [("tp", 1)] if GATHERED.get(row.name) == operand else []
     assert agreements(make_bound(row, recipes.load("fp8_current")), operand) == expected
 
@@ -95,7 +95,7 @@ def test_fp8_current_agrees_exactly_where_formats_says(row, operand):
 @pytest.mark.parametrize("operand", ["x", "w", "dy"])
 @pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)
 def test_fp8_rowwise_agrees_on_the_scales_that_span_the_tokens(row, operand):
-    """The scales of a columnwise operand span the tokens; those of a rowwise one belong to a token each."""
+    """The scales of a columnwise operand span the tokens. Each scale of a rowwise operand belongs to one token."""
     expected = [("tp", 1)] if GATHERED.get(row.name) == operand else []
     assert agreements(make_bound(row, recipes.load("fp8_rowwise")), operand) == expected
 
@@ -141,12 +141,12 @@ def test_operands_flatten_and_come_back():
 
 
 def saved_bytes(recipe: str, dtype: torch.dtype, siblings: int = 1, tokens: int = 256) -> int:
-    """Bytes that a linear's forward keeps for backward, beside its weights."""
+    """Bytes that a linear's forward saves for backward, without the weights."""
     layer = Linear(128, (64,) * siblings if siblings > 1 else 64, recipe=recipe, dtype=dtype)
     return of_layer(layer, torch.randn(tokens, 128, dtype=dtype, requires_grad=True))
 
 
-SMALL = 64  # bytes of scales and tickets, and no tensor of tokens
+SMALL = 64  # bytes of scales and other tensors without tokens
 
 
 def test_what_is_saved_for_backward_is_quantized():

@@ -1,6 +1,6 @@
-"""dlp.ops: sequences of operations beside the same thing built of plain torch modules; ops and fusions of a user's own.
+"""dlp.ops: sequences of operations compared with plain torch modules; user-defined ops and fusions.
 
-Single rank; `tests/test_ops_ranks.py` has tensor parallelism.
+The tests need one rank; `tests/test_ops_ranks.py` tests tensor parallelism.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.restored_tables import restored_fusions
 
 
 class PlainMlp(nn.Module):
-    """`mlp` of torch's modules, with its parameters."""
+    """`mlp` in torch's modules, with the same parameters."""
 
     def __init__(self, model: ops.Sequential) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class PlainMlp(nn.Module):
         return F.linear(F.silu(gate) * up, own["3_weight"], own["3_bias"])  # type: ignore[arg-type]
 
 
-# The six programs
+# Six example programs
 
 
 @pytest.mark.parametrize("shape", [(M, H), (2, M // 2, H)], ids=["tokens", "sequences"])
@@ -149,7 +149,8 @@ def test_a_fused_op_of_the_users():
 
 @pytest.mark.parametrize("whole", [False, True], ids=["", "bias named"])
 def test_a_fused_op_of_a_linear_has_its_bias(whole: bool):
-    """Once, whether it lists the bias or not; as an op of a sequence and by itself."""
+    """The bias is added once, whether the fused op lists the bias or not, as an op of a sequence and called
+    directly."""
     first = ops.Linear(H, H)
     nn.init.normal_(first.bias)
     ops_of = [*(first.expanded if whole else [first]), ops.ConstantScale(2.0)]
@@ -160,7 +161,7 @@ def test_a_fused_op_of_a_linear_has_its_bias(whole: bool):
 
 
 class Window(ops.FusedOperation):
-    """Backward only: of a ConstantScale and a GELU."""
+    """User-defined fusion for backward only, of a ConstantScale and a GELU."""
 
     def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any) -> Any:
         scale, gelu = self.basic_ops
@@ -200,7 +201,7 @@ def test_a_fusion_must_keep_the_basic_ops(returned: Any, said: str):
         model(values(0, M, H))
 
 
-# Counts, kinds and places
+# Counts, dtypes and devices
 
 
 def test_a_wrong_number_of_extra_inputs_is_refused():
@@ -382,7 +383,8 @@ def test_nested_regions_run_under_the_innermost_and_find_their_plans_again():
 
 
 def test_a_plan_for_each_state():
-    """Dtype, training, who learns, whether there is a backward; a state that returns finds its plan."""
+    """A plan depends on dtype, training mode, trainable parameters, and whether there is a backward. A repeated state
+    finds the existing plan."""
     model = mlp("fp8_current")
     plans, x = model._groups_now()[0].plans, values(0, M, H)
     counts = []
@@ -403,7 +405,7 @@ def test_a_plan_for_each_state():
 
 
 def test_nothing_is_fused_anew_inside_of_a_graph(monkeypatch: pytest.MonkeyPatch):
-    """A state that has run before runs; another one says what is missing."""
+    """A state that has run before can run in a graph. Another state raises an error that says what is missing."""
     model, x = mlp("fp8_current"), values(0, M, H)
     dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
     expected = model(x)
@@ -425,7 +427,7 @@ def test_there_is_no_second_derivative():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_x_that_is_kept_as_it_is_gives_the_same_bits(recipe: str):
-    """x is the output of a norm, or the input of the model, which is saved unchanged."""
+    """x is saved unchanged. x is the output of a norm, or the input of the model."""
     for inner in ([ops.RMSNorm(H)], []):
         models = [
             ops.Sequential(*copy.deepcopy(inner), linear(recipe, save_original_input=kept)) for kept in (True, False)
@@ -456,7 +458,7 @@ def test_statistics_of_linears_in_a_sequence():
 
 @pytest.mark.parametrize("mode", ["grad", "main_grad"])
 def test_gradients_are_added_where_they_are(mode: str):
-    """With the bits of autograd's sums of three microbatches."""
+    """The gradients have the bits of autograd's sums of three microbatches."""
     models = []
     for main_grads in ("off", mode):
         model = mlp("fp8_current")
@@ -476,7 +478,7 @@ def test_gradients_are_added_where_they_are(mode: str):
 @pytest.mark.parametrize("program", PROGRAMS)
 @restored_fusions()
 def test_recomputation_gives_the_same_bits(program: str):
-    """The bits of the first run, twice."""
+    """Two recomputations have the bits of the first run."""
     ops.register_forward_fusion(fuse_scale_add, prepend=True)
     torch.manual_seed(0)
     model = PROGRAMS[program]()
@@ -528,7 +530,8 @@ def test_copies_states_and_lists():
 
 
 def test_parameters_begin_anew_where_memory_came_later():
-    """As of torch's modules: whoever makes a model without memory calls `reset_parameters` of all modules that have it."""
+    """As with torch's modules, a user who constructs a model on meta calls `reset_parameters` of all modules that have
+    the method."""
     with torch.device("meta"):
         model = ops.Sequential(
             ops.LayerNorm(H), ops.Linear(H, (FFN, FFN)), ops.SwiGLU(), ops.BasicLinear(FFN, H), ops.Bias(H),
@@ -558,7 +561,8 @@ def test_an_op_with_hooks_ends_its_group():
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["", "backward inside"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_torch_autocast_gives_x_its_dtype_as_it_does_to_linears(recipe: str, backward_inside: bool):
-    """The bits of x in that dtype, forward and backward, in the dtypes of what is differentiated."""
+    """The results have the bits of x cast to that dtype, forward and backward, in the dtypes of the differentiated
+    tensors."""
     model, dy = mlp(recipe), values(2, M, H).bfloat16()
     other = copy.deepcopy(model)
     x, cast = values(1, M, H).requires_grad_(), values(1, M, H).bfloat16().requires_grad_()
@@ -598,7 +602,7 @@ def test_a_user_s_quantizer_is_given_a_tensor():
 
 
 def test_bias_gradients_are_sums_of_columns():
-    """Made of dy as it is, in a fixed order, and only where they are wanted."""
+    """A bias gradient is the sum of dy without further rounding, in a fixed order, and is computed only if needed."""
     layer, dy = dlp.Linear(32, 64, True, recipe="fp8_current"), torch.randn(300, 64)
     with patch.object(lazy_matrix.Summed, "sums", autospec=True, side_effect=lazy_matrix.Summed.sums) as sums:
         layer(torch.randn(300, 32)).backward(dy)

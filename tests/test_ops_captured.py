@@ -1,4 +1,5 @@
-"""A whole fuser as captured launches, on an emulated device: the bits of its ops, and one native call a direction."""
+"""A complete fuser as captured launches on an emulated device: the bits of the basic ops, and one native call per
+direction."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def mlp(recipe: str) -> nn.Module:
 
 
 def slow_pair(recipe: str, make: Any = mlp, **options: Any) -> PairedModels:
-    """Whose weights hardly move: two layers of random gradients blow up."""
+    """Two equal models with a small learning rate, because random gradients would make two layers diverge."""
     pair = PairedModels(lambda: make(recipe), **options)
     for optimizer in pair.optimizers:
         optimizer.param_groups[0]["lr"] = 1e-4
@@ -66,7 +67,7 @@ def test_captured_ops_give_the_bits_of_the_ops(recipe: str, attached: bool):
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The names of the launches of everything that is captured."""
+    """The names of the launches of all captured directions."""
     made, init = list[list[str]](), CapturedLaunches.__init__
 
     def note(self: Any, launches: Any, *more: Any) -> None:
@@ -89,7 +90,7 @@ def test_both_gradients_of_a_gate_are_cast_in_one_launch(recipe: str, launched: 
 
 
 def test_a_kernel_from_outside_still_casts_each_gradient_of_a_gate(launched: list[list[str]]):
-    """The one launch would pass it by."""
+    """dlp's single launch for both gradients would bypass the user's kernel."""
     ours = table.choose("cast_fp8_block_both", torch.zeros(1, 1), (1, 128), torch.float8_e4m3fn)
     with registered(replace(ours, name="mine", run=lambda *given, **more: ours.run(*given, **more))):
         pair = slow_pair("fp8_block")
@@ -99,7 +100,7 @@ def test_a_kernel_from_outside_still_casts_each_gradient_of_a_gate(launched: lis
 
 
 def test_an_op_that_torch_computes_is_called_alone():
-    """No kernel of this package computes a sum, so the captured direction is one call of torch."""
+    """No kernel of dlp computes a sum, so the captured direction is one call of torch."""
     alone, x, extra = ops.AddExtraInput(), torch.randn(M, K), torch.randn(M, K)
     fuser = ops.Sequential(alone)
     for model in (alone, fuser):
@@ -114,7 +115,7 @@ def test_an_op_that_torch_computes_is_called_alone():
 
 @pytest.mark.parametrize("swapped", ["**", "0.1"], ids=["all", "another layer"])
 def test_a_swap_forgets_what_was_captured(swapped: str):
-    """The table of scales moves for all layers."""
+    """After a swap of any layer all layers are captured again, because their delayed scales move to a new table."""
     pair = slow_pair("fp8_delayed", make=lambda recipe: nn.Sequential(mlp(recipe), dlp.Linear(K, K, recipe=recipe)))
     for seed in range(8):
         if seed == 4:
@@ -146,7 +147,7 @@ def test_norms_and_activations_are_launched_with_the_rest(act: str):
 
 
 class Branches(nn.Module):
-    """Two groups of a layer: what is normed goes on as it was, and the last GEMM adds to it."""
+    """Two groups in a layer: the normed values continue unchanged, and the last GEMM adds to them."""
 
     def __init__(self, bias: bool, recipe: str) -> None:
         super().__init__()
@@ -205,7 +206,7 @@ def test_a_sum_and_its_norm_are_one_launch(recipe: str):
 
 
 def test_wgrads_that_wait_are_left_behind_the_launches():
-    """Beside a linear without dx, which waits for nothing."""
+    """The second linear has no dx, so its wgrad is not delayed."""
 
     def make(recipe: str) -> nn.Module:
         model = mlp(recipe)
@@ -264,14 +265,14 @@ PACKAGE, REFERENCE = (f"{Path(each.__file__).parent}{os.sep}" for each in (dlp, 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 def test_four_captured_ops_are_few_calls_of_python(recipe: str):
-    """Functions of the package that a pass enters, beside those of one linear; launches are native."""
+    """The test counts dlp's Python functions that a pass calls, compared with one linear. Launches are native."""
 
     def calls(model: nn.Module) -> int:
         dlp.attach(model.bfloat16(), torch.optim.SGD(model.parameters(), 0.0))
         count = Counter[bool]()
 
         def seen(frame: Any, event: str, argument: Any) -> None:
-            where, inner = frame.f_code.co_filename, frame.f_code.co_name.startswith("<")  # which newer Pythons inline
+            where, inner = frame.f_code.co_filename, frame.f_code.co_name.startswith("<")  # newer Pythons inline these
             count[event == "call" and where.startswith(PACKAGE) and not (inner or where.startswith(REFERENCE))] += 1
 
         with torch.autograd.set_multithreading_enabled(False):
@@ -287,7 +288,7 @@ def test_four_captured_ops_are_few_calls_of_python(recipe: str):
     assert found[0] <= 60 and found[0] < 1.6 * found[1], f"{found}: ops are asked in every call what a FuserCall knows"
 
 
-SET = {  # an op between two linears, an attribute of it and what it is set to
+SET = {  # op between two linears: attribute of the op, new value
     "eps": (lambda: ops.RMSNorm(K), 0.5),
     "zero_centered_gamma": (lambda: ops.LayerNorm(K), True),
     "scale": (lambda: ops.ConstantScale(2.0), 3.0),
@@ -308,11 +309,11 @@ def test_an_op_that_is_set_otherwise_forgets_what_was_captured(name: str):
         pair.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
     found = recorded(pair.model[0])
     assert all(isinstance(made, CapturedLaunches) for made in (*found["forward"], *found["backward"]))
-    assert len(pair.model[0][0].core.bound.calls) == before + 2  # the directions of one plan
+    assert len(pair.model[0][0].core.bound.calls) == before + 2  # the two directions of one plan
 
 
 def test_an_extra_input_that_is_x_is_another_call():
-    """Launches were taken down of tensors of which none is another."""
+    """The launches were captured with different tensors."""
 
     def run(model: nn.Module, seed: int) -> dict[str, Tensor]:
         x, extra = (torch.randn(M, K, generator=torch.Generator().manual_seed(seed + i)).bfloat16() for i in (0, 99))
@@ -328,7 +329,7 @@ def test_an_extra_input_that_is_x_is_another_call():
     for seed in range(8):
         pair.step(run, seed)
     captured = [isinstance(made, CapturedLaunches) for made in recorded(pair.model[0])["forward"]]
-    assert captured == [False, True, True]  # of weights cast at use, of two tensors, of one
+    assert captured == [False, True, True]  # weights cast at use, of two tensors, of one tensor
 
 
 def test_gemms_that_round_to_tf32_are_other_launches(monkeypatch: pytest.MonkeyPatch):
@@ -344,7 +345,7 @@ def test_gemms_that_round_to_tf32_are_other_launches(monkeypatch: pytest.MonkeyP
 
 
 def test_a_thread_that_captures_a_direction_beside_another():
-    """If two threads are ready to capture a direction, the first captures, and the second replays."""
+    """If two threads are ready to capture a direction, the first thread captures, and the second replays."""
     model, x = mlp("fp8_current").bfloat16(), torch.zeros(M, K, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = model(x)
@@ -354,7 +355,7 @@ def test_a_thread_that_captures_a_direction_beside_another():
 
         def late(*given: Any) -> Any:
             directions.run = run
-            assert torch.equal(model(x), expected)  # the other one has captured it
+            assert torch.equal(model(x), expected)  # the other thread has captured the direction
             return run(*given)
 
         directions.run = late
@@ -363,7 +364,7 @@ def test_a_thread_that_captures_a_direction_beside_another():
 
 
 def test_saved_tensors_that_come_back_otherwise_are_read_as_they_are():
-    """Whoever offloads what is saved may bring it back with other strides."""
+    """Code that offloads saved tensors may restore them with other strides."""
 
     def back(saved: Tensor) -> Tensor:
         return saved.t().contiguous().t() if saved.dim() == 2 else saved.clone()
@@ -380,7 +381,7 @@ def test_saved_tensors_that_come_back_otherwise_are_read_as_they_are():
 
 
 def test_a_forward_that_records_is_another_one():
-    """Also where nothing needs gradients: amaxes count for delayed scales."""
+    """The recording forward is separate even if no gradient is needed, because its amaxes count for delayed scales."""
     model = ops.Sequential(ops.Linear(K, K, bias=False, recipe="fp8_delayed")).bfloat16().requires_grad_(False)
     dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
     model(torch.zeros(M, K, dtype=torch.bfloat16))

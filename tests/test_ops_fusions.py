@@ -22,11 +22,11 @@ from tests.restored_tables import restored_fusions
 
 SHIPPED = [fusion.__name__ for fusion in REGISTERED.forward]  # before any sequence has run
 
-# What ops and fusions are told
+# Arguments of ops and fusions
 
 
 class Told(ops.BasicOperation):
-    """x times `factor`; keeps what it was told."""
+    """Op that multiplies x by `factor` and stores the arguments that it gets."""
 
     def op_forward(
         self, ctx: Any, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any,
@@ -41,7 +41,7 @@ class Told(ops.BasicOperation):
 
 
 def test_an_op_is_told_who_casts_what_it_returns():
-    """The dy of the linear before, through its bias, and the x of the one behind."""
+    """The op gets the quantizers of dy of the previous linear, also through a bias, and of x of the next linear."""
     before, behind = ops.Linear(H, H, recipe="fp8_current"), ops.Linear(H, H, recipe="fp8_block")
     told = [Told() for _ in range(3)]
     ops.Sequential(told[0], before, told[1], ops.Identity(), behind, told[2])(values(0, M, H))
@@ -84,7 +84,7 @@ def test_keywords_reach_their_ops(watched: bool):
 
 @restored_fusions()
 def test_what_is_registered_first_stands_where_it_was_asked_to():
-    """The fusions that are shipped are there already; none comes later, which would plan anew what has been planned."""
+    """The shipped fusions are registered already. A later registration would change existing plans."""
     assert "LinearIntoExtraInput" in SHIPPED and "ForwardLinearBias" in SHIPPED
     with restored_fusions():
         for name, prepend in (("last", False), ("first", True)):
@@ -124,7 +124,8 @@ def test_extra_tensors_pass_groups_in_their_order():
 
 @pytest.mark.parametrize("behind", [[], [ops.GELU()], [ops.MakeExtraOutput()], [ops.Reshape((-1,)), ops.SiLU()]])
 def test_an_extra_input_is_written_to_wherever_its_sum_goes(behind: list[nn.Module]):
-    """Into the output, what an op keeps, or a view that it keeps; who needs it as it was is told so in backward."""
+    """The sum is written into the extra input even if the extra input is the output of an op, a saved tensor or a view
+    of one. If backward needs the original, an error says so."""
     x, leaf = values(0, M, H).requires_grad_(), values(1, M, H).requires_grad_()
     found = []
     for in_place in (True, False):
@@ -141,12 +142,12 @@ def test_an_extra_input_is_written_to_wherever_its_sum_goes(behind: list[nn.Modu
         (outputs[0] if isinstance(outputs, tuple) else outputs).sum().backward()
 
 
-# Every fusion beside its basic ops
+# Every fusion compared with its basic ops
 
 
 class Residual(nn.Module):
-    """Ops between a MakeExtraOutput and an AddExtraInput. `factor`: of what they make; by another than 1 its gradient and that
-    of the residual are two tensors."""
+    """Ops between a MakeExtraOutput and an AddExtraInput. `factor`: multiplies the output of the ops; with a factor
+    other than 1 the gradient of the ops and the gradient of the residual are two tensors."""
 
     def __init__(self, *inner: nn.Module, in_place: bool = False, factor: float = 1.0) -> None:
         super().__init__()
@@ -160,7 +161,7 @@ class Residual(nn.Module):
 
 
 class IntoInput(nn.Module):
-    """Ops that end in an AddExtraInput(in_place=True)."""
+    """Ops that end with AddExtraInput(in_place=True)."""
 
     def __init__(self, *inner: nn.Module) -> None:
         super().__init__()
@@ -171,7 +172,7 @@ class IntoInput(nn.Module):
 
 
 class Added(nn.Module):
-    """A sum that is normed, and goes on beside."""
+    """A sum that is normed, and also used without the norm."""
 
     def __init__(self, *behind: nn.Module) -> None:
         super().__init__()
@@ -182,20 +183,20 @@ class Added(nn.Module):
         return y + total  # type: ignore[no-any-return]
 
 
-# what it says in the plan -> the model of a recipe, and the bound where it rounds less often than its ops
+# description in the plan -> model for a recipe, and bound if the fusion rounds less often than its ops
 FUSED: dict[str, tuple[Any, float]] = {
     "ForwardLinearBias[Linear, Bias]": (lambda r: ops.Sequential(ops.RMSNorm(H), linear(r)), 4e-3),
     "LinearIntoExtraInput[Linear, Bias, AddExtraInput]": (lambda r: IntoInput(linear(r)), 8e-3),
     "LinearIntoExtraInput[Linear, ConstantScale, AddExtraInput]":
         (lambda r: IntoInput(linear(r, bias=False), ops.ConstantScale(0.5)), 8e-3),
     "BackwardLinearIntoResidual[MakeExtraOutput, Linear]": (lambda r: Residual(linear(r), in_place=True), 8e-3),
-    "backward BackwardLinearIntoResidual[MakeExtraOutput, Linear]":  # by the GEMM, where nobody else reads that gradient
+    "backward BackwardLinearIntoResidual[MakeExtraOutput, Linear]":  # in the GEMM, if no other op reads this gradient
         (lambda r: Residual(linear(r), in_place=True, factor=2.0), 8e-3),
     "BackwardScaledLinear[Linear, ConstantScale]":
         (lambda r: ops.Sequential(linear(r, bias=False), ops.ConstantScale(0.5)), 0.0),
     "ForwardAddNorm[AddExtraInput, MakeExtraOutput, RMSNorm]": (lambda r: Added(linear(r, bias=False)), 0.0),
     "BackwardNormResidual[MakeExtraOutput, RMSNorm]": (lambda r: Residual(ops.RMSNorm(H), linear(r, bias=False)), 0.0),
-} | {  # an Identity, so that forward rounds alike
+} | {  # an Identity stands in between, so that forward rounds equally
     f"BackwardBiasActivation[Bias, {act.__name__}]":
         (lambda r, act=act: ops.Sequential(linear(r, bias=False), ops.Identity(), ops.Bias(H), act()), 0.0)
     for act in (ops.GELU, ops.ReLU, ops.SiLU, ops.SReLU)

@@ -1,4 +1,4 @@
-"""Split sequences, and the quantized tensors that travel between them."""
+"""Split sequences, and the quantized tensors that are passed between them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_quantized_tensor_goes_to_the_next_sequence_and_is_cast_once(
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8"])
 def test_split_sequences_compute_what_torch_does(recipe: str):
-    """Within what the recipe rounds."""
+    """The results are within the rounding of the recipe."""
     torch.manual_seed(0)
     norm, fc1 = (
         ops.Sequential(ops.LayerNorm(128), ops.Quantize(recipe=recipe)),
@@ -84,7 +84,7 @@ def test_a_quantized_tensor_of_another_recipe_is_decoded_or_refused(caplog: pyte
     with pytest.raises(ValueError, match="give Quantize this recipe, or omit strict"):
         linear(ops.Quantize(recipe="fp8_current", strict=True)(x))
     assert_close(handed + 1, x + 1, 0.1)
-    for recipe in ("fp8_block", "fp8_current"):  # not an op, but reads it alike
+    for recipe in ("fp8_block", "fp8_current"):  # not an op, but reads the tensor in the same way
         layer = dlp.Linear(128, 128, recipe=recipe)
         y = layer(handed)
         y.sum().backward()
@@ -93,7 +93,8 @@ def test_a_quantized_tensor_of_another_recipe_is_decoded_or_refused(caplog: pyte
 
 
 def test_quantize_casts_by_the_region_around_it():
-    """Before its own recipe, but for a region that is off, or that names none; as the linear behind it in the same region."""
+    """The recipe of the region has precedence over the recipe of the op, unless the region is disabled or has no
+    recipe. The following linear in the same region uses the same recipe."""
     x, own = values(1, 128, 128), ops.Quantize(recipe="fp8_current", strict=True)
 
     def made(op: ops.Quantize, **region: Any) -> str:
@@ -129,7 +130,7 @@ def test_a_quantized_gradient_goes_back():
 @pytest.mark.parametrize("inside", [False, True], ids=["two sequences", "one"])
 def test_a_linear_hands_on_y_and_dx_quantized(inside: bool):
     torch.manual_seed(0)
-    recipes = "fp8_block", "fp8_rowwise" if inside else "fp8_block"  # inside, each casts by its own
+    recipes = "fp8_block", "fp8_rowwise" if inside else "fp8_block"  # inside, each sequence casts with its own recipe
     first = ops.Linear(128, 128, recipe=recipes[0], output="quantized")
     second = ops.Linear(128, 128, recipe=recipes[1], grad_input="quantized")
     plain = [ops.Linear(128, 128, recipe=recipe) for recipe in recipes]
@@ -149,7 +150,7 @@ def test_a_linear_hands_on_y_and_dx_quantized(inside: bool):
         assert given.grad is not None
         found.append([y.detach(), given.grad, *[p.grad for layer in pair for p in layer.parameters()]])
     for name, mine, other in zip(("y", "dx", "dw", "db", "dw", "db"), *found, strict=True):
-        if name == "db":  # the sums of what came, which was rounded
+        if name == "db":  # sums of dy, which was rounded
             assert_close(mine, other, 0.05)
         else:
             assert_bit_equal(mine, other, name)
@@ -161,7 +162,7 @@ def test_a_linear_hands_on_y_and_dx_quantized(inside: bool):
 
 
 class Halved(ops.BasicOperation):
-    """Half of the input, which the op itself quantizes for the neighbouring ops if `quantizes`."""
+    """Multiply the input by 0.5. If `quantizes`, the op quantizes for the neighbouring ops."""
 
     def __init__(self, quantizes: bool) -> None:
         super().__init__()
@@ -185,7 +186,7 @@ class Halved(ops.BasicOperation):
 RECIPES = ["bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "int8"]
 
 
-IN_HIGH_PRECISION = {"bf16": {"x", "dy"}, "nvfp4": {"dy"}}  # the tensors that only the linear can cast
+IN_HIGH_PRECISION = {"bf16": {"x", "dy"}, "nvfp4": {"dy"}}  # tensors that only the linear can cast
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -246,7 +247,7 @@ def test_the_bias_before_an_op_of_a_user_sums_high_precision():
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "mxfp8", "nvfp4"])
 def test_a_compiled_op_of_a_user_returns_high_precision_and_has_equal_bits(recipe: str):
-    """In forward: a compiled lone layer draws other random bits for dy of nvfp4."""
+    """The test compares forward only: a compiled single layer draws other random bits for dy of nvfp4."""
     op = Halved(True)
     sequence = ops.Sequential(linear(recipe, size=64), op, linear(recipe, size=64))
     x = values(1, 64, 64)

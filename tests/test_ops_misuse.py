@@ -1,4 +1,4 @@
-"""Wrong and unusual uses of dlp.ops give correct results, or an error that says the way out."""
+"""Wrong and unusual uses of dlp.ops give correct results, or an error that names the remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def values(seed: int, *shape: int) -> Tensor:
 
 @pytest.mark.parametrize("put", ["setattr", "modules"])
 def test_a_module_that_is_put_in_the_place_of_another_runs(put: str):
-    """As whoever swaps layers of a model by name does it."""
+    """Users replace layers of a model by name in this way."""
     model, x = ops.Sequential(ops.GELU(), ops.Linear(H, H)), values(0)
     model(x)
     other = ops.Linear(H, H)
@@ -43,7 +43,8 @@ def test_a_module_that_is_put_in_the_place_of_another_runs(put: str):
 
 
 def test_extra_tensors_of_a_sequence_in_a_sequence():
-    """They are those of the outer one; an extra output is not taken for a sibling."""
+    """The extra tensors are the extra tensors of the outer sequence. An extra output is not taken for the output of a
+    sibling."""
     inner = ops.Sequential(ops.AddExtraInput(), ops.MakeExtraOutput())
     model, x, extra = ops.Sequential(ops.Identity(), inner, ops.SwiGLU()), values(0), values(1)
     y, kept = model(x, extra)
@@ -72,7 +73,8 @@ class Halved(ops.Linear):
 
 @pytest.mark.parametrize("how", ["class", "instance"])
 def test_an_op_with_a_forward_of_its_own_is_called(how: str):
-    """A subclass that wraps `forward`, as adapters are written, or a function that is put there, as hooks of others are."""
+    """A subclass can override `forward`, as adapters do, or a function can replace it, as hooks of other packages
+    do."""
     model, x = ops.Sequential(ops.RMSNorm(H), (Halved if how == "class" else ops.Linear)(H, H), ops.GELU()), values(0)
     if how == "instance":
         model(x)
@@ -88,7 +90,7 @@ def test_an_op_with_a_forward_of_its_own_is_called(how: str):
 
 
 def test_sequences_are_added_and_taken_apart():
-    """As lists of modules are."""
+    """Sequences support the operators of lists of modules."""
     one, two = ops.Sequential(ops.GELU(), ops.RMSNorm(H)), ops.Sequential(ops.SiLU())
     both, x = one + two, values(0)
     assert [type(op) for op in both] == [ops.GELU, ops.RMSNorm, ops.SiLU] and len(one) == 2
@@ -115,7 +117,8 @@ def test_a_fuser_of_nothing_or_of_no_ops_is_refused():
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 @pytest.mark.parametrize("kept", ["0 (RMSNorm)", "0 (GELU)", "0 (Linear)"])
 def test_an_extra_input_that_an_op_keeps_is_not_written_to(kept: str, recipe: str):
-    """x + f(x), the sum in the place of x: backward would read it as the x of f. A linear that keeps codes may."""
+    """For x + f(x), the sum is not written into x, because backward reads x as the input of f. If the linear saves
+    codes, the sum may be written into x."""
     kind = {"RMSNorm": lambda: ops.RMSNorm(H), "GELU": ops.GELU, "Linear": lambda: ops.Linear(H, H, recipe=recipe)}
     torch.manual_seed(0)
     model = ops.Sequential(kind[kept[3:-1]](), ops.Linear(H, H, recipe=recipe), ops.AddExtraInput(in_place=True))
@@ -134,7 +137,8 @@ def test_an_extra_input_that_an_op_keeps_is_not_written_to(kept: str, recipe: st
 
 
 def test_a_gemm_does_not_add_into_what_it_reads():
-    """It would read what it has written: the sum is then an op of its own, which rounds once more."""
+    """The GEMM would read values that it has already overwritten. The sum is therefore a separate op, which rounds once
+    more."""
     model, x = ops.Sequential(ops.Linear(H, H), ops.AddExtraInput(in_place=True)), values(0).bfloat16()
     with torch.no_grad():
         once, twice = model(x, x.clone()), model[0](x) + x
@@ -143,7 +147,7 @@ def test_a_gemm_does_not_add_into_what_it_reads():
 
 
 def test_an_op_that_is_set_otherwise_is_fused_otherwise():
-    """Whoever takes in_place away wants the extra input as it was."""
+    """A user who sets in_place to False needs the original extra input."""
     model, x, extra = ops.Sequential(ops.Linear(H, H), ops.AddExtraInput(in_place=True)), values(0), values(1)
     given = extra.clone()
     with torch.no_grad():
@@ -154,11 +158,11 @@ def test_an_op_that_is_set_otherwise_is_fused_otherwise():
     assert_bit_equal(extra, values(1))
 
 
-# Ops and fusions of a user's, with errors in them
+# User-defined ops and fusions with errors
 
 
 class Own(ops.BasicOperation):
-    """Twice its input, and what it is told to return."""
+    """User-defined op: twice the input, with the given results."""
 
     def __init__(self, forward: Any = None, backward: Any = None) -> None:
         super().__init__()
@@ -194,7 +198,7 @@ ERRORS = {
 }
 
 
-# under a dispatch mode autograd looks at shapes, and an op calls itself by its class
+# Under a dispatch mode autograd checks shapes, and calls an op by its class
 WATCHED = [
     error
     for error in ERRORS
@@ -291,7 +295,7 @@ def test_an_input_that_is_no_tensor_is_refused(given: Any):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
 def test_an_input_that_is_not_floating_point_is_refused(dtype: torch.dtype):
-    """It would be rounded, or lose half of itself; an op of a user's may take indices."""
+    """The input would be rounded, or lose its imaginary part. A user-defined op may take indices."""
 
     class Embedding(ops.BasicOperation):
         takes = frozenset({"integers"})
@@ -338,7 +342,7 @@ MISMATCHED = {
 @pytest.mark.parametrize("watched", [False, True], ids=["", "watched"])
 @pytest.mark.parametrize("kind", MISMATCHED)
 def test_shapes_that_do_not_fit_are_refused_by_the_op(kind: str, watched: bool):
-    """Where one feature, or one token, would be stretched to many, too, and where ops are fused."""
+    """A single feature or token is not expanded to many, and the refusal is the same in fused ops."""
     make, extras, said = MISMATCHED[kind]
     if watched:
         said = r"\d \(.*(gate is|gate and up of one shape|expected 1 features|the input is)"
@@ -390,7 +394,7 @@ def test_an_op_whose_weight_is_computed_is_refused(op: Any):
 
 @pytest.mark.parametrize("make", [lambda: ops.Sequential(ops.RMSNorm(H), ops.Linear(H, H)), lambda: dlp.Linear(H, H)])
 def test_a_penalty_on_a_gradient_is_refused(make: Any):
-    """Whatever else the loss depends on: it would be a constant of it."""
+    """The gradient would be a constant in the graph, even if the loss depends on other terms too."""
     model, x = make(), values(0).requires_grad_()
     y = model(x)
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -409,7 +413,8 @@ def test_transforms_of_functions_are_refused(make: Any):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_a_sibling_that_nobody_used_gets_no_gradient(bias: bool, recipe: str):
-    """As three linears of torch: an optimizer leaves it alone, where it would decay what gets zeros."""
+    """The behaviour is that of three torch linears: an optimizer skips a missing gradient, but would decay a weight
+    with a zero gradient."""
     norm, linear = ops.RMSNorm(H), ops.Linear(H, (H, H, H), bias=bias, recipe=recipe)
     model, x = ops.Sequential(norm, linear, ops.Identity()), values(0).requires_grad_()
     model(x)[1].square().sum().backward()
@@ -424,7 +429,7 @@ def test_a_sibling_that_nobody_used_gets_no_gradient(bias: bool, recipe: str):
         assert_bit_equal(grad, alone.get_parameter(name.removesuffix("_1")).grad)  # type: ignore[arg-type]
 
 
-# Modules under Transformer Engine's names
+# Modules with the names of Transformer Engine
 
 
 @pytest.mark.parametrize(
@@ -444,7 +449,8 @@ def test_options_that_would_do_nothing_are_refused(make: Any, said: str):
 
 
 def test_an_option_of_another_place_is_refused():
-    """The fourth of Transformer Engine's, sequence_parallel, was bias here; a name of one of the parts is none of the layer."""
+    """TE's fourth argument sequence_parallel would be bias in dlp. An option of one of the parts is not an option of
+    the layer."""
     with pytest.raises(TypeError, match="positional"):
         ops.LayerNormMLP(H, H, 1e-5, True)  # type: ignore[misc]
     for name in ("return_bias", "eps", "parallel_mode", "causal"):
@@ -476,7 +482,7 @@ def test_the_options_of_a_layer_reach_both_norms_and_heads_their_size():
         layer(x.flatten(0, 1))
 
 
-# Writing to what came out
+# Writing to outputs
 
 
 OUTPUTS = {
@@ -493,7 +499,7 @@ OUTPUTS = {
 @pytest.mark.parametrize("kind", OUTPUTS)
 @pytest.mark.parametrize("shape", [(M, H), (2, M, H)], ids=["tokens", "sequences"])
 def test_outputs_may_be_written_to_as_those_of_torch(kind: str, shape: tuple[int, ...]):
-    """y += 1, or an activation in place behind a model, of whatever shape."""
+    """y += 1, or an in-place activation after a model, works for every shape."""
     model, x = OUTPUTS[kind](), values(0, *shape).requires_grad_()
     found = []
     for in_place in (False, True):
@@ -507,7 +513,7 @@ def test_outputs_may_be_written_to_as_those_of_torch(kind: str, shape: tuple[int
 
 @pytest.mark.parametrize("shape", [(M, H), (2, M, H)], ids=["tokens", "sequences"])
 def test_a_sum_goes_into_the_extra_output_of_another_sequence(shape: tuple[int, ...]):
-    """Where nobody keeps that: the linear behind it has codes."""
+    """The sum is written into the extra output if no op saves the extra output: the linear after it saves codes."""
     norm, linears = ops.RMSNorm(H), [ops.Linear(H, H, recipe="fp8_current") for _ in range(2)]
     x, found = values(0, *shape).requires_grad_(), []
     for in_place in (False, True):
@@ -548,7 +554,7 @@ def test_nothing_is_written_to_codes():
 
 
 def test_shapes_that_change_are_one_graph():
-    """With dynamic=True, which makes variables of the numbers of a module too."""
+    """With dynamic=True, torch also makes variables of the numbers in a module."""
     model = ops.Sequential(ops.RMSNorm(H, eps=1e-3), ops.Linear(H, H))
     compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
     for tokens in (3, 8):

@@ -1,4 +1,4 @@
-"""Modules made of ops, under the names of Transformer Engine's."""
+"""Modules built from ops, with the names of Transformer Engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_transformer_layer_is_that_of_torch():
 
 
 def test_modules_return_the_norm_and_the_bias_where_asked():
-    """The bias, which nobody has added, before the norm; of a gate's siblings in front it is added."""
+    """The returned bias, which was not added, comes before the norm. The bias of the siblings of a gate is added."""
     x, both = values(1, M, H), {"return_layernorm_output": True, "return_bias": True}
     for out in (FFN, (FFN, H)):
         module = ops.LayerNormLinear(H, out, **both)
@@ -67,7 +67,7 @@ def test_modules_return_the_norm_and_the_bias_where_asked():
 
 
 def _behind(name: str) -> str:
-    """With a MakeExtraOutput behind the norm."""
+    """Name of a parameter in the module with a MakeExtraOutput after the norm."""
     place, _, rest = name.partition(".")
     return f"{int(place) + (place != '0')}.{rest}"
 
@@ -92,7 +92,7 @@ TE = [
 @pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
 @pytest.mark.parametrize(("make", "names"), TE, ids=["linear", "siblings", "mlp", "layer"])
 def test_states_of_transformer_engine_load_and_go_back(make: Any, names: str, nested: bool):
-    """By the names of there, in both directions, the same bits."""
+    """The names are TE's names; both directions keep the bits."""
     models = [nn.ModuleDict({"a": make(), "b": nn.Linear(2, 2)}) if nested else make() for _ in range(2)]
     prefix = "a." if nested else ""
     state = {name: torch.randn_like(tensor) for name, tensor in ops.to_te(models[0]).items()}
@@ -113,7 +113,7 @@ def test_states_of_transformer_engine_load_and_go_back(make: Any, names: str, ne
 
 @pytest.mark.parametrize("siblings", [False, True], ids=["", "siblings"])
 def test_states_of_sequences_of_ops_load_and_go_back(siblings: bool):
-    """A Linear is two basic ops there, and each op has a state of its recipe; siblings are one tensor."""
+    """In TE a Linear is two basic ops, and each op has a state of the recipe; siblings are one tensor."""
     model = nn.ModuleDict({"mlp": ops.Sequential(
         ops.LayerNorm(H), ops.Linear(H, (FFN, FFN) if siblings else 2 * FFN), ops.SwiGLU(),
         ops.BasicLinear(FFN, (H, H) if siblings else 2 * H), ops.GLU(),
@@ -137,7 +137,8 @@ def test_states_of_sequences_of_ops_load_and_go_back(siblings: bool):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_q_k_and_v_of_transformer_engine_may_be_one_tensor(interleaved: bool):
-    """4 heads of 8 features in 2 groups. Interleaved: q, k and v of each group in turn; else all q, then all k, then all v."""
+    """4 heads with 8 features in 2 groups. Interleaved: q, k and v of each group in turn; else all q, then all k, then
+    all v."""
     layer, qkv = ops.TransformerLayer(H, FFN, 4, 2, bias=False), "self_attention.layernorm_qkv.weight"
     state = ops.to_te(layer, fuse_qkv_params=True, qkv_weight_interleaved=interleaved)
     q, k, v = (getattr(layer.qkv[1], f"weight_{i}").detach() for i in range(3))

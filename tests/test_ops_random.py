@@ -1,4 +1,4 @@
-"""Random sequences of ops: fused they are what they are op by op, and where torch watches; also on token shards."""
+"""Random sequences of ops: fused ops have the results of basic ops, also under a dispatch mode and on token shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.paired_models import without_programs
 from tests.restored_tables import restored_fusions
 
 Ops = list[nn.Module]
-DRAWN: list[Callable[[], Ops]] = [  # of H features, all of them; those that are fused also beside each other
+DRAWN: list[Callable[[], Ops]] = [  # ops with H features; ops that can be fused also occur next to each other
     lambda: [ops.RMSNorm(H)], lambda: [ops.LayerNorm(H)], lambda: [ops.L2Normalization()], lambda: [ops.Dropout(0.0)],
     lambda: [ops.GELU()], lambda: [ops.SReLU()], lambda: [ops.Bias(H)], lambda: [ops.ConstantScale(0.5)],
     lambda: [ops.Identity()], lambda: [ops.Quantize(recipe="bf16")],
@@ -41,7 +41,8 @@ LINEARS: list[Callable[[], Ops]] = [
 
 
 def on_shards(tp: Any) -> list[Callable[[], Ops]]:
-    """Ops from token shards to token shards: a column- and a row-parallel linear, and linears between explicit collectives."""
+    """Ops from token shards to token shards: a column- and a row-parallel linear, and linears between explicit
+    collectives."""
     more = {"tensor_parallel_group": tp, "sequence_parallel": True}
     column, row = (partial(ops.Linear, tensor_parallel_mode=mode, **more) for mode in ("column", "row"))
     group = tp.get_group()
@@ -56,7 +57,7 @@ def on_shards(tp: Any) -> list[Callable[[], Ops]]:
 
 
 def drawn(draw: random.Random, those: Sequence[Callable[[], Ops]]) -> ops.Sequential:
-    """Up to six of these; some parameters do not learn."""
+    """Up to six of these ops; some parameters are not trainable."""
     model = ops.Sequential(*[op for _ in range(draw.randint(1, 6)) for op in draw.choice(those)()])
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -67,7 +68,7 @@ def drawn(draw: random.Random, those: Sequence[Callable[[], Ops]]) -> ops.Sequen
 def results(
     model: ops.Sequential, learns: bool, unused: Sequence[bool], seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> list[Tensor | None]:
-    """Outputs, and, backward from some of them, gradients of x, of extra inputs and of parameters."""
+    """Outputs, and, after a backward from some of the outputs, gradients of x, of extra inputs and of parameters."""
     model.zero_grad()
     x = values(1 + seed, M, H).to(dtype).requires_grad_(learns)
     extra = [
@@ -88,7 +89,8 @@ def results(
 
 
 def differences(seeds: range, those: Sequence[Callable[[], Ops]], watched: bool, shift: int = 0) -> list[str]:
-    """Differences between fused ops, basic ops and, if `watched`, ops under a dispatch mode. None counts as a zero gradient."""
+    """Differences between fused ops, basic ops and, if `watched`, ops under a dispatch mode. None counts as a zero
+    gradient."""
     wrong = list[str]()
     for seed in seeds:
         draw = random.Random(seed)
@@ -116,7 +118,8 @@ def test_fused_as_op_by_op():
 
 
 def test_captured_as_launched_one_by_one():
-    """On an emulated device, forward and backward four times, the last two of them as captured launches: equal bits."""
+    """Forward and backward run four times on an emulated device, the last two times as captured launches: equal
+    bits."""
     captured = 0
     with emulation():
         for seed in range(30):
@@ -146,7 +149,7 @@ def test_fused_as_op_by_op_on_token_shards(ranks: Any):
 
 
 def only_a_bias(way: str) -> list[Tensor]:
-    """Its gradient behind a linear that is summed over ranks and does not learn."""
+    """Gradient of a bias after a linear without trainable weight whose output is summed over ranks."""
     tp = worker.mesh(dp_shard=1, tp=2)["tp"]
     found = []
     for ops_of in (on_shards(tp)[-1], lambda: [on_shards(tp)[0]()[-1]]):

@@ -1,4 +1,5 @@
-"""dlp.ops on tp ranks: a block of ops, with and without sequence parallelism, beside the same on one rank; FSDP; conversion."""
+"""dlp.ops on tp ranks: a block of ops, with and without sequence parallelism, compared with one rank; FSDP;
+conversion."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ H, FFN, M = 64, 128, 64
 
 
 def block(tp: Any = None, recipe: str = "bf16", sp: bool = False, siblings: bool = True) -> ops.Sequential:
-    """norm, gate and up, SwiGLU, down, of equal weights everywhere."""
+    """norm, gate and up, SwiGLU, down, with equal weights on all ranks."""
     torch.manual_seed(0)
     more: dict[str, Any] = {"recipe": recipe}
     column = more | (
@@ -72,7 +73,8 @@ def refused_batch() -> str:
 
 @pytest.mark.ranks(2)
 def test_a_batch_behind_a_norm_is_no_token_shard(ranks: Any):
-    """As it is none for a linear by itself: what is still to be made has the shape that it has outside."""
+    """A linear outside of a sequence also rejects this. The shape of a tensor inside of a sequence is the shape
+    outside."""
     assert all("got x of shape (2, 16, 64)" in said for said in ranks(2).run(refused_batch))
 
 
@@ -101,17 +103,19 @@ def test_a_block_is_that_of_one_rank_and_its_fusions_that_of_its_ops(recipe: str
         parts = [found[name] for found in fused]
         if sp and name in ("y", "dx"):
             parts = [torch.cat(parts)] * 2
-        if sp and name in ("d0.weight", "d3.bias"):  # of its own tokens: a converted model sums them
+        # A sum over the rank's own tokens, which only a converted model sums over tp
+        if sp and name in ("d0.weight", "d3.bias"):
             parts = [parts[0] + parts[1]] * 2
         for part in parts:
             assert_close(part, expected, bound, name)
 
 
 def explicit(recipe: str, basic: bool) -> tuple[dict[str, Tensor], list[str], str]:
-    """Linears that are whole here between collectives of the user's, on sequences [S/2, 2, H] of each rank; what travels."""
+    """Unsharded linears between explicit collectives of the user, on sequences [S/2, 2, H] of each rank; return results
+    and sent tensors."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     group, rank = mesh["tp"].get_group(), mesh["tp"].get_local_rank()
-    torch.manual_seed(rank)  # other weights on each rank
+    torch.manual_seed(rank)  # different weights on each rank
     model = ops.Sequential(
         ops.RMSNorm(H), ops.AllGather(group), ops.Linear(H, (FFN, FFN), recipe=recipe), ops.SwiGLU(),
         ops.BasicLinear(FFN, H, recipe=recipe), ops.ReduceScatter(group), ops.Bias(H),
@@ -154,7 +158,7 @@ def test_collectives_of_the_users_are_those_of_the_linear_beside(recipe: str, ra
             assert {name.split()[0] for name in sent} == {"x", "dy"} and not nothing
             assert recipe == "bf16" or not any("hp" in name for name in sent), "what travels is quantized"
         for name, tensor in expected.items():
-            if recipe == "nvfp4" and name != "y":  # dy is rounded by chance
+            if recipe == "nvfp4" and name != "y":  # dy is rounded stochastically
                 assert_close(found[name], tensor, 0.4, name)
                 assert factor(found[name], tensor) == pytest.approx(1, abs=0.1), name
             else:
@@ -162,7 +166,7 @@ def test_collectives_of_the_users_are_those_of_the_linear_beside(recipe: str, ra
 
 
 def copied() -> list[list[str]]:
-    """The ops of copies of what holds a process group, and what one that is copied shares with it."""
+    """The ops of copies of objects with a process group, and the objects that a copied op shares with the original."""
     tp, found = worker.mesh(dp_shard=1, tp=2)["tp"], []
     row = {"tensor_parallel_mode": "row", "tensor_parallel_group": tp, "recipe": "fp8_current"}
     between = ops.Linear(H, H, sequence_parallel=True, output="quantized", grad_input="quantized", **row)
@@ -198,13 +202,13 @@ def without_a_group() -> str:
 
 @pytest.mark.ranks(2)
 def test_a_mode_without_a_group_is_refused_where_there_are_ranks(ranks: Any):
-    """Elsewhere it means all ranks; here it would silently be a layer that is whole."""
+    """In TE the mode without a group means all ranks; in dlp the layer would silently be unsharded."""
     for said in ranks(2).run(without_a_group):
         assert said.startswith('tensor_parallel_mode "row" needs a tensor_parallel_group with 2 ranks: pass the ranks')
 
 
 def returned_bias() -> tuple[Tensor, Tensor]:
-    """y + bias of a row-parallel linear that returns its bias, and y of one that adds it."""
+    """y + bias for a row-parallel linear that returns the bias, and y for one that adds it."""
     mesh, found = worker.mesh(dp_shard=1, tp=2), []
     for apart in (True, False):
         torch.manual_seed(0)
@@ -222,8 +226,8 @@ def test_a_row_parallel_linear_does_not_add_a_bias_that_it_returns(ranks: Any):
 
 
 def handed_over(recipe: str, by_reader: bool) -> tuple[list[dict[str, Tensor]], str, list[str], list[list[str]]]:
-    """Gradients for token shards x and dy that arrive quantized with scales agreed over tp, and for values; the message about
-    scales that are not agreed; the gathered operands; and the casts of the linears."""
+    """Gradients for token shards x and dy that arrive quantized with scales agreed over tp, and for values; the message
+    about scales that are not agreed; the gathered operands; and the casts of the linears."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     group, rank, sent, found = mesh["tp"].get_group(), mesh["tp"].get_local_rank(), list[str](), list[Any]()
     casts: list[list[str]] = []
@@ -277,12 +281,13 @@ def test_codes_that_came_are_gathered_as_they_are(recipe: str, by_reader: bool, 
         )
         if recipe == "fp8_current":
             assert "the ranks must share scales" in said and "give Quantize process_group=" in said
-        else:  # a scale of each block is a rank's own
+        else:  # ranks do not share block scales
             assert said == ""
 
 
 def of_a_user(recipe: str, sp: bool, quantizes: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """A step of a column- and a row-parallel linear, each behind an op of a user; the types that the ops returned."""
+    """Run one step of a column- and a row-parallel linear, each after a user-defined op; return the types that the ops
+    returned."""
     torch.manual_seed(0)
     tp = {"tensor_parallel_group": worker.mesh(dp_shard=1, tp=2)["tp"], "sequence_parallel": sp, "recipe": recipe}
     first, last = Halved(quantizes), Halved(quantizes)
@@ -301,7 +306,7 @@ def of_a_user(recipe: str, sp: bool, quantizes: bool) -> tuple[dict[str, Tensor]
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_rowwise", "mxfp8"])
 def test_an_op_of_a_user_casts_as_the_parallel_linear_behind_it(recipe: str, sp: bool, ranks: Any):
-    """With scales on which the ranks agree; codes are gathered unchanged."""
+    """Ranks agree on the scales, and codes are gathered unchanged."""
     for (mine, returned), (expected, _) in zip(
         ranks(2).run(of_a_user, recipe, sp, True), ranks(2).run(of_a_user, recipe, sp, False), strict=True
     ):
@@ -311,7 +316,7 @@ def test_an_op_of_a_user_casts_as_the_parallel_linear_behind_it(recipe: str, sp:
 
 
 def refused() -> list[str]:
-    """Behind a linear of either class, and with ops between that keep the features."""
+    """The op is refused after a linear of either class, also with ops between that keep the features."""
     column = {"tensor_parallel_mode": "column", "tensor_parallel_group": worker.mesh(dp_shard=1, tp=2)["tp"]}
     said = []
     for linear in (ops.Linear, ops.BasicLinear):
@@ -376,7 +381,8 @@ def test_a_sharded_and_converted_sequence_trains(recipe: str, ranks: Any):
 
 
 def programs_on_shards() -> list[str]:
-    """Names of results with other bits than on one rank, for models with sharded parts that are recomputed in backward."""
+    """Names of results with other bits than on one rank, for models with sharded parts that are recomputed in
+    backward."""
     mesh, wrong = worker.mesh(dp_shard=2, tp=1), list[str]()
     for name, program in PROGRAMS.items():
         torch.manual_seed(0)
@@ -412,7 +418,7 @@ def test_programs_of_users_run_on_shards_and_again_in_backward(ranks: Any):
 
 
 class OnShards(nn.Module):
-    """A block on token shards, in a model that splits and joins its tokens."""
+    """A block on token shards, in a model that scatters and gathers its tokens."""
 
     def __init__(self, tp: Any) -> None:
         super().__init__()
@@ -455,8 +461,8 @@ def test_a_converted_sequence_on_shards_sums_the_gradients_of_its_norms(ranks: A
 
 
 def adopted() -> tuple[list[Any], list[str], str, str]:
-    """For linears constructed with a style: recipe and overlap set by layer groups, notes of the plan, and the message about a
-    group with another style."""
+    """For linears constructed with a style: recipe and overlap set by layer groups, notes of the plan, and the message
+    about a group with another style."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     model = OnShards(mesh["tp"])
     groups = [
@@ -477,23 +483,24 @@ def adopted() -> tuple[list[Any], list[str], str, str]:
 def test_groups_reach_recipe_and_overlap_of_ops_and_leave_their_types(ranks: Any):
     for found, types, plan, refused in ranks(2).run(adopted):
         assert found == [("fp8_current", "chunked", "COLUMN_SP"), ("fp8_block", "serial", "ROW_SP")]
-        assert types == ["ReplicatedRMSNorm", "Linear", "SwiGLU", "Linear"]  # a subclass, whose gradients are summed
+        # A subclass whose gradients are summed over tp
+        assert types == ["ReplicatedRMSNorm", "Linear", "SwiGLU", "Linear"]
         assert "constructed explicitly: layer groups can change only recipe and overlap" in plan
         assert "was constructed with style = row, and a layer group sets style = column" in refused
 
 
-# Every fusion on token shards beside its basic ops
+# Every fusion on token shards, compared with its basic ops
 
 
 class Shards(NamedTuple):
-    """Ops on token shards [M / 2, H] or, in front of what is row-parallel, features [M, H / 2]; the bound where they are not
-    rounded as often as one by one; what the plan says."""
+    """Ops on token shards [M / 2, H] or, before a row-parallel linear, on features [M, H / 2]; the bound if fusions
+    round less often than single ops; the description in the plan."""
 
-    make: Callable[[Any, Any], Sequence[nn.Module]]  # of a column- and a row-parallel linear, of options
+    make: Callable[[Any, Any], Sequence[nn.Module]]  # function of a column- and a row-parallel linear with options
     said: str
     features: bool = False
     bound: float = 0.0
-    extra: tuple[int, int] | None = None  # of the extra input
+    extra: tuple[int, int] | None = None  # shape of the extra input
 
 
 ON_SHARDS = [
@@ -534,7 +541,8 @@ ON_SHARDS = [
 
 
 def shards_step(case: Shards, recipe: str, used: str, basic: bool) -> dict[str, Tensor]:
-    """y, dx and gradients, the extra input's among them; backward from the output, the extra output, or both."""
+    """y, dx and gradients, including the gradient of the extra input; backward starts at the output, the extra output,
+    or both."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     more = {"tensor_parallel_group": mesh["tp"], "sequence_parallel": True, "recipe": recipe}
     torch.manual_seed(mesh["tp"].get_local_rank())
@@ -555,7 +563,7 @@ def shards_step(case: Shards, recipe: str, used: str, basic: bool) -> dict[str, 
 
 
 def fusions_on_shards(recipe: str) -> list[str]:
-    """Names of results that differ from those of the basic ops."""
+    """Names of results that differ from the results of the basic ops."""
     wrong = list[str]()
     for case in ON_SHARDS:
         for used in ("both", "output", "extra output") if "MakeExtraOutput" in case.said else ("output",):
@@ -571,11 +579,11 @@ def fusions_on_shards(recipe: str) -> list[str]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", few(RECIPES, ("nvfp4",)))
 def test_every_fusion_on_token_shards_equals_its_basic_ops(recipe: str, ranks: Any):
-    """Also where nobody used the output, or the extra output."""
+    """Cases also include outputs, or extra outputs, that are not used."""
     assert ranks(2).run(fusions_on_shards, recipe) == [[], []]
 
 
-# Modules of Transformer Engine's names
+# Modules with the names of Transformer Engine
 
 MODULES: dict[str, Any] = {
     "linear": lambda **more: ops.LayerNormLinear(H, (FFN, H), normalization="RMSNorm", parallel_mode="column", **more),
@@ -587,7 +595,7 @@ MODULES: dict[str, Any] = {
 
 
 def te_state(kind: str) -> dict[str, Tensor]:
-    """As one rank of Transformer Engine saves it: whole."""
+    """State dict as one rank of Transformer Engine saves it, with unsharded tensors."""
     shapes = {name: tensor.shape for name, tensor in ops.to_te(MODULES[kind]()).items()}
     return {name: values(i, *shape) / 8 for i, (name, shape) in enumerate(shapes.items())}
 
@@ -607,7 +615,7 @@ def module_step(kind: str, model: nn.Module, rank: int | None = None) -> dict[st
     ys = found[0] if kind == "linear" else found
     ys, total = ys if isinstance(ys, tuple) else (ys,), torch.zeros(())
     for i, y in enumerate(ys):
-        if y.dim() == 2:  # not a bias, which nobody adds here
+        if y.dim() == 2:  # not a bias, which no rank adds here
             dy = values(5 + i, M, (FFN, H)[i] if kind == "linear" else H)
             total = total + (y * cut(dy, y.shape, rank or 0)).sum()
     total.backward()
@@ -616,7 +624,8 @@ def module_step(kind: str, model: nn.Module, rank: int | None = None) -> dict[st
 
 
 def module_on_ranks(kind: str, recipe: str, compiled: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """Results of a module that has loaded full tensors, then saved shards; and names of shards that the round trip changed."""
+    """Results of a module that has loaded full tensors, then saved shards; and names of shards that the round trip
+    changed."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     model = MODULES[kind](tp_group=mesh["tp"], sequence_parallel=True, recipe=recipe)
     model.load_state_dict(ops.from_te(model, te_state(kind)))
@@ -650,16 +659,19 @@ def test_a_module_on_token_shards_is_that_of_one_rank(kind: str, recipe: str, co
         if name.startswith(("y", "dx")):
             dims = [dim for dim, size in enumerate(tensor.shape) if size != pair[0].shape[dim]]
             found = torch.cat(pair, dims[0]) if dims else pair[0]
-        else:  # of its own tokens, where all ranks have all of it: a converted model sums them
+        # A sum over the rank's own tokens where each rank should have the sum over all tokens: a converted model sums
+        # over tp
+        else:
             found = pair[0] if torch.equal(*pair) else pair[0] + pair[1]
-        if name == "dqkv.1.bias_1":  # softmax does not see what all keys have alike: rounding is all there is
+        # Softmax ignores a bias that is equal for all keys, so the gradient is only rounding
+        if name == "dqkv.1.bias_1":
             assert found.norm() < 1e-2 * expected["dqkv.1.bias_0"].norm()
         else:
             assert_close(found, tensor, 1e-5 if recipe == "bf16" else 0.1, name)
 
 
 def begun_anew() -> dict[str, Tensor]:
-    """Ranks draw other numbers."""
+    """Values after `reset_parameters` on ranks that draw different random numbers."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     mlp = ops.LayerNormMLP(H, FFN, activation="swiglu", set_parallel_mode=True, tp_group=mesh["tp"])
     torch.manual_seed(100 + torch.distributed.get_rank())
@@ -685,7 +697,7 @@ def test_parameters_that_begin_anew_are_those_of_one_rank(ranks: Any):
 
 
 def hooked() -> list[str]:
-    """Which hooks are called: of an op of converted linears, and of one of these."""
+    """Names of the hooks that are called: a hook of an op of converted linears, and a hook of one of these linears."""
     model, seen = nn.ModuleDict({"gate": nn.Linear(H, H), "up": nn.Linear(H, H)}), list[str]()
     dlp.convert(model, [dlp.LayerGroup("all", ["gate", "up"], siblings=True)], worker.mesh(dp_shard=1, tp=1))
     both = ops.Converted(model["gate"], model["up"])

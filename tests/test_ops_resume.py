@@ -1,4 +1,5 @@
-"""Programs of users of `dlp.ops`, killed and resumed, on the same mesh and on others: the bits of a run that went on."""
+"""Programs of users of `dlp.ops`, killed and resumed on the same mesh and on other meshes, have the bits of an
+uninterrupted run."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ RECIPES = {name: "fp8_delayed" for name in PROGRAMS if name != "Quantized"} | {"
 
 
 class Run:
-    """A model with an optimizer that has a state."""
+    """A model with an optimizer that has states."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -58,7 +59,7 @@ class Run:
 
 
 def program(name: str, mesh: Mapping[str, int], seed: int) -> nn.Module:
-    """Sharded by its parts; on one rank as it is."""
+    """A program whose parts are sharded separately; on one rank the program is unsharded."""
     torch.manual_seed(seed)
     with patch.object(ops_programs, "RECIPE", RECIPES[name]):
         model = PROGRAMS[name]()
@@ -68,7 +69,7 @@ def program(name: str, mesh: Mapping[str, int], seed: int) -> nn.Module:
 
 
 def flat(run: Run) -> dict[str, Tensor]:
-    """A copy of its state, whole."""
+    """An unsharded copy of the state of a program."""
     return {f"{kind} {key}": whole(tensor).clone() for kind, its in run.state().items() for key, tensor in its.items()}
 
 
@@ -93,7 +94,7 @@ def trained(folder: Path, mesh: Mapping[str, int], first: int, dies: bool = Fals
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_programs_that_are_killed_go_on_with_the_same_bits(ranks: Any, tmp_path: Path):
-    """Each with its weights, momenta and delayed scales."""
+    """Each program resumes with its weights, momenta and delayed scales."""
     expected = ranks(2).run(trained, tmp_path, {"dp_shard": 2}, 0)[0]
     with pytest.raises(RankError, match="SIGKILL|died"):
         ranks(2).run(trained, tmp_path, {"dp_shard": 2}, 0, True)
@@ -106,7 +107,7 @@ def test_programs_that_are_killed_go_on_with_the_same_bits(ranks: Any, tmp_path:
 
 
 class OnTokens(nn.Module):
-    """norm, gate and up, SwiGLU, down, on token shards where there is tp."""
+    """norm, gate and up, SwiGLU, down, on token shards if there is tp."""
 
     def __init__(self, mesh: Any) -> None:
         super().__init__()
@@ -118,7 +119,8 @@ class OnTokens(nn.Module):
 
 
 def moved(folder: Path, tp: int, step: int) -> tuple[dict[str, Tensor], Tensor]:
-    """One step of a block on this mesh, from what is saved, if it is not the first; its state before it and y; then saved."""
+    """Run one step of a block on this mesh, from the saved state unless it is the first step; return the state before
+    the step and y; then save."""
     mesh = worker.mesh(dp_shard=1, tp=tp)
     model = OnTokens(mesh)
     dlp.convert(model, [dlp.LayerGroup("all", "inner.*", recipe="fp8_delayed", sequence_parallel=tp > 1)], mesh)
@@ -137,7 +139,7 @@ def moved(folder: Path, tp: int, step: int) -> tuple[dict[str, Tensor], Tensor]:
 
 @pytest.mark.ranks(2)
 def test_a_block_goes_from_tp_ranks_to_one_and_back(ranks: Any, tmp_path: Path):
-    """Whole tensors and delayed scales are those that were saved; y is that of one mesh."""
+    """Full tensors and delayed scales equal the saved ones; y equals y of one mesh."""
     before, stayed = {}, tmp_path / "stayed"
     for step, tp in enumerate((2, 1, 2)):
         (alone, expected), *_ = ranks(1).run(moved, stayed, 1, step)

@@ -1,5 +1,7 @@
-"""Settings of ops that change between a forward and its backward: the backward belongs to the forward. And factors of gradients
-that a training run would not show."""
+"""Settings of ops that change between a forward and its backward: the backward uses the settings of the forward.
+
+The file also tests constant factors of gradients, which the losses of a training run would not show.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from dlp import ops
 from tests.metrics import assert_bit_equal
 from tests.ops_models import FFN, H, M, Watched, values
 
-# ops in order, whose parameters are equal in both models; the op that is changed, and to what
+# ops in order, with equal parameters in both models; the op that changes; the new value
 CHANGES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "scale": (lambda: [ops.GELU(), ops.ConstantScale(2.0)], 1, {"scale": 5.0}),
     "scale of a linear": (lambda: [ops.BasicLinear(H, H), ops.ConstantScale(2.0)], 1, {"scale": 5.0}),
@@ -38,7 +40,7 @@ CHANGES: dict[str, tuple[Any, int, dict[str, Any]]] = {
 
 
 def gradients(model: nn.Module, op: nn.Module, change: dict[str, Any]) -> list[Tensor]:
-    """dx and the gradients of parameters where `op` is changed before backward, and is as before afterwards."""
+    """dx and the gradients of parameters. `op` is changed before backward, and restored afterwards."""
     x = values(1, M, H).requires_grad_()
     extra = (values(2, M, H).requires_grad_() * 1,) if any(m.num_extra_inputs for m in model) else ()  # type: ignore[union-attr]
     model.zero_grad()
@@ -67,7 +69,7 @@ def test_a_backward_has_the_settings_of_its_forward(case: str):
 
 
 def test_a_forward_has_the_settings_of_its_time():
-    """Two forwards with a change between them, then both backwards."""
+    """Two forwards run with a change in between, and then both backwards."""
     op = ops.ConstantScale(2.0)
     model = ops.Sequential(ops.BasicLinear(H, H), op)
     x = [values(1, M, H).requires_grad_() for _ in range(2)]
@@ -92,7 +94,7 @@ def test_dropout_scales_the_gradient_as_its_output(p: float):
 
 @pytest.mark.parametrize("around", [nullcontext, Watched], ids=["fused", "traced"])
 def test_the_slope_of_relu_at_zero_is_zero(around: Any):
-    """As torch's; also of a gate, and where ops run one by one. -0.0 is zero."""
+    """The slope equals torch's, also for a gate, and for basic ops. -0.0 counts as zero."""
     gate = torch.tensor([[0.0, -0.0, 1.0, -1.0]])
     for make, up, slope in ((ops.ReLU, [], 1.0), (ops.ReGLU, [torch.full((1, 4), 3.0)], 3.0)):
         x = torch.cat([gate, *up], 1).requires_grad_()

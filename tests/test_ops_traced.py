@@ -1,4 +1,4 @@
-"""Ops one by one, where torch compiles or watches."""
+"""Basic ops, under torch.compile and under dispatch modes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_what_is_traced_hands_on_values_and_the_plan_says_so():
 
 
 def mlp_like(model: nn.Module) -> ops.Sequential:
-    """The same in bf16, not compiled."""
+    """The same model in bf16, not compiled."""
     made = ops.Sequential(ops.RMSNorm(H), ops.Linear(H, (FFN, FFN)), ops.SwiGLU(), ops.Linear(FFN, H), ops.GELU())
     made.load_state_dict(model.state_dict())
     return made
@@ -38,7 +38,7 @@ def mlp_like(model: nn.Module) -> ops.Sequential:
 @pytest.mark.parametrize("program", PROGRAMS)
 @restored_fusions()
 def test_programs_of_users_compile(program: str):
-    """Into one graph, of the ops one by one; a region inside of it is refused."""
+    """The graph contains the basic ops. A region inside of compiled code is refused."""
     ops.register_forward_fusion(fuse_scale_add, prepend=True)
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ CHANGED = {"appended": _appended, "hooked": _hooked, "put": _put, "copied": lamb
 
 @pytest.mark.parametrize("how", CHANGED)
 def test_what_was_changed_compiles_before_it_has_run(how: str):
-    """A sequence that ops were added to or put into, or that got hooks; the copy of an op."""
+    """The changes are ops added or replaced in a sequence, added hooks, and a copy of an op."""
     torch._dynamo.reset()
     model = CHANGED[how]()
     other = copy.deepcopy(model)
@@ -106,7 +106,7 @@ def test_what_was_changed_compiles_before_it_has_run(how: str):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 def test_ops_are_recomputed_inside_of_compiled_code(recipe: str):
-    """torch traces a checkpoint that changes nothing outside of itself."""
+    """torch traces a checkpoint if the function changes nothing outside of itself."""
     torch._dynamo.reset()
     model = mlp(recipe)
     expected = run(model)
@@ -125,7 +125,7 @@ def test_ops_are_recomputed_inside_of_compiled_code(recipe: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", few(["bf16", "fp8_current", "nvfp4"], ("fp8_current",)))
 def test_frozen_linears_compile(recipe: str):
-    """Only dx is made, by layers that have not run before."""
+    """The layers have not run before, and compute only dx."""
     torch._dynamo.reset()
     for before in ([], [ops.RMSNorm(H)]):
         model = ops.Sequential(*before, linear(recipe), ops.GELU())
@@ -154,7 +154,8 @@ def test_compiled_code_is_one_graph():
 
 
 def test_equal_blocks_share_a_graph():
-    """One in the first step, one more for operands that the step boundary has cast, however many blocks there are."""
+    """torch compiles one graph in the first step, and another graph for operands that the step boundary has cast, for
+    any number of blocks."""
     torch.compiler.reset()
     counters.clear()
     blocks = [ops.Sequential(ops.RMSNorm(H), ops.Linear(H, H, recipe="fp8_delayed")) for _ in range(3)]
@@ -184,7 +185,7 @@ def test_compiled_code_is_given_the_dtype_of_torch_autocast(recipe: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("needs_dx", [False, True])
 def test_compiled_code_names_the_linear_that_takes_other_features(needs_dx: bool):
-    """When it is traced: backward's view of dx would fail first, and name nothing."""
+    """The error is raised during tracing. Otherwise backward's view of dx would fail without naming the linear."""
     for model in (dlp.Linear(32, 16), ops.Sequential(ops.Linear(48, (24, 24)), ops.SwiGLU(), ops.Linear(32, 16))):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         with pytest.raises(RuntimeError, match="Linear: x of shape .* has (48|24) features, and the weight takes 32"):

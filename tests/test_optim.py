@@ -1,4 +1,5 @@
-"""dlp.optim in a loop of one's own: clipping, skipping and resuming, on one rank and, by torch's checkpoints, on shards."""
+"""dlp.optim in a training loop of a user: clipping, skipping and resuming, on one rank and, with torch's checkpoints,
+on shards."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def give_gradients(model: nn.Module, seed: int, factor: float = 1.0) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_clipped_to_a_norm(kind: str):
-    """As if the gradients had been divided before, to the last bits of a division."""
+    """The result is as if the gradients had been divided before, within the last bits of a division."""
     models = [model_of() for _ in range(2)]
     optimizers = [made(kind, model) for model in models]
     give_gradients(models[0], 1)
@@ -117,7 +118,8 @@ def test_what_cannot_be_made_is_refused():
 
 
 def resumed_on_shards(folder: str, kind: str) -> list[str]:
-    """Parameters that differ between a run and one that was saved by torch's checkpoint and resumed, on 2 FSDP ranks."""
+    """Parameters that differ between a run and a run that was saved by torch's checkpoint and resumed, on 2 FSDP
+    ranks."""
     mesh, runs = worker.mesh(dp_shard=2, tp=1), []
     for resumes in (False, True):
         model = model_of()
@@ -149,7 +151,8 @@ def test_a_run_resumes_from_torchs_checkpoints_bit_for_bit(ranks, kind: str, tmp
 
 
 def test_the_update_of_an_element_does_not_depend_on_the_cut():
-    """As shards of 1 to 13 elements; the fused AdamW of torch has other bits in shards of 4 and 12."""
+    """The test updates shards of 1 to 13 elements. The fused AdamW of torch has other bits in shards of 4 and 12
+    elements."""
 
     def trained(kind: type[torch.optim.Optimizer], cut: int) -> Tensor:
         draw = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""QuantizedParameter: one tensor around any format, on one rank."""
+"""QuantizedParameter: one tensor class for any format, on one rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HELD = [name for name in RECIPES if not caps_of(recipes.load(name).w.rowwise).sl
 
 
 def linear(recipe: str, dynamic: bool = True) -> tuple[nn.Linear, torch.Tensor]:
-    """A linear whose weight is quantized, and an x for it."""
+    """A linear with a quantized weight, and an x for it."""
     torch.manual_seed(0)
     made, chosen = nn.Linear(128, 256, dtype=torch.bfloat16), recipes.load(recipe)
     quantized = QuantizedParameter.from_float(made.weight, chosen.w.rowwise, chosen.x.rowwise if dynamic else None)
@@ -108,7 +108,7 @@ def test_is_saved_and_read_as_codes(recipe):
 
 @dataclass(frozen=True)
 class Mine(Fp8Tensor):
-    """A format from outside of dlp."""
+    """A user's format."""
 
     note: str = ""
 
@@ -161,14 +161,15 @@ def test_pieces_are_those_of_the_values(recipe):
         (IntScaling(2), 4),
         (IntScaling(4), 2),
         (IntScaling(4, 32, symmetric=False), 32),
-        (IntScaling(4, 33), 66),  # of groups that end in half a byte
+        (IntScaling(4, 33), 66),  # groups that end in the middle of a byte
         (Nvfp4Scaling(), 16),
         (BlockScaling(tile=True), 128),
     ],
     ids=str,
 )
 def test_any_slice_is_that_of_the_values(quantizer, along_k):
-    """Codes where whole bytes and blocks are cut, the last of which may be partial; values elsewhere."""
+    """A slice has codes if it cuts complete bytes and blocks, the last of which may be partial; otherwise it has
+    values."""
     rows, columns = 300, 1056 if along_k == 66 else 512
     weight = QuantizedParameter.from_float(torch.randn(rows, columns), quantizer)
     values, along_n = weight.dequantize(), quantizer.format.block[0]
@@ -204,7 +205,7 @@ def static_weight(value: float, x_scale: float | None = 2.0, size: int = 16) -> 
 
 
 def test_a_copy_brings_the_scale_of_x():
-    """As `load_state_dict` copies, without assign."""
+    """The copy is like `load_state_dict` without assign."""
     model, saved = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
     model.weight, saved.weight = (
         nn.Parameter(static_weight(*given), requires_grad=False) for given in ((1.0, 2.0), (3.0, 5.0))
@@ -258,7 +259,8 @@ def test_scales_of_x_that_differ_are_not_joined():
 
 
 def test_activations_may_be_recomputed():
-    """Hooks of saved tensors see each once, as under checkpointing: where adapters are trained on a quantized model."""
+    """Hooks of saved tensors get each tensor once, as under checkpointing, so that adapters can be trained on a
+    quantized model."""
     layer, x = linear("mxfp8")
     grads = []
     for run in (layer, partial(checkpoint, layer, use_reentrant=False)):
@@ -280,7 +282,7 @@ def test_linear_takes_keywords():
 
 
 def test_scales_of_their_own_are_not_joined():
-    """One scale cannot stand for both: values are, instead."""
+    """One scale cannot represent both operands, so values are joined."""
     quantizer = recipes.load("fp8_current").w.rowwise
     small, large = (QuantizedParameter.from_float(torch.full((16, 16), v), quantizer) for v in (1.0, 100.0))
     joined = torch.cat([small, large])
@@ -342,7 +344,7 @@ def test_a_history_is_refused():
 
 
 def test_attributes_are_none_that_tensors_have():
-    """Up to torch 2.11, `names` of a tensor are those of its dimensions."""
+    """Up to torch 2.11, tensors have an attribute `names` for the names of dimensions."""
     layer, _ = linear("nvfp4")
     assert not vars(layer.weight).keys() & {"names", *dir(torch.Tensor)}
 

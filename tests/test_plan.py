@@ -1,4 +1,4 @@
-"""The plan: what it decides, prints and refuses, from a model on the meta device and without ranks."""
+"""The plan: decisions, printed text and refusals, from a model on the meta device and without ranks."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_is_refused_by_name(groups, options, message):
 
 
 def scope(recipe: str, tp: int, scope: str = "all") -> dict[str, list[str]]:
-    """Notes of the plan on scales that depend on tp, by layer."""
+    """Notes of the plan about scales that depend on tp, by layer."""
     found = plan({**FP8, "recipe": {"name": recipe, "amax_scope": scope}}, QKV, OUT, tp=tp)
     return {
         name: [note for note in layer.notes if "amax_scope" in note]
@@ -265,7 +265,8 @@ def test_tied_weights_must_be_cut_alike(matched, styles):
 
 
 def test_the_reference_on_a_gpu_is_refused_unless_it_is_allowed():
-    """Scales that are no powers of two have a kernel on Hopper only; elsewhere they would run in plain torch."""
+    """Scales that are not powers of two have a kernel only on Hopper. On other devices they would run in plain
+    torch."""
     inexact = {"name": "fp8_block", "power_of_two": False}
 
     def planned(recipe: Any, device: str) -> set[str]:
@@ -296,7 +297,7 @@ class Mlp(nn.Module):
 
 
 class Deep(nn.Module):
-    """Blocks of attention and an MLP, and a head."""
+    """Model with blocks of attention and an MLP, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +306,7 @@ class Deep(nn.Module):
 
 
 def parallel(sequence_parallel: bool) -> list[dict[str, Any]]:
-    """As a model's own groups say how tp cuts it."""
+    """Groups as a model declares them, with the style of each linear under tp."""
     patterns = {"column": ["layers.*.attn.{q,k,v}_proj", "layers.*.mlp.up", "embed", "head"]}
     patterns["row"] = ["layers.*.attn.o_proj", "layers.*.mlp.down"]
     made = [
@@ -353,7 +354,7 @@ def test_styles_that_do_not_fit_each_other_are_refused(sequence_parallel, group,
     [
         (True, own("layers.1.mlp.*", style="local", sequence_parallel=False)),
         (True, own("layers.*.mlp.*", style="local", sequence_parallel=True)),
-        (True, own("layers.*.attn.{k,v}_proj", style="column", sequence_parallel=False)),  # as cross-attention has them
+        (True, own("layers.*.attn.{k,v}_proj", style="column", sequence_parallel=False)),  # cross-attention
         (True, own("layers.0.{attn,mlp}.**", style="local", sequence_parallel=True)),
         (True, own("head", style="column", sequence_parallel=False)),
         (False, own("head", style="local")),

@@ -1,4 +1,4 @@
-"""A replay replaces every argument that the structs of csrc use as a pointer."""
+"""A replay replaces every argument that the structs of csrc declare as a pointer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import re
 
 from tests import pointer_arguments
 
-# of memory that ranks map, and of the host: it stays where it is
+# Pointers to mapped memory and to memory of the host, which do not move.
 OF_SLOTS = {"Waiting", "SlotBases"}
 
 
 def pointers(body: str) -> frozenset[int]:
-    """Which words of a struct are pointers. Each field is a word, but a Matrix, which has five, and arrays of kAgreed."""
+    """Indices of the words of a struct that are pointers. Each field is one word, except a Matrix, which has five, and
+    arrays of kAgreed."""
     found, word = set[int](), 0
     for field in re.sub(r"//.*|const ", "", body).split(";")[:-1]:
         kind, names = re.fullmatch(r"\s*(\w+)(.*)", field, re.DOTALL).groups()  # type: ignore[union-attr]

@@ -1,4 +1,5 @@
-"""Preparing data of rows and of a tokenizer's file; what is wrong with either is said in one sentence, and nothing is left."""
+"""Preparing data of rows and with a tokenizer's file: errors are one sentence, and a refused preparation leaves no
+files."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def saved(folder: Path) -> Path:
 
 
 def json_array(path: Path) -> Path:
-    """An array of objects and of strings, over several chunks; the file begins with a byte order mark."""
+    """The file is an array of objects and of strings, over several chunks, and begins with a byte order mark."""
     mixed = [{"text": row, "id": 1} if number % 3 else row for number, row in enumerate(ROWS)]
     text = "\ufeff" + json.dumps(mixed, indent=1) + "\n"
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
@@ -108,12 +109,12 @@ def test_rows_and_files_together_and_rows_without_text(tmp_path: Path) -> None:
 
 
 def tokenizer(folder: Path, end: str | None = "</s>", words: str = " ".join(ROWS), **config: Any) -> Path:
-    """A tokenizer.json of whole words, beside the file that names its separator."""
+    """A tokenizer.json with words as tokens, and the file that names its separator."""
     package = pytest.importorskip("tokenizers")
     known = {word: place for place, word in enumerate(dict.fromkeys(["[UNK]", "</s>", *words.split()]))}
     made = package.Tokenizer(package.models.WordLevel(known, unk_token="[UNK]"))
     made.pre_tokenizer = package.pre_tokenizers.WhitespaceSplit()
-    made.enable_truncation(2)  # as tokenizers of models often say; all of a text is wanted here
+    made.enable_truncation(2)  # tokenizers often enable truncation; preparation needs the complete text
     folder.mkdir(exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     if end is not None:
@@ -148,12 +149,12 @@ def refused(tmp_path: Path, *arguments: str) -> str:
 
 @pytest.mark.parametrize("program", [generate, harness])
 def test_who_reads_a_tokenizer_is_told_its_separator(monkeypatch, tmp_path: Path, program) -> None:
-    monkeypatch.setattr(harness, "need", lambda *package: None)  # lm_eval, which a refusal does not need
+    monkeypatch.setattr(harness, "need", lambda *package: None)  # lm_eval, which is not needed for a refusal
     arguments = ["nowhere", "--tokenizer", str(tokenizer(tmp_path, end=None))]
     arguments += ["--prompt", "a"] if program is generate else ["--tasks", "a"]
     with pytest.raises(ValueError, match="names an eos_token, .* name it with --separator"):
         program.main(arguments)
-    with pytest.raises(CheckpointError, match="nowhere is not there"):  # behind the tokenizer
+    with pytest.raises(CheckpointError, match="nowhere is not there"):  # the tokenizer is read before this error
         program.main([*arguments, "--separator", "</s>"])
 
 
@@ -303,7 +304,7 @@ def test_what_a_killed_preparation_left_is_named(tmp_path: Path, capsys: pytest.
 
 
 def test_a_second_preparation_of_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the first is at work; and where it was not seen, as when both begin at once, at the end."""
+    """A second preparation is refused while the first is running, and at the end if both started at the same time."""
     out, write, told = tmp_path / "out", preparing.write_index, list[str]()
     asked = ["prepare", "--out", str(out), str(json_lines(tmp_path / "a.jsonl")), "--validation", "0.2"]
 
@@ -348,7 +349,7 @@ def test_an_index_finds_shards_that_are_missing_swapped_or_foreign(tmp_path: Pat
     assert "train-00000.shard: this shard is missing, but listed in index.json; prepare it again" in told()
     (folder / "train-00001.shard").unlink()
     path.write_bytes((other / path.name).read_bytes())
-    assert told().startswith(f"{path}: damaged or of another preparation, its header says ")
+    assert told().startswith(f"{path}: damaged or from another preparation: the header says ")
     path.write_bytes(whole)
     (folder / INDEX).write_text("{")
     assert told().startswith(f"{folder / INDEX}: not an index of shards (JSONDecodeError: ")

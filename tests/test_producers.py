@@ -1,5 +1,5 @@
-"""RMSNorm, SwiGLU and sums of columns: the references against float64 and autograd, and matrices that a cast makes on its
-way, with emulated kernels (see test_casts.py). No device."""
+"""RMSNorm, SwiGLU and sums of columns: references compared with float64 and autograd; matrices that a cast computes,
+with emulated kernels (see test_casts.py). No device."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_rms_norm_and_its_gradients_are_those_of_float64(shape, dtype):
     gradients = torch.autograd.grad(expected, wide, dy.double())
     assert y.dtype == dx.dtype == dtype and dweight.dtype == rstd.dtype == torch.float32
     assert_close(y, expected, ROUNDED[dtype], "y")
-    if shape != (1, 1):  # there dx is what rounding left of 0
+    if shape != (1, 1):  # for this shape dx is only the rounding of 0
         assert_close(dx, gradients[0], 2 * ROUNDED[dtype], "dx")
     assert_close(dweight, gradients[1], ROUNDED[torch.float32], "dweight")
 
 
 def test_rstd_is_rounded_as_the_kernel_rounds():
-    """Each step to the nearest fp32; torch's square root is not, on some CPUs."""
+    """The kernel rounds each step to the nearest fp32. On some CPUs torch's square root does not."""
     x = draw(4000, 8)
     squares = reference.producers.row_sums(x * x) / 8 + EPS
     roots = torch.tensor([math.sqrt(value) for value in squares.tolist()])
@@ -105,7 +105,7 @@ def test_layer_norm_and_its_gradients_are_those_of_float64(shape, dtype):
     assert_close(y, expected, ROUNDED[dtype], "y")
     right = torch.autograd.grad(expected, wide, dy.double())
     dx, dweight, dbias = ops.layer_norm_backward(dy, x, weight, mean, rstd)
-    if shape != (1, 1):  # there dx and dweight are what rounding left of 0
+    if shape != (1, 1):  # for this shape dx and dweight are only the rounding of 0
         assert_close(dx, right[0], 2 * ROUNDED[dtype], "dx")
         assert_close(dweight, right[1], 5e-6, "dweight")
     assert_close(dbias, right[2], 5e-6, "dbias")
@@ -127,7 +127,7 @@ def test_sums_of_columns_are_those_of_float64(shape, dtype):
 
 @pytest.mark.parametrize("sums", [reference.column_sums, lambda x: reference.producers.row_sums(x.t().contiguous())])
 def test_sums_do_not_depend_on_zeros_around_them(sums):
-    """So that kernels may leave out what lies outside of a matrix."""
+    """Kernels may therefore leave out elements outside of a matrix."""
     x = draw(300, 40)
     assert_bit_equal(sums(F.pad(x, (0, 0, 0, 2000))), sums(x))
 
@@ -148,7 +148,7 @@ def produced(rows: int = 128, cols: int = 256) -> dict[str, ops.LazyMatrix]:
 @pytest.mark.parametrize("which", produced())
 @pytest.mark.parametrize("pair", OFFERING, ids=str)
 def test_a_produced_matrix_is_cast_as_if_it_were_stored(pair, which, launches):  # noqa: F811
-    """Both orientations and one alone; also with a quantizer whose kernel makes nothing on its way."""
+    """The test casts both orientations and one alone, also with a quantizer whose kernel cannot compute the matrix."""
     both = one_read(*pair)
     stored = produced()[which].value
     at = origin(stored), origin(stored.t())
@@ -182,14 +182,14 @@ def test_a_sum_is_made_with_the_first_that_needs_it(launches):  # noqa: F811
 
 @pytest.mark.parametrize("which", ["rms_norm", "swiglu", "gelu", "reglu", "gelu's gradient"])
 def test_a_fused_cast_stores_nothing_else(which, launches, monkeypatch):  # noqa: F811
-    """Neither the cast nor its amax asks for the matrix itself."""
+    """Neither the cast nor the computation of its amax stores the matrix."""
     matrix, quantizers = produced()[which], OFFERING[0]
     monkeypatch.setattr(type(matrix), "value", property(lambda self: pytest.fail("the matrix was computed apart")))
     both = one_read(*quantizers)
     both.cast(matrix, both.observe(matrix), slot=a_slot())
     wide = produced()[which]
     wide.matrix = wide.matrix.float()
-    with pytest.raises(pytest.fail.Exception, match="computed apart"):  # fp32 has no such kernel
+    with pytest.raises(pytest.fail.Exception, match="computed apart"):  # no kernel computes this matrix in fp32
         both.cast(wide, both.observe(wide), slot=a_slot())
 
 
@@ -202,6 +202,6 @@ def test_a_cast_takes_the_sums_of_its_columns(which, launches):  # noqa: F811
     assert [name for name, *_ in launches[before:]] == [
         "cast_block_1d",
         "sum_parts",
-    ]  # no kernel reads the matrix for sums
+    ]  # no kernel computes sums while it casts such a matrix
     assert_bit_equal(sums, reference.column_sums(summed.matrix))
     assert_bit_equal(ops.Summed(summed.matrix).sums(), sums)  # without a cast

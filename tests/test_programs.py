@@ -1,6 +1,6 @@
-"""Programs: a direction of a linear that communicates nothing, taken down once and run again, on an emulated device.
+"""Captured launches of a linear without communication, recorded once and replayed, on an emulated device.
 
-Every test compares with a twin that never captures its launches and must give the same bits. No ranks.
+Every test compares with an equal model that never captures launches, and the bits must be equal. No ranks.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_so_it_does_for_every_kind_of_layer(recipe: str, case: dict[str, Any]):
 )  # fmt: skip
 @pytest.mark.slow
 def test_so_it_does_in_compiled_code(recipe: str, case: dict[str, Any]):
-    """The twin is not compiled."""
+    """The model with which the compiled model is compared is not compiled."""
     case = dict(case)
     sizes, bias = (N, K) if case.pop("siblings", False) else N, case.pop("bias", False)
     pair = PairedModels(lambda: dlp.Linear(K, sizes, bias, recipe=recipe), attached=case.pop("attached", True))
@@ -105,7 +105,7 @@ def test_so_it_does_in_compiled_code(recipe: str, case: dict[str, Any]):
 
 
 def test_nothing_is_kept_of_tensors_that_are_gone():
-    """The same launches run on other memory: what they were recorded with is freed and overwritten."""
+    """The captured launches run on other memory: the tensors of the recording are freed and overwritten."""
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_current"))
     held = []
     for seed in range(6):
@@ -121,7 +121,7 @@ COMPILED = pytest.mark.parametrize(
 
 
 class _Watched(TorchDispatchMode):
-    """Sees all and changes nothing: a linear is opaque ops to it."""
+    """Dispatch mode that changes nothing. Under a dispatch mode a linear is opaque ops."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -161,7 +161,8 @@ def test_gradients_of_a_sum_are_expanded_and_run_without_a_program():
 
 
 def test_siblings_given_one_gradient():
-    """Two members with the same dy: captured launches could not tell them from one another, and are not made of them."""
+    """Two siblings get the same dy. Captured launches could not distinguish the two gradients, so this call is not
+    captured."""
     pair = PairedModels(lambda: dlp.Linear(K, (N, N), recipe="fp8_current"))
 
     def shared(model: nn.Module, seed: int) -> Results:
@@ -231,7 +232,8 @@ class _Recomputed(nn.Module):
 
 @COMPILED
 def test_a_swap_a_load_and_new_operands(compiled: bool):
-    """Captured launches are discarded when inputs move: after a recipe change, with new scales, and with newly cast weights."""
+    """Captured launches are discarded when inputs move: after a recipe change, with new scales, and with newly cast
+    weights."""
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_delayed"))
     if compiled:
         compiles(pair.model)
@@ -273,7 +275,7 @@ def test_a_copied_model_has_programs_of_its_own():
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("sizes", [N, (N, K)], ids=["alone", "siblings"])
 def test_wgrads_that_wait_are_left_beside_launches(recipe: str, sizes: Any):
-    """Their operands are results of the captured backward, or views of what it is given."""
+    """The operands of delayed wgrads are results of the captured backward, or views of its inputs."""
 
     def make() -> nn.Module:
         layer = dlp.Linear(K, sizes, recipe=recipe)
@@ -289,7 +291,7 @@ def test_wgrads_that_wait_are_left_beside_launches(recipe: str, sizes: Any):
 
     pair = PairedModels(make)
     core = pair.other[0].core
-    core.set_spec(replace(core.spec, options=OFF))  # of the twin, which makes them in backward
+    core.set_spec(replace(core.spec, options=OFF))  # the compared model computes wgrads in backward
     for seed in range(5):
         pair.step(waiting, seed)
     check_used(pair.model, *DIRECTIONS)
@@ -297,7 +299,7 @@ def test_wgrads_that_wait_are_left_beside_launches(recipe: str, sizes: Any):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 def test_weights_in_fp32_are_rounded_by_a_launch(recipe: str):
-    """Where passes cast them: no step boundary has."""
+    """Passes cast the weights, because no step boundary has run."""
     layer, found = dlp.Linear(K, N, False, recipe=recipe, dtype=torch.float32), []
     for off in (nullcontext(), without_programs()):
         with off:
@@ -312,7 +314,7 @@ def test_weights_in_fp32_are_rounded_by_a_launch(recipe: str):
 
 
 class _Own(CurrentScaling):
-    """A user's quantizer, whose cast could do anything."""
+    """A user's quantizer without declarations, whose cast could run any code."""
 
     def cast(self, x: Tensor, amax: Tensor | None, **more: Any) -> Any:
         return super().cast(x, amax, **more)
@@ -329,7 +331,7 @@ def test_layers_that_may_do_more_have_no_programs(change: dict[str, Any]):
 
 
 class _Pure(CurrentScaling):
-    """A user's, that says that it does no more."""
+    """A user's quantizer that declares that its methods run only dlp's operations."""
 
     caps: ClassVar[QuantizerCaps] = CurrentScaling.caps
 
@@ -343,7 +345,8 @@ def test_a_users_quantizer_that_declares_itself_pure_has_programs():
 
 @pytest.mark.parametrize("cache", ["step", "forward"])
 def test_programs_of_the_old_scales_go_with_them(cache: str):
-    """A swap of one layer makes a new table of delayed scales; the other layer's programs read the old one."""
+    """A recipe change of one layer creates a new table of delayed scales; the captured launches of the other layer read
+    the old table."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -393,7 +396,7 @@ def test_a_function_that_does_more_than_launch_is_no_program():
 
 
 def test_a_copy_is_no_view_though_its_operation_may_be_one():
-    """The recorder recognizes copies below autograd too, where the first call of a compiled graph runs, and where `to`,
+    """The recorder detects copies below autograd too, where the first call of a compiled graph runs, and where `to`,
     `reshape` and `contiguous` are not decomposed."""
     x = values(0, 64, 64)
 
@@ -416,8 +419,8 @@ def test_a_copy_is_no_view_though_its_operation_may_be_one():
 
 @pytest.mark.slow
 def test_a_compiled_layer_casts_fp32_weights_in_every_call():
-    """Before the first step boundary forward rounds the weight: anew in the second microbatch, whose graph is another one, of
-    which the compiler watches the first call, below autograd."""
+    """Before the first step boundary, forward rounds the weight in each microbatch. The second microbatch is another
+    graph, whose first call the compiler runs below autograd."""
 
     def microbatches(model: nn.Module, seed: int) -> Results:
         return [forward_backward(model, 10 * seed + i) for i in range(3)][-1]
@@ -462,7 +465,7 @@ def test_memory_in_between_is_shared_by_what_is_not_used_together():
 
     def run() -> list[Tensor]:
         amaxes = [torch.empty(()) for _ in range(4)]
-        for out in amaxes:  # none is used again
+        for out in amaxes:  # no amax is used again
             cuda.amax(x, out)
         return amaxes[-1:]
 
@@ -472,7 +475,7 @@ def test_memory_in_between_is_shared_by_what_is_not_used_together():
 
 
 def test_a_run_asks_no_operator_for_memory():
-    """The dispatcher took a tenth of the host's time of a tiny linear."""
+    """Allocations through torch's dispatcher took a tenth of the host's time of a tiny linear."""
     x, asked = values(0, 64, 64), list[Any]()
 
     class Asked(TorchDispatchMode):

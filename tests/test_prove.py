@@ -1,4 +1,4 @@
-"""`dlp.prove` without ranks: meshes by name, parts of tensors, bounds, reports, and shrunk configs."""
+"""`dlp.prove` without ranks: names of meshes, shards of tensors, bounds, reports, and shrunk configs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_rank_has_its_part_of_a_tensor():
     case = MeshCase("", dp_shard=2, tp=2, accumulate=2)
     x = torch.arange(8 * 3 * 4.0).view(8, 3, 4)  # [B, S, F]
     place = Place(case, tp=1, dp=1).at(0)
-    mine = x[2:4]  # data-parallel ranks are neighbours
+    mine = x[2:4]  # data-parallel ranks have consecutive numbers
     assert torch.equal(place.part(x, torch.Size([2, 3, 4])), mine)
     assert torch.equal(place.part(x, torch.Size([2, 3, 2])), mine[..., 2:])
     assert torch.equal(place.part(x, torch.Size([3, 4])), mine.reshape(6, 4)[3:])
@@ -61,7 +61,8 @@ def test_a_rank_of_cp_has_its_chunks_of_each_sequence(flat: bool):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_variance_of_a_cast_bounds_its_error(recipe):
-    """And is not so large that a missing half of a sum, whose variance is 0.5, would be within the bound of two casts."""
+    """The variance is also small enough: if half of a sum is missing, which has a variance of 0.5, the difference
+    exceeds the bound of two casts."""
     for operand in ("x", "w", "dy"):
         quantizer = getattr(recipes.load(recipe), operand).rowwise
         generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""Recipe qat on one rank: the values of codes forward, and gradients that stop where a code was clipped."""
+"""Recipe qat on one rank: decoded values in forward, and zero gradients for clipped codes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ NAMES = ("y", "dx", "dw", "db")
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, w, b, dy. The zero point of one token lies half a code off, so that its largest value is rounded past the codes; so is
-    the largest of each group of w where that is positive."""
+    """x, w, b, dy. The zero point of one token is half a code off, so that its largest value is rounded beyond the
+    range of codes. The same holds for the largest value of each group of w, if it is positive."""
     made = torch.Generator().manual_seed(0)
     x, w, b, dy = (torch.randn(shape, generator=made) for shape in ((M, K), (N, K), (N,), (M, N)))
     x[0] = x[0].clamp(-1, 1)
@@ -47,7 +47,7 @@ def results(module: Any, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
 
 
 def straight(t: Tensor, scaling: Any) -> Tensor:
-    """The values of the codes of t, in its dtype, of which autograd knows clamp alone: by hand, for integers."""
+    """The decoded values of t in its dtype, for integers, computed so that autograd differentiates only clamp."""
     if not isinstance(scaling, IntScaling):
         padded = scaling.format.padded(t.detach())
         values = scaling.cast(padded, scaling.observe(padded)).dequantize(t.dtype)[: t.shape[0], : t.shape[1]]
@@ -55,7 +55,7 @@ def straight(t: Tensor, scaling: Any) -> Tensor:
     padded = scaling.format.padded(t).float()
     blocks, codes = padded.unflatten(1, (-1, scaling.group or padded.shape[1])), scaling.codes
     scale, zero = affine.choose_qparams_affine(blocks.detach(), (1, 1, 0), codes, symmetric=scaling.symmetric)
-    raw = blocks / scale + zero  # the quotient's gradient is that of the product below, inverted
+    raw = blocks / scale + zero  # the gradient of the quotient is the inverse of the gradient of the product below
     rounded = raw + (torch.round(blocks.detach() * (1 / scale)) + zero - raw).detach()
     return ((rounded.clamp(*codes) - zero) * scale).flatten(1)[:, : t.shape[1]].to(t.dtype)
 
@@ -64,7 +64,7 @@ def straight(t: Tensor, scaling: Any) -> Tensor:
     ("weight", "activation", "clips"),
     [
         ("int4 group 32", "int8 token", (1, 40)),
-        ("int3 group 24", "int8 token", (1, 40)),  # of which 64 columns are no multiple
+        ("int3 group 24", "int8 token", (1, 40)),  # 64 columns are not a multiple of the group
         ("int8 channel", "none", (0, 10)),
         ("none", "int5 token", (1, 0)),
         ("mxfp8", "fp8_rowwise", (0, 0)),
@@ -100,7 +100,8 @@ def recipe_casts(recipe: dlp.Recipe) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 0)])
 def test_is_torchaos_fake_quantized_linear(bits, group):
-    """y to the last bit; of gradients torchao takes (g * scale) * (1 / scale), a unit or two in the last place away."""
+    """y is bitwise equal. torchao computes gradients as (g * scale) * (1 / scale), which differs by one or two units in
+    the last place."""
     qat, configs = (
         pytest.importorskip("torchao.quantization.qat.linear"),
         pytest.importorskip("torchao.quantization.qat"),
@@ -123,7 +124,7 @@ def test_is_torchaos_fake_quantized_linear(bits, group):
 
 
 def test_what_was_trained_is_what_torchao_converts():
-    """Training, export and `quantize_` by dlp and by torchao: y before is y after."""
+    """y after training equals y after export and `quantize_`, by dlp and by torchao."""
     x, w, b, dy = tensors()
     model, plain = nn.Sequential(layer("qat", w, b)), nn.Sequential(nn.Linear(K, N))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -182,7 +183,7 @@ def test_values_that_differ_are_not_exported_into_one_parameter():
     assert_bit_equal(dlp.export(model, into)[1].weight, before)
 
 
-SCALED_LAST = {torch.float32: 3e-7, torch.bfloat16: 6e-3}  # of y, where codes are summed before they are scaled
+SCALED_LAST = {torch.float32: 3e-7, torch.bfloat16: 6e-3}  # bound for y, if codes are summed before they are scaled
 
 
 @pytest.mark.parametrize(
@@ -202,8 +203,8 @@ SCALED_LAST = {torch.float32: 3e-7, torch.bfloat16: 6e-3}  # of y, where codes a
 )
 @torch.no_grad()
 def test_every_format_is_exported(weight, activation, exact):
-    """Exact in fp32, in bf16: where scales are powers of two, decoding rounds nothing; what is scaled before it is summed is
-    rounded in bf16 alone."""
+    """Exact in fp32. In bf16, exact if scales are powers of two, since decoding then rounds nothing; values that are
+    scaled before they are summed are rounded in bf16."""
     recipe, mode = dlp.recipe("qat", weight=weight, activation=activation), "dynamic"
     if activation == "none":
         mode = "weight_only"
@@ -297,7 +298,7 @@ def test_a_step_boundary_casts_and_microbatches_add_up(main_grads):
     model = nn.Sequential(layer("qat", w, b))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     dlp.attach(model, optimizer, main_grads=main_grads)
-    model(x)  # says what dtype weights are cast for
+    model(x)  # this forward determines the dtype in which weights are cast
     dlp.end_step(model)
     for _ in range(2):
         model(x).backward(dy)

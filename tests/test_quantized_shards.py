@@ -1,6 +1,7 @@
-"""Quantizing shards and gathering the parts equals quantizing the whole, for every quantizer, along both dimensions.
+"""Quantizing shards and gathering the parts equals quantizing the unsharded tensor, for every quantizer, along both
+dimensions.
 
-No ranks: the gather is a concatenation by the rules of the parts.
+No ranks: the gather is a concatenation according to the declarations of the parts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.quantizers import SEEDS, a_slot, assert_same, every_quantizer, matrix
 
 
 def cast_shards(quantizer: Quantizer, shards: list[Tensor], x: Tensor, dim: int) -> list[QuantizedTensor]:
-    """Each shard by itself, with amaxes agreed where `reduces` says that ranks must."""
+    """Cast each shard separately, with amaxes on which ranks agree if `reduces` requires an agreement."""
     observed = [quantizer.observe(shard) for shard in shards]
     if dim in quantizer.reduces:
         observed = [o if o is None else torch.stack([p for p in observed if p is not None]).amax(0) for o in observed]
@@ -55,7 +56,7 @@ def test_quantized_shards_concatenate_to_the_quantized_whole(
 ):
     """gather(quantize(shards)) == quantize(concat(shards)), with amaxes that differ by rank and a shard of zeros."""
     if not quantizer.format.concatenates(dim, size):
-        assert size % 128  # whole blocks always concatenate
+        assert size % 128  # complete blocks can always be concatenated
         return
     x = matrix(seed, *((ranks * size, 64) if dim == 0 else (64, ranks * size)))
     x = x * torch.linspace(0, 8, ranks * size).exp2().unsqueeze(1 - dim).bfloat16()
@@ -69,7 +70,7 @@ def test_quantized_shards_concatenate_to_the_quantized_whole(
 
 
 def test_where_shards_concatenate():
-    """The table of what may be gathered quantized: (format, dim, shard size)."""
+    """The table lists the operands that can be gathered quantized: (format, dim, shard size)."""
     block, tile, mx, fp4 = (q.format for q in (BlockScaling(), BlockScaling(tile=True), MxScaling(), Nvfp4Scaling()))
     assert all(fmt.concatenates(0, 5) for fmt in (block, mx, fp4, RowwiseScaling().format, CurrentScaling().format))
     assert all(fmt.concatenates(1, 5) for fmt in (RowwiseScaling().format, CurrentScaling().format))
@@ -79,7 +80,7 @@ def test_where_shards_concatenate():
 
 
 def test_forgetting_to_agree_is_noticed():
-    """The shards test can fail: without the agreement a per-tensor operand is wrong beyond mistake."""
+    """The test of shards can fail: without the agreement, a per-tensor operand has large errors."""
     x = matrix(5, 64, 64)
     x[32:] *= 100
     quantizer = CurrentScaling()

@@ -1,4 +1,4 @@
-"""Properties of every quantizer: what must hold whatever the values are. No ranks."""
+"""Properties of every quantizer that hold for all values. No ranks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_out_is_filled_and_returned(quantizer: Quantizer):
 @every_quantizer
 @given(seed=SEEDS, exponent=EXPONENTS)
 def test_a_transposed_view_quantizes_like_its_copy(quantizer: Quantizer, seed: int, exponent: int):
-    """rowwise(x.T) == columnwise(x): a quantizer has no orientation."""
+    """rowwise(x.T) == columnwise(x): a quantizer does not depend on the orientation."""
     x = matrix(seed, 64, 32, exponent).t()
     assert_same(quantize(quantizer, x), quantize(quantizer, x.contiguous()))
 
@@ -87,13 +87,14 @@ def test_what_cannot_be_transposed_says_so(quantizer: Quantizer):
 @every_quantizer
 @given(seed=SEEDS, exponent=EXPONENTS)
 def test_error_is_that_of_the_element_type(quantizer: Quantizer, seed: int, exponent: int):
-    """A rounded value is within half a step of its binade; E2M1 is coarser, and stochastic rounding moves by a step."""
+    """The rounding error is at most half a step of the binade. E2M1 is coarser, and stochastic rounding has errors up
+    to a step."""
     x = matrix(seed, 32, 128, max(exponent, 0) if getattr(quantizer, "epsilon", 0) else exponent)
     slot = ScaleSlot(ops.scale_from_amax(ops.amax(x), 448.0), torch.zeros(()))
     q = quantizer.cast(x, quantizer.observe(x), slot=slot, at=origin(x))
     source = ops.rht16(x) if q.format.basis else x
     if getattr(quantizer, "scale_rounding", "ceil") == "floor":
-        return  # saturates the upper part of a binade
+        return  # the upper part of a binade saturates
     bound = {"e4m3": 2**-4, "e5m2": 2**-3}.get(q.format.element, 0.0 if q.format.keeps_source else 0.25)
     assert relative_error(q.dequantize(), source.float()) <= bound
 
@@ -101,7 +102,7 @@ def test_error_is_that_of_the_element_type(quantizer: Quantizer, seed: int, expo
 @pytest.mark.parametrize("quantizer", [q for q in PLAIN if q.format.bf16_exact] + [RowwiseScaling()], ids=str)
 @given(seed=SEEDS, exponent=EXPONENTS)
 def test_quantizing_what_was_quantized_changes_nothing(quantizer: Quantizer, seed: int, exponent: int):
-    """Round trip: with power-of-two scales every decoded value lies on the grid again."""
+    """With power-of-two scales, every decoded value is on the grid again."""
     once = quantize(quantizer, matrix(seed, 32, 64, exponent)).dequantize()
     assert torch.equal(quantize(quantizer, once).dequantize(), once)
     assert torch.equal(once.bfloat16().float(), once)
@@ -113,8 +114,8 @@ def test_quantizing_what_was_quantized_changes_nothing(quantizer: Quantizer, see
 @given(seed=SEEDS, exponent=EXPONENTS)
 def test_rounding_is_monotonic_and_odd_within_a_block(quantizer: Quantizer, seed: int, exponent: int):
     block = matrix(seed, 1, 32, exponent).sort(dim=1).values
-    x = block.expand(32, 32)  # every tile of every format sees the same values
-    narrow = torch.cat([x[:, :16], x[:, :16]], 1)  # a block of 16 twice
+    x = block.expand(32, 32)  # every tile of every format has the same values
+    narrow = torch.cat([x[:, :16], x[:, :16]], 1)  # the same block of 16 twice
     for values in (x, narrow) if quantizer.format.block[1] != 16 else (narrow,):
         decoded = quantize(quantizer, values).dequantize()
         assert (decoded[:, 1:16] >= decoded[:, :15]).all()
@@ -124,7 +125,7 @@ def test_rounding_is_monotonic_and_odd_within_a_block(quantizer: Quantizer, seed
 @every_quantizer
 @given(seed=SEEDS, exponent=st.integers(-140, 100))
 def test_nothing_finite_becomes_nan_or_more_than_double(quantizer: Quantizer, seed: int, exponent: int):
-    """Up to amaxes of FLT_MAX / 448, beyond which NVFP4's decoding overflows by its definition."""
+    """The test covers amaxes up to FLT_MAX / 448. For larger amaxes the decoding of NVFP4 overflows by definition."""
     x = matrix(seed, 32, 32, exponent, torch.float32)
     slot = ScaleSlot(ops.scale_from_amax(ops.amax(x), 448.0), torch.zeros(()))
     q = quantizer.cast(x, quantizer.observe(x), slot=slot, at=origin(x))
@@ -139,18 +140,18 @@ def test_zeros_denormals_inf_and_nan(quantizer: Quantizer):
     tiny = torch.full((32, 32), 1e-42)
     assert torch.isfinite(quantize(quantizer, tiny).dequantize()).all()
     if quantizer.format.keeps_source or quantizer.format.basis:
-        return  # kept as they are, or spread over 16 by the transform
+        return  # values are unchanged, or the transform spreads them over 16 elements
     odd = matrix(3, 64, 64, dtype=torch.float32)
     odd[0, 0], odd[63, 40] = torch.inf, torch.nan
     q = quantize(quantizer, odd)
-    if isinstance(quantizer, IntScaling):  # of which no code is NaN
+    if isinstance(quantizer, IntScaling):  # integers have no code for NaN
         finite = q.dequantize().isfinite().all(1)
         assert not finite[0] and not finite[63] and finite[1:63].all()
         return
     codes = q.payload.view(torch.uint8)
     codes = ops.unpack_e2m1(codes) if q.format.elements_per_code == 2 else codes
     largest = {"e4m3": 0x7E, "e5m2": 0x7B}.get(q.format.element, 0x7)
-    poisons = getattr(quantizer, "scale_rounding", "ceil") == "floor"  # OCP MX: the whole block is NaN
+    poisons = getattr(quantizer, "scale_rounding", "ceil") == "floor"  # OCP MX: the complete block becomes NaN
     assert codes[0, 0] == (0x7F if poisons else largest)
     assert codes[63, 40] == (0x7F if q.format.element else 0x7)
 
@@ -169,7 +170,7 @@ def test_mxfp8_saturates_nothing_and_floor_does(seed: int, exponent: int):
     assert MxScaling().cast(saturated, None).dequantize().max() == 2.0
 
 
-# --- blocks at the edge
+# --- partial blocks
 
 
 @pytest.mark.parametrize("tile", [False, True])
@@ -238,7 +239,8 @@ def test_the_swizzle_is_its_formula(rows: int, columns: int, seed: int):
 
 @given(lines=st.integers(1, 300), each=st.sampled_from([16, 32, 128]), seed=SEEDS)
 def test_lines_of_a_tile_share_its_scale(lines: int, each: int, seed: int):
-    """16x16 and 32x32 blocks are 1x16 and 1x32 ones of equal scales to a block-scaled GEMM; the last tile may be partial."""
+    """A block-scaled GEMM reads 16x16 and 32x32 blocks as 1x16 and 1x32 blocks with equal scales. The last tile may be
+    partial."""
     generator = torch.Generator().manual_seed(seed)
     scales = torch.randint(1, 256, (-(-lines // each), 6), generator=generator, dtype=torch.uint8)
     tiles = ops.swizzle_128x4(scales, lines, each)

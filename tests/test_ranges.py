@@ -1,4 +1,5 @@
-"""Ranges by name in a profile: what a layer does, on one or two ranks; none where nobody profiles, or launches are captured."""
+"""Named ranges in a profile: the ranges of a layer, on one or two ranks; no ranges without a profiler, and while
+launches are captured."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def test_a_profile_names_what_the_linears_of_a_fuser_do(watched: bool):
 
 @pytest.mark.usefixtures("emulated")
 def test_captured_directions_of_a_fuser_have_a_range_each():
-    """Launches that were captured are made at once, so they have no others; the linears among them are its name."""
+    """The captured launches of a direction run as one call, so they have one range, whose name contains the linears."""
     model = block()
     for _ in range(3):
         in_a_fuser(model)
@@ -76,7 +77,7 @@ def block() -> nn.Module:
 
 def test_a_range_is_no_launch_and_no_call():
     with captured._Watch(), profiler.profile(), named_range("up.fprop"):
-        pass  # NotPlain, were it an operation
+        pass  # an operation here would raise NotPlain
     calls = []
     sys.setprofile(lambda frame, event, _: calls.append(event) if event == "call" else None)
     try:

@@ -1,4 +1,4 @@
-"""Recipes as values: options, checks, a recipe in a file of its own, CustomRecipe, formats of users, the support table.
+"""Recipes as values: options, checks, a recipe in a separate file, CustomRecipe, formats of users, the support table.
 
 No ranks.
 """
@@ -280,7 +280,7 @@ def test_an_answer_that_is_no_quantizer_is_refused(answer: Any):
 
 
 def test_current_scaling_forward_and_mxfp8_backward():
-    """Stock quantizers of two recipes: each GEMM finds the kernel of its own pair."""
+    """Stock quantizers of two recipes: each GEMM finds the kernel for its pair of formats."""
     current, mx = CurrentScaling(), MxScaling()
     answers = {
         "linear_input": Operand(current, mx), "linear_weight": Operand(current, mx), "linear_grad_output": mx,
@@ -302,7 +302,7 @@ def test_a_custom_recipe_whose_operands_do_not_fit_names_the_gemm():
 
 @dataclass(frozen=True)
 class Int6(Format):
-    """Integers -31..31 with an fp32 scale a row; says nothing of how its parts concatenate."""
+    """Integers -31..31 with one fp32 scale per row. The parts do not declare how shards concatenate."""
 
     name = "int6"
     parts = (Part("codes", torch.int8), Part("scale_inv", torch.float32))
@@ -316,7 +316,7 @@ class Int6(Format):
 
 
 class Int6WithGemm(Int6):
-    """The same, with a GEMM on integers."""
+    """The same format with a GEMM on integers."""
 
     name = "int6 own"
 
@@ -392,7 +392,7 @@ def test_a_format_that_lacks_something_says_what():
 
 
 def test_the_recipes_folder_is_listed_once(monkeypatch: pytest.MonkeyPatch):
-    """Models with thousands of layers ask for a recipe for each layer."""
+    """The folder is not listed again for each of the thousands of layers of a model."""
     load("fp8_current")
     listed = []
     monkeypatch.setattr("dlp.quant.recipe.pkgutil.iter_modules", lambda path: listed.append(path) or [])

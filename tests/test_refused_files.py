@@ -1,4 +1,4 @@
-"""Files of other programs that are refused, each in one sentence."""
+"""Refusals of files of other programs, each with one sentence."""
 
 from __future__ import annotations
 

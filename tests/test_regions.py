@@ -1,4 +1,4 @@
-"""State that a forward in an autocast region keeps for its own backward and recomputation alone. No ranks."""
+"""State of a forward in an autocast region, which only its own backward and recomputation use. No ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Wrap = Callable[..., Tensor]
 
 
 def layer(recipe: Any = DELAYED) -> Linear:
-    """Weights and gradients are far from 1: a scale of 1, or that of another forward, flushes or clips them."""
+    """A layer whose weights and gradients are far from 1, so that a scale of 1, or the scale of another forward,
+    flushes or clips them."""
     torch.manual_seed(0)
     linear = Linear(SIZE, SIZE, recipe=recipe)
     with torch.no_grad():
@@ -73,7 +74,8 @@ def test_an_evaluation_in_a_region_leaves_nothing_to_a_step_outside():
 
 
 def results(runs: list[Callable[[Tensor], Tensor]], linear: nn.Module, order: list[int], wrap: Wrap) -> list[Tensor]:
-    """dx and dw of forwards that all come before their backwards, which come in this order. The magnitude of x jumps."""
+    """dx and dw of forwards that all run before their backwards, which run in the given order. The magnitude of x
+    changes between forwards."""
     xs = [matrix("gauss", SIZE, SIZE, seed) * factor for seed, factor in ((1, 1.0), (2, 1024.0), (3, 1e-2))]
     xs = [x.requires_grad_() for x in xs]
     ys = [wrap(run, x) for run, x in zip(runs, xs, strict=True)]
@@ -86,7 +88,7 @@ def results(runs: list[Callable[[Tensor], Tensor]], linear: nn.Module, order: li
 
 
 def inside(linear: Linear, recipe: Any = None) -> Callable[[Tensor], Tensor]:
-    """A forward in a region of its own, which the checkpointed function enters."""
+    """A forward in a region that the checkpointed function enters."""
 
     def run(x: Tensor) -> Tensor:
         with dlp.autocast(recipe=recipe):
@@ -96,7 +98,7 @@ def inside(linear: Linear, recipe: Any = None) -> Callable[[Tensor], Tensor]:
 
 
 def outside(linear: Callable[[Tensor], Tensor], wrap: Wrap, recipe: Any = None) -> Callable[[Tensor], Tensor]:
-    """A forward in a region of its own, in which it is checkpointed."""
+    """A checkpointed forward inside a region."""
 
     def run(x: Tensor) -> Tensor:
         with dlp.autocast(recipe=recipe):
@@ -119,7 +121,7 @@ def test_each_forward_has_its_own_delayed_scales_in_backward_and_in_recomputatio
 
 
 def test_a_checkpoint_in_a_checkpoint_repeats_its_own_forward():
-    """The outer one needs y: its recomputation runs the layer, in a checkpoint that is new."""
+    """The outer checkpoint needs y, so its recomputation runs the layer in a new inner checkpoint."""
     found = []
     for inner, outer in ((directly, directly), (again, again)):
         linear = layer()
@@ -146,7 +148,7 @@ def test_a_forward_before_a_step_boundary_keeps_its_scales(region):
         if late:
             dlp.end_step(linear)
             assert scale(linear, "x") != 1.0
-            linear(x)  # whose scales are the new ones
+            linear(x)  # a forward with the new scales
         linear.zero_grad()
         y.backward(torch.ones(SIZE, SIZE))
         found.append((x.grad, linear.weight.grad))
@@ -162,7 +164,8 @@ def test_a_backward_after_another_region_casts_w_by_the_scale_of_its_own_forward
     first = run(x.requires_grad_())
     with torch.no_grad():
         linear.weight.data = linear.weight * 1e-3
-    run(x)  # the scale of w grows by 1000 when this region ends, far too much for the first forward's w
+    # The scale of w grows by 1000 when this region ends, which would be far too large for w of the first forward
+    run(x)
     with torch.no_grad():
         linear.weight.data = linear.weight * 1e3
     first.backward(dy)
@@ -223,7 +226,7 @@ def test_a_reentrant_checkpoint_in_a_region_is_refused_and_one_outside_is_not():
         y.sum().backward()
 
 
-# CUDA graphs of layers, whose capture is simulated here (tests/gpu/test_ops.py has real ones)
+# CUDA graphs of layers, with a simulated capture (tests/gpu/test_ops.py uses real graphs)
 
 
 def played_graph(model: nn.Module, x: Tensor) -> None:
@@ -267,21 +270,21 @@ def test_a_recipe_that_a_graph_holds_is_not_swapped(monkeypatch: pytest.MonkeyPa
         dlp.set_recipe(model, "0", "bf16")
     with dlp.graphing(model):
         dlp.set_recipe(model, "0", "bf16")
-    monkeypatch.setattr(state, "capturing", lambda: True)  # nobody has said so
+    monkeypatch.setattr(state, "capturing", lambda: True)  # although `dlp.graphing` was not used
     model[1](x)
     with pytest.raises(ValueError, match="^1: the recipe bf16 of this layer is captured in a CUDA graph"):
         dlp.set_recipe(model, "1", "fp8_block")
 
 
 def test_the_weight_of_a_graphed_layer_is_scaled_by_what_it_has_become():
-    """A replay is no forward that anybody counts."""
+    """A replay does not count as a forward."""
     model = nn.Sequential(layer())
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     dlp.attach(model, optimizer)
     with dlp.graphing(model):
         played_graph(model[0], matrix("gauss", SIZE, SIZE, 1))
     model[0].weight.data.mul_(64.0)
-    for _ in range(2):  # cast and observed, then scaled by it
+    for _ in range(2):  # cast and observed, then cast with the resulting scale
         optimizer.step()
     table = model[0].core.session.scaling.table
     assert table.scale[table.index("0.w")].item() == pytest.approx(448 / model[0].weight.abs().max().item(), rel=1e-3)
@@ -316,7 +319,7 @@ optimizer.step()
 
 @pytest.mark.slow
 def test_a_torch_that_was_built_for_cuda_trains_where_there_is_no_driver():
-    """As pip's default torch on Linux is: asked whether it captures, it raises."""
+    """pip's default torch on Linux is such a build. It raises when it is asked whether a capture is running."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_A_DRIVER], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -338,7 +341,8 @@ def in_region(model: nn.Module, recipe: Any, steps: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("recipe", [None, DELAYED, dlp.recipe("fp8_delayed", margin=1)])
 def test_scales_of_regions_are_saved_without_a_step_boundary(recipe):
-    """Those of a recipe that only the region names are loaded when it runs; names are those after `attach`."""
+    """If only the region names a recipe, its scales are loaded when the region runs. The names are the names after
+    `dlp.attach`."""
     model, resumed, lone = of_two(), of_two(), Linear(SIZE, SIZE, recipe=DELAYED)
     in_region(model, recipe, 2)
     saved = dlp.state_dict(model)
@@ -374,7 +378,7 @@ def sequence(recipe: str) -> ops.Sequential:
 def test_a_region_that_quantizes_nothing_says_so(
     make: Any, recipe: str, options: dict[str, Any], said: bool, caplog: pytest.LogCaptureFixture
 ):
-    """Once, for autocast around a forward and for quantized_model_init around the constructor."""
+    """The message appears once, for autocast around a forward and for quantized_model_init around the constructor."""
     model = make(recipe)
     with caplog.at_level("WARNING", "dlp"):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""`python -m bench.shapes`: the GEMMs that one rank runs, from the plan alone."""
+"""`python -m bench.shapes`: the GEMMs of one rank, from the plan alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def problems(tp: int) -> list[tuple[dict, int]]:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_all_gemms_of_a_microbatch_are_there(tp: int):
-    """Over the tp ranks the work is that of the model: 6 operations for a token and weight, whatever cuts it."""
+    """Summed over the tp ranks, the GEMMs have 6 operations per token and weight, for every kind of sharding."""
     config = load("tiny")
     model, train = config.model, config.train
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -48,7 +48,7 @@ def test_what_a_gemm_reads_and_writes():
     fprop, dgrad, wgrad = (found[which, which == "dgrad"] for which in ("fprop", "dgrad", "wgrad"))
     assert (fprop["a_dtype"], fprop["out_dtype"], fprop["fast_accumulation"]) == ("float8_e4m3fn", "bfloat16", True)
     assert (dgrad["a_dtype"], dgrad["b_dtype"], dgrad["out_dtype"]) == ("float8_e5m2", "float8_e4m3fn", "float32")
-    assert (wgrad["out_dtype"], wgrad["fast_accumulation"]) == ("float32", False)  # no FSDP: master weights in fp32
+    assert (wgrad["out_dtype"], wgrad["fast_accumulation"]) == ("float32", False)  # no FSDP: fp32 master weights
     high = [each for each, _ in problems(1) if each["kernel"] == "cublaslt hp"]
     assert {each["gemm"]: (each["a_flipped"], each["b_flipped"]) for each in high} == {
         "fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True),
@@ -124,7 +124,7 @@ def test_it_is_a_command(capsys):
 
 
 class Reader(nn.Module):
-    """Two kinds of linears, one of which runs twice, and one called as a function."""
+    """Model with two kinds of linears, one of which runs twice, and one linear that is called as a function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def of_floats():
 
 
 def values():
-    """Asks for a value while it runs, of which the meta device has none."""
+    """Module that reads a value in forward, which the meta device does not have."""
 
     class Asking(nn.Module):
         def forward(self, tokens):

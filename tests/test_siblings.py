@@ -1,4 +1,4 @@
-"""Siblings collect what the first of them computed, and compute anew where that would not be theirs any more."""
+"""Siblings return the outputs that the first sibling computed, and compute again if these outputs would be wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ("q", "k", "v")
 
 
 class Three(nn.Module):
-    """q, k and v of one x, as conversion makes them, whole on one rank."""
+    """q, k and v with one x, as after conversion, unsharded on one rank."""
 
     def __init__(self, recipe: str = "bf16") -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Three(nn.Module):
 
 
 class Counted(LinearCore):
-    """Counts how often it computes."""
+    """Layer that counts its computations."""
 
     runs = 0
 
@@ -87,7 +87,7 @@ def test_one_without_gradients_leaves_the_others_theirs(three):
 def test_x_changed_in_place_is_another_x(three):
     x = values(0)
     three.q(x)
-    x.copy_(values(1))  # a static buffer, refilled while k and v were not called
+    x.copy_(values(1))  # a static buffer, overwritten before k and v were called
     assert_close(three.k(x), three.exact("k", values(1)), 1e-5)
     x.mul_(3)
     assert_close(three.v(x), three.exact("v", 3 * values(1)), 1e-5)
@@ -132,7 +132,7 @@ def test_another_tensor_is_refused_by_name(three):
 
 @pytest.mark.parametrize("hooked", NAMES)
 def test_a_full_backward_hook_on_one_changes_nothing(three, hooked):
-    """torch calls a module with such a hook with another tensor over the memory of x."""
+    """torch calls a module with such a hook with another tensor on the memory of x."""
     expected, seen = values(0).requires_grad_(), []
     sum(3**i * three.exact(name, expected).sum() for i, name in enumerate(NAMES)).backward()
     gradients = {name: getattr(three, name).weight.grad.clone() for name in NAMES}

@@ -1,4 +1,5 @@
-"""Metrics beside metrics.jsonl, what is left of a GPU without memory, and the ranges of a profiled step; no ranks."""
+"""Outputs of metrics besides metrics.jsonl, the snapshot of a GPU out of memory, and the ranges of a profiled step. No
+ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def record(folder: Path, names: list[str], begin: int, steps: int) -> None:
-    """Records of a run from step `begin`."""
+    """Records of a run, beginning at step `begin`."""
     config = load("tiny", ["--run.metrics", json.dumps(names)])
     run = Namespace(path=folder, leader=True, say=print)
     recorder = Recorder(config, cast(RunDir, run), CPU, 1)
@@ -46,7 +47,7 @@ def record(folder: Path, names: list[str], begin: int, steps: int) -> None:
 
 @contextmanager
 def room(nbytes: int) -> Iterator[None]:
-    """No file may grow beyond so many bytes: what is written is cut there, as on a full disk."""
+    """Limit the size of every file, so that longer writes are cut, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
@@ -76,7 +77,7 @@ def test_a_full_disk_ends_no_run_and_records_wait_for_room(tmp_path: Path) -> No
     assert [each["loss"] for each in read_metrics(metrics)] == [1.0, 2.0, 3.0, 4.0] and len(said) == 2
     with room(5):
         recorder._write(step=5, loss=5.0)
-    recorder._progress = None  # and no picture
+    recorder._progress = None  # without a plot
     recorder.close()
     assert said[-1] == f"WARNING: {metrics} lacks the last 1 records, because the disk is full"
 
@@ -168,7 +169,8 @@ def test_a_gpu_without_memory_leaves_a_snapshot_and_a_sentence(tmp_path: Path, m
         f"lists the live allocations and opens at https://pytorch.org/memory_viz; smaller: --train.micro_batch, "
         f"--train.checkpointing full, or more ranks as --mesh.dp_shard; launch.train --plan predicts each"
     )
-    out_of_memory.observer(tmp_path / "none" / "x", dict)(0, 1, 2, 3)  # which cannot be written, and raises nothing
+    # This file cannot be written, but the call does not raise
+    out_of_memory.observer(tmp_path / "none" / "x", dict)(0, 1, 2, 3)
 
 
 def test_ranges_are_those_of_the_layers_and_end_with_the_step() -> None:

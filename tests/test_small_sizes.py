@@ -1,5 +1,5 @@
-"""Every format, GEMM and mode at sizes 0, 1, 2 and around a block in M, N and K, where kernels of torch may be outside of the
-region in which they are right. No ranks."""
+"""Every format, GEMM and mode with sizes 0, 1, 2 and around a block in M, N and K, for which kernels of torch may be
+wrong. No ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from tests.cases import RECIPES as NAMES
 from tests.metrics import relative_error
 from tests.quantizers import RECIPES, quantize
 
-PAIRS = list({recipe.operands(which): None for recipe in RECIPES for which in GEMMS})  # of quantizers, each once
-WORST = 0.3  # relative error of the coarsest format; foreign memory, or a term too few, is far beyond
+PAIRS = list({recipe.operands(which): None for recipe in RECIPES for which in GEMMS})  # each pair of quantizers once
+WORST = 0.3  # relative error of the coarsest format; uninitialized memory or a missing term causes much larger errors
 
 
 def sizes(block: int) -> Iterator[tuple[int, int, int]]:
-    """Sizes of M, N and K: each small or around a block while the others are one above a block; and all of them 0 or 1."""
+    """Sizes of M, N and K: each size small or around a block while the other sizes are one above a block; and all sizes
+    0 or 1."""
     yield from itertools.product((0, 1), repeat=3)
     for place, size in itertools.product(range(3), sorted({0, 1, 2, block - 1, block, block + 1})):
         yield tuple(size if i == place else block + 1 for i in range(3))  # type: ignore[misc]
@@ -39,8 +40,9 @@ int_mm = torch._int_mm
 
 
 def strict_int_mm(a: Tensor, b: Tensor) -> Tensor:
-    """`torch._int_mm`, but AssertionError where oneDNN on a CPU with VNNI would leave the result uninitialized: torch takes an
-    operand with stride(1) == 1 for rows at a distance of stride(0), any other one for columns at a distance of stride(1)."""
+    """`torch._int_mm`, but AssertionError where oneDNN on a CPU with VNNI would leave the result uninitialized: torch
+    takes an operand with stride(1) == 1 as rows with distance stride(0), and any other operand as columns with distance
+    stride(1)."""
     for x in (a, b) if a.numel() and b.numel() else ():
         rows = x.stride(1) == 1
         leading, least = (x.stride(0), x.shape[1]) if rows else (x.stride(1), x.shape[0])
@@ -56,7 +58,7 @@ def as_on_vnni() -> Iterator[None]:
 
 @pytest.mark.parametrize("left, right", PAIRS, ids=str)
 def test_a_gemm_of_any_sizes_is_the_float64_product(left: Quantizer, right: Quantizer):
-    """Operands are padded as their formats ask. |error| <= (C + 8) 2^-24 sum |a||b|."""
+    """Operands are padded as their formats require. |error| <= (C + 8) 2^-24 sum |a||b|."""
     blocks = [size for quantizer in (left, right) for size in quantizer.format.block if size > 1]
     for rows, cols, contraction in sizes(max([16, *blocks])):
         a, b = (
@@ -64,7 +66,7 @@ def test_a_gemm_of_any_sizes_is_the_float64_product(left: Quantizer, right: Quan
             for quantizer, lines in ((left, rows), (right, cols))
         )
         x, w = a.dequantize().double(), b.dequantize().double()
-        width = min(x.shape[1], w.shape[1])  # one format may ask for more zeros than the other one
+        width = min(x.shape[1], w.shape[1])  # the two formats may require different padding
         if x.shape[1] != w.shape[1]:
             continue
         y = Gemm("fprop", b, torch.float32)(a)
@@ -78,7 +80,7 @@ def test_a_gemm_of_any_sizes_is_the_float64_product(left: Quantizer, right: Quan
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_of_any_sizes_has_the_results_of_plain_torch(name: str):
-    """y, dx and dw of each recipe, whose layers append zeros themselves."""
+    """The test compares y, dx and dw of each recipe. Layers pad their operands."""
     for place, size in itertools.product(range(3), (0, 1, 2)):
         tokens, out_features, in_features = (size if i == place else 33 for i in range(3))
         x, w, dy = values(tokens, in_features), values(out_features, in_features), values(tokens, out_features)
@@ -96,7 +98,8 @@ def test_a_layer_of_any_sizes_has_the_results_of_plain_torch(name: str):
 @pytest.mark.parametrize("mode", ["weight_only", "dynamic"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("bf16", "fp8_delayed")])
 def test_a_quantized_model_of_any_sizes_has_the_results_of_plain_torch(name: str, mode: str):
-    """`quantize_`, whose codes are padded where the format needs that; tokens in three dimensions."""
+    """The test uses `quantize_` with codes that are padded if the format requires it, and tokens in three
+    dimensions."""
     for tokens, out_features, in_features in sizes(max(16, *recipes.load(name).w.rowwise.format.block)):
         model = nn.Sequential(
             nn.Linear(in_features, out_features, bias=False, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A LinearSpec is a value, and what a layer keeps of it is apart: pure functions and one layer on the CPU."""
+"""A LinearSpec is a value, separate from the state of a layer: pure functions and one layer on the CPU."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ def test_running_a_layer_changes_nothing_of_its_spec():
 def test_equal_specs_share_a_trace_and_no_state():
     one, two = (dlp.Linear(64, 64, recipe="fp8_current").core.bound for _ in range(2))
     assert one.spec == two.spec and one.trace_id == two.trace_id
-    stands = spec_of(one.trace_id)  # of another layer, perhaps
+    stands = spec_of(one.trace_id)  # perhaps the spec of another layer
     assert all(getattr(stands, each) == getattr(one.spec, each) for each in ("style", "recipe", "tp", "options"))
     assert int(one.spec_id) != int(two.spec_id) and bound_of(two.spec_id) is two and one.session is not two.session
 
 
 def test_a_trace_is_named_by_what_it_stands_for(monkeypatch):
-    """In whatever order a process meets specs: inductor finds graphs on disk by these names, and takes them as they are."""
+    """The name does not depend on the order in which a process creates specs, because inductor finds graphs on disk by
+    these names and uses them unchanged."""
 
     def names(of: list[str]) -> dict[str, int]:
         monkeypatch.setattr("dlp.parallel.linear.spec._TRACES", {})

@@ -1,4 +1,5 @@
-"""Static scales of x beyond per-tensor FP8, and the observers of calibration: bit by bit torchao's primitives."""
+"""Static scales of x for formats besides per-tensor FP8, and the observers of calibration, bit by bit compared with
+torchao's primitives."""
 
 from __future__ import annotations
 
@@ -41,14 +42,14 @@ def calibrated(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def static_codes(layer: nn.Linear, x: Tensor) -> Any:
-    """x as the layer casts it."""
+    """Codes of x as the layer casts x."""
     weight: Any = layer.weight
     return weight.use.activation.cast(x, None, slot=ScaleSlot(weight.x_scale, torch.zeros(())))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_ranges_give_the_scales_of_torchaos_observers(symmetric: bool):
-    """Both of x and of y."""
+    """The test compares the scales of x and y."""
     observers = pytest.importorskip("torchao.quantization.observer")
     ao = pytest.importorskip("torchao.quantization.quant_primitives")
     mapping = ao.MappingType.SYMMETRIC if symmetric else ao.MappingType.ASYMMETRIC
@@ -79,7 +80,8 @@ def test_ranges_give_the_scales_of_torchaos_observers(symmetric: bool):
 def test_static_codes_are_those_of_torchaos_primitives(recipe: Any):
     ao = pytest.importorskip("torchao.quantization.quant_primitives")
     model = dlp.quantize_(calibrated(net(), observer="minmax"), recipe, mode="static")
-    x, (low, high) = 2 * batches()[0], calibrated(net(), observer="minmax")[0].x_range  # beyond the range: it saturates
+    # Beyond the observed range, so that values saturate
+    x, (low, high) = 2 * batches()[0], calibrated(net(), observer="minmax")[0].x_range
     q = static_codes(model[0], x)
     if recipe == "fp8_rowwise":
         scale = torch.exp2(torch.ceil(torch.log2(torch.maximum(high, -low) / 448)))

@@ -1,4 +1,4 @@
-"""Predicted seconds of a step: the schedule, the rates, the sums of shares, the recorded runs, and the ranking of settings."""
+"""Predicted seconds of a step: schedule, rates, sums of shares, recorded runs, and the ranking of settings."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_rates_are_the_measured_ones_at_measured_sizes_and_between_them_else():
     small, between, large = (rates.gemm_rate(found, "fprop", (m, 1536, 2048)) for m in (8192, 11500, 16384))
     assert small == pytest.approx(2 * 8192 * 1536 * 2048 / 44.075e-6)
     assert small < between < large
-    with pytest.raises(ValueError, match="measured are .*: choose one of these"):
+    with pytest.raises(ValueError, match="has no times of .*, but of .*: choose one of these"):
         rates.gemm_rate(SimpleNamespace(name="other"), "fprop", (1, 1, 1))
     with pytest.raises(ValueError, match="dlp ships those of h100, h200: name one of these"):
         rates_of("b200")

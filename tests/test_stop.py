@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def start(code: str, **environment: str) -> subprocess.Popen[str]:
-    """A process that has printed its first line."""
+    """Start a process, and wait for its first line."""
     program = [sys.executable, "-c", f"import sys, time\nfrom launch.ranks import process_exit as stop\n{code}"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(

@@ -21,7 +21,7 @@ TENSORS = {f"w{i}": torch.arange(1000.0 * (i + 1)) for i in range(5)}
 def four_threads(monkeypatch):
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     monkeypatch.setattr(dcp_files, "threads_of_rank", lambda: 4)
-    monkeypatch.setattr(manifest, "PIECE", 4096)  # several pieces a file, and a last one that is not whole
+    monkeypatch.setattr(manifest, "PIECE", 4096)  # several pieces per file, the last of which is incomplete
 
 
 def save(path: Path) -> Writer:

@@ -1,4 +1,4 @@
-"""The six rows: what the table says about each style, and what is read off it. No ranks."""
+"""The six styles: the table, and the properties derived from it. No ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ TABLE = {
     "COLUMN_SP": (0, ("x", None), (None, "scatter"), ("x", None)),
     "ROW_SP": (1, (None, "scatter"), ("dy", None), ("dy", None)),
 }
-# the dimension that tp cuts, of x, w, dy; what travels; whether dw and db, or db alone, cover this rank's tokens only
+# Dimension of x, w and dy that tp shards; operands that are sent; whether dw and db, or db alone, cover this rank's
+# tokens only.
 READ_OFF = {
     "LOCAL": (None, None, None, None, False, False),
     "LOCAL_SP": (0, None, 0, None, True, True),
@@ -41,7 +42,7 @@ def test_the_rest_is_read_off(row):
 
 @pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)
 def test_cuts_and_communication_are_consistent(row):
-    """A contraction that tp cuts makes partial sums, unless the operands are gathered."""
+    """If tp shards the contraction, the results are partial sums unless the operands are gathered."""
     for comm, contraction in ((row.fprop, row.cut_x == 1), (row.dgrad, row.cut_dy == 1), (row.wgrad, row.cut_x == 0)):
         partial = contraction and comm.gather is None
         assert (comm.reduce is not None) == partial

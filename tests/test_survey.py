@@ -1,4 +1,4 @@
-"""Modules that conversion refuses, skips or warns about, read from the plan, without ranks."""
+"""Modules that conversion refuses, skips or warns about, according to the plan, without ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FakeQuantized(nn.Linear):
 
 
 class Conv1D(nn.Module):
-    """GPT-2's: a linear with its weight transposed."""
+    """GPT-2's linear with a transposed weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class ReadsList(nn.Module):
 
 
 def block(**modules: nn.Module) -> nn.Module:
-    """A model with one block, of a plain linear and these."""
+    """A model with one block of a plain linear and the given modules."""
     return nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(16, 16), **modules})])})
 
 

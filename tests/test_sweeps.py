@@ -1,6 +1,5 @@
-"""Every cast against the numpy table method: all 65,536 bf16 values, a million random fp32, all grid points and
-midpoints with their neighbours; and whole quantizers over the same values in blocks. No ranks.
-"""
+"""Every cast compared with the numpy implementation: all 65,536 bf16 values, a million random fp32 values, and all grid
+points and midpoints with their neighbours; and quantizers on the same values in blocks. No ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def all_bf16() -> Tensor:
 
 
 def random_fp32(count: int = 1_000_000) -> Tensor:
-    """Half random bit patterns, half values where the formats have their grids."""
+    """Half random bit patterns, half values in the range of the formats' grids."""
     generator = torch.Generator().manual_seed(1)
     patterns = torch.randint(-(2**31), 2**31, (count // 2,), generator=generator, dtype=torch.int64)
     scale = torch.exp2(torch.randint(-20, 20, (count // 2,), generator=generator).float())
@@ -114,7 +113,8 @@ def test_constants_are_correctly_rounded():
 
 
 def matrices(width: int) -> dict[str, Tensor]:
-    """All bf16 values in order (blocks of one binade, of NaN, of Inf), shuffled finite bf16, and random fp32."""
+    """All bf16 values in order (blocks of one binade, of NaN, of Inf), shuffled finite bf16 values, and random fp32
+    values."""
     ordered = all_bf16().view(-1, width * 4)
     finite = all_bf16()[torch.isfinite(all_bf16())]
     shuffled = finite[torch.randperm(len(finite), generator=torch.Generator().manual_seed(3))][
@@ -167,7 +167,7 @@ def test_nvfp4(name: str, stochastic: bool):
         assert_codes(ops.unpack_e2m1(codes), expected[0], x)
 
 
-PHILOX_VECTORS = [  # the known answers of Random123 for philox4x32-10: counter, key, output
+PHILOX_VECTORS = [  # known answers of Random123 for philox4x32-10: counter, key, output
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
     (
@@ -185,8 +185,8 @@ def test_philox(counter: list[int], key: list[int], output: list[int]):
 
 
 def test_random_bytes_are_keyed_as_documented():
-    """Block j of row i: counter words (i * blocks + j, 0, direction, microbatch), key (seed, tensor id); byte b of word
-    w is the r of element 4w + b."""
+    """Block j of row i has the counter words (i * blocks + j, 0, direction, microbatch) and the key (seed, tensor id).
+    Byte b of word w is the random number r of element 4w + b."""
     got = ops.random_bytes(
         3, 32, row=5, column=16, total_columns=100, direction=1, counter=torch.tensor(9), key=(11, 12)
     )

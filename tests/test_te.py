@@ -39,7 +39,7 @@ MAKE: dict[str, Any] = {
 
 
 def taken(layer: str, method: str) -> set[str]:
-    """The arguments that a layer of dlp.te has, in its own signature or those of its bases in dlp."""
+    """The arguments of a layer of dlp.te, from its own signature or from its base classes in dlp."""
     found: set[str] = set(OPTIONS) if method == "__init__" and layer != "DotProductAttention" else set()
     for cls in getattr(te, layer).__mro__:
         if method in vars(cls) and cls.__module__.startswith(("dlp.te", "dlp.ops.")):
@@ -49,7 +49,7 @@ def taken(layer: str, method: str) -> set[str]:
 
 
 def rows(heading: str) -> dict[str, list[str]]:
-    """The rows of the table under a heading of the page, by the argument in their first cell."""
+    """The rows of the table under a heading of the page, by the argument in the first cell."""
     section = PAGE.split(f"### {heading}\n")[1].split("\n#")[0]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in section.splitlines() if "|" in line]
     found = {}
@@ -179,7 +179,7 @@ def test_a_listing_runs(name: str):
 
 
 def test_recipes_of_the_page_are_equal():
-    """Each row of the first table of recipes that names a recipe of Transformer Engine."""
+    """The test compares each row of the first table of recipes that names a recipe of Transformer Engine."""
     rows_of_recipes = re.findall(r"^\| `(\w+)\(\)` \| `(dlp.recipe\(.*?\))` \|$", PAGE, re.MULTILINE)
     assert [name for name, _ in rows_of_recipes] == [
         "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling",
@@ -217,7 +217,7 @@ def test_recipes_have_the_options_of_the_same_names():
                 te_recipe.NVFP4BlockScaling(**{name: True})
 
 
-# What layers are given
+# Arguments of layers
 
 
 def test_weights_begin_as_init_method_draws_them():
@@ -247,7 +247,7 @@ def test_a_name_stands_in_messages():
 
 @pytest.mark.parametrize("split", [("query", "key_"), {"query_": 24, "key": 8}])
 def test_parameters_are_split_by_name(split: Any):
-    """The outputs are those of one weight; so are the parameters of a state dict of Transformer Engine."""
+    """The outputs equal the outputs of one weight, and so do the parameters of a state dict of Transformer Engine."""
     sizes = (16, 16) if isinstance(split, tuple) else (24, 8)
     x = values(0, M, H)
     for layer in (te.Linear(H, 32, parameters_split=split), te.LayerNormLinear(H, 32, parameters_split=split)):
@@ -280,7 +280,7 @@ def test_a_bias_is_returned_and_not_added():
     lambda delay: te.LayerNormMLP(H, FFN, recipe="fp8_current", delay_wgrad_compute=delay),
 ], ids=["dlp", "te", "mlp"])  # fmt: skip
 def test_weight_gradients_wait_for_backward_dw(make: Any):
-    """The bits of gradients that do not wait."""
+    """Delayed gradients have the bits of ordinary gradients."""
     now, later = make(False), make(True)
     later.load_state_dict(now.state_dict())
     for model in (now, later):
@@ -314,7 +314,7 @@ def test_outputs_and_gradients_are_handed_over():
 
 
 def attention_by_hand(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor | float = 0.0) -> Tensor:
-    """[B, H, S, D] in fp64, of the keys that `seen` marks -> [B, S, H * D]."""
+    """Attention [B, H, S, D] in fp64 over the keys that `seen` marks -> [B, S, H * D]."""
     scores = q.double() @ k.double().transpose(-1, -2) * q.shape[-1] ** -0.5 + bias
     out = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v.double()
     return out.transpose(1, 2).flatten(2)
@@ -396,7 +396,7 @@ def test_what_attention_cannot_do_is_refused(call: Any, says: str):
 
 
 def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    """The heads [S, B, heads, head] rotated as complex numbers."""
+    """The heads [S, B, heads, head], rotated as complex numbers."""
     half = x.shape[-1] // 2
     pairs = x.unflatten(-1, (half, 2)) if interleaved else x.unflatten(-1, (2, half)).transpose(-1, -2)
     theta = angles[..., ::2] if interleaved else angles[..., :half]
@@ -407,7 +407,8 @@ def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize("norm_first", [False, True], ids=["norm last", "norm first"])
 def test_a_transformer_layer_norms_and_rotates_heads(interleaved: bool, norm_first: bool):
-    """With a window, a norm behind the layer and clamped SwiGLU, on [S, B, H], against plain torch."""
+    """The layer has a window, a norm after the layer and clamped SwiGLU, on [S, B, H], and is compared with plain
+    torch."""
     torch.manual_seed(0)
     layer = te.TransformerLayer(
         H, FFN, 4, hidden_dropout=0.0, attention_dropout=0.0, window_size=(3, 0), qk_norm_type="RMSNorm",

@@ -1,4 +1,4 @@
-"""check_format: our own formats pass, and planted mistakes are each caught."""
+"""check_format: dlp's formats pass, and each planted mistake is detected."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_our_formats_over_ranks(ranks, recipe):
 
 @dataclass(frozen=True)
 class WrongScale(CurrentScaling):
-    """scale_inv is 5 % off."""
+    """Faulty format: scale_inv is 5 % off."""
 
     def cast(self, x, amax, *, out=None, **more):
         q = super().cast(x, amax, out=out, **more)
@@ -58,7 +58,7 @@ class WrongScale(CurrentScaling):
 
 @dataclass(frozen=True)
 class Standing(Fp8Rowwise):
-    """Says that scales of rows are equal on all ranks."""
+    """Faulty format: declares that scales of rows are equal on all ranks."""
 
     @property
     def parts(self):
@@ -75,7 +75,7 @@ class StandingScaling(RowwiseScaling):
 
 @dataclass(frozen=True)
 class Strided(CurrentScaling):
-    """Codes lie as x does."""
+    """Faulty format: codes have the strides of x."""
 
     def cast(self, x, amax, *, out=None, **more):
         q = super().cast(x, amax, out=out, **more)
@@ -84,7 +84,7 @@ class Strided(CurrentScaling):
 
 @dataclass(frozen=True)
 class Unturned(Fp8Tensor):
-    """Says that it may be transposed, and reshapes."""
+    """Faulty format: declares that it can be transposed, and reshapes instead."""
 
     def transpose(self, q):
         codes, scale_inv = q.parts
@@ -102,14 +102,14 @@ class Unfactored(Fp8Tensor):
 
 @dataclass(frozen=True)
 class Unsaved(Fp8Tensor):
-    """Has a field that who reads it again does not get."""
+    """Faulty format: has a field that saving and loading lose."""
 
     noted: int = field(default=0, init=False)
 
 
 @dataclass(frozen=True, eq=False)
 class Listed(Fp8Tensor):
-    """Is equal to another by the values of a tensor, which no compiler knows while it makes a graph."""
+    """Faulty format: its equality depends on the values of a tensor, which a compiler does not know while it traces."""
 
     levels: Any = field(default_factory=lambda: torch.arange(4.0))
 
@@ -122,7 +122,7 @@ class Listed(Fp8Tensor):
 
 @dataclass(frozen=True)
 class In(CurrentScaling):
-    """Casts to a format of this kind."""
+    """Quantizer that casts to a format of this class."""
 
     kind: Any = Fp8Tensor
 
@@ -147,7 +147,8 @@ PLANTED = {
 
 @pytest.mark.parametrize("planted", PLANTED)
 def test_planted_mistakes_are_caught(planted, monkeypatch):
-    """Each by its own suite, and, where the others do not see it, by no other."""
+    """Each mistake is detected by the suite for this kind of mistake, and, unless other suites can see it, by no other
+    suite."""
     quantizer, said = PLANTED[planted]
     with pytest.raises(AssertionError, match=f"^check_format, {said}"):
         check_format(quantizer)

@@ -1,4 +1,5 @@
-"""`dlp.kernels.timing` on a device that is played: times are those that it takes, whether or not the host is faster."""
+"""`dlp.kernels.timing` on a simulated device: measured times equal the times of the device, whether or not the host is
+faster."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from dlp.kernels import timing
 
 
 class Played:
-    """A device and its host, in milliseconds of their own. `queued`: when all that is queued will be done."""
+    """A simulated device and its host, in milliseconds. `queued`: the time at which all queued work will have
+    finished."""
 
     def __init__(self) -> None:
         self.now = self.queued = self.idle = 0.0

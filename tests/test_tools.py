@@ -1,4 +1,4 @@
-"""The scripts behind the Makefile: function length, the check of an interpreter, and the Makefile's own help."""
+"""The scripts behind the Makefile: function length, the check of an interpreter, and the help of the Makefile."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_parameters_are_counted_without_self_and_without_stars():
     [
         (HEAD, "f.py:1 f takes 9 parameters; at most 8: make a record"),
         (HEAD.replace(", i", ""), ""),
-        (f"class C:\n    {HEAD}", ""),  # the first is self
+        (f"class C:\n    {HEAD}", ""),  # the first parameter is self
         (f"{HEAD}  # many parameters: the schema of an op is flat", ""),
         (f"{HEAD}  # many parameters:", "f.py:1 f takes 9 parameters; at most 8: make a record"),
         (f"def f(\n    {MANY}\n) -> None:  # many parameters: as torch has them\n    pass", ""),
@@ -117,7 +117,7 @@ esac
     [(0, 0, 0, 0), (2, 0, 0, 0), (1, 0, 0, 1), (3, 0, 0, 1), (127, 0, 0, 1), (0, 1, 0, 1), (2, 1, 0, 1), (2, 0, 1, 1)],
 )
 def test_continuous_integration_passes_over_a_missing_compiler_alone(tmp_path, code, lint, tests, expected):
-    """With stand-ins for make and the interpreter: kernels of all architectures are compiled, whatever is on PATH."""
+    """make and the interpreter are replaced. The kernels of all architectures are compiled, whatever is on PATH."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
     for name, text in (("make", CI_MAKE), ("python", CI_PYTHON)):
@@ -136,7 +136,8 @@ def test_continuous_integration_passes_over_a_missing_compiler_alone(tmp_path, c
 
 
 def under_tools(printed: str, code: int = 0) -> str:
-    """A sanitizer that finds the defect of a bad kernel; under it pytest prints this, and it ends with this code."""
+    """Replace a sanitizer that finds the defect of a bad kernel. Under the sanitizer pytest prints the given text and
+    exits with the given code."""
     return f"""case "$*" in *" clean") ;; *probe*) exit 99 ;; *) printf '{printed}\\n'; exit {code} ;; esac"""
 
 
@@ -206,7 +207,7 @@ def test_what_the_sanitizer_needs_is_named(monkeypatch, tmp_path, capsys):
 
 
 def fake_cases(test: str, **parameters: Sequence[object]) -> list[SimpleNamespace]:
-    """As pytest collects them: the last parameter changes first."""
+    """Cases in the order in which pytest collects them: the last parameter changes first."""
     made = [dict(zip(parameters, values, strict=True)) for values in product(*parameters.values())]
     return [SimpleNamespace(nodeid=f"{test}[{case}]", callspec=SimpleNamespace(params=case)) for case in made]
 
@@ -242,7 +243,7 @@ def test_some_cases_are_chosen_of_each_test():
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 @pytest.mark.parametrize("verb", ["pretrain", "ledger", "bench-comm", "emulate", "plan"])
 def test_a_verb_leaves_no_shell_between_make_and_its_program(verb, tmp_path):
-    """A shell that a SIGTERM ends would leave the program, and the run that it trains, as an orphan."""
+    """If SIGTERM ended a shell in between, the program and the run would continue as orphans."""
     fake, parent = tmp_path / "python", tmp_path / "parent"
     fake.write_text(f'#!/bin/sh\ncase "$1" in tools/*) exit 0;; esac\necho $PPID >{parent}\n')
     fake.chmod(0o755)
@@ -251,7 +252,7 @@ def test_a_verb_leaves_no_shell_between_make_and_its_program(verb, tmp_path):
 
 
 def test_a_plain_install_brings_what_compiles_the_kernels():
-    """Without them a machine with a GPU runs plain-torch casts, which only a warning says."""
+    """Without the compiler, a machine with a GPU would run plain-torch casts, which only a warning reports."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {"ninja", "pybind11"} <= set(project["dependencies"])
     compiler = [each.partition(">")[0] for each in project["optional-dependencies"]["gpu"]]

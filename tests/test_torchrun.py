@@ -1,11 +1,11 @@
-"""Real runs, each rank a process of its own: a failure, a killed rank, SIGTERM, resume, a refusal.
+"""Runs with one process per rank: a failure, a killed rank, SIGTERM, resume, a refusal.
 
-One run fails on two "hosts", is resumed on one and killed, resumed and stopped, and resumed by ranks without torchrun to its
-end; its losses must be those of a run that was left alone. Those ranks meet in one store, one run after the other, as ranks do
-that torchrun starts anew. Blocks are sequences of dlp.ops. The rest of what a run does is tested in the pool (tests/multigpu),
-where a run costs less than a second. The import of torch, dlp and launch costs a new interpreter six seconds of the CPU.
-Therefore torchrun starts ranks as forks (`ForkedRank`); with `--all-cases` the ranks on two "hosts" are new interpreters. The
-run that was left alone is a run in the pool.
+One run fails on two "hosts", resumes on one host and is killed, resumes and is stopped, and is resumed by ranks without
+torchrun to its end. The losses must equal the losses of an uninterrupted run, which runs in the pool. The ranks without
+torchrun use one store for several runs, like ranks that torchrun restarts. Blocks are sequences of dlp.ops. Other tests
+of runs use the pool (tests/multigpu), where a run costs less than a second. In a new interpreter the import of torch,
+dlp and launch takes six seconds of CPU time. Therefore torchrun starts ranks as forks (`ForkedRank`); with
+`--all-cases` the ranks on two "hosts" are new interpreters.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ LONG = 240.0  # seconds; ends a test that hangs
 
 
 def program(output: Path, module: str, arguments: list[str], environment: dict[str, str], fork_ranks: bool) -> None:
-    """Inside a new process: `python -m module arguments`, in its own session, which spares it the import of torch."""
+    """Run `python -m module arguments` in a separate session, without importing torch again. Runs in a new process."""
     os.setsid()
     os.chdir(ROOT)
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **environment)
-    torch.set_num_threads(1)  # it was imported before
-    warnings.filterwarnings("ignore", "'.*' found in sys.modules after import of", RuntimeWarning)  # so was the module
+    torch.set_num_threads(1)  # torch was imported before the fork
+    # The module was imported before the fork
+    warnings.filterwarnings("ignore", "'.*' found in sys.modules after import of", RuntimeWarning)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -59,8 +60,8 @@ def program(output: Path, module: str, arguments: list[str], environment: dict[s
 
 
 class ForkedRank:
-    """`subprocess.Popen` of a Python program in a new session, for torchrun: a fork of torchrun, which has imported torch, in
-    place of a new interpreter, which imports torch and dlp for six seconds."""
+    """Replacement for `subprocess.Popen` of a Python program in a new session, for torchrun: a fork of torchrun, which
+    has imported torch. A new interpreter would import torch and dlp for six seconds."""
 
     def __init__(
         self, args: Sequence[str], env: dict[str, str], stdout: Any, stderr: Any, start_new_session: bool
@@ -73,7 +74,8 @@ class ForkedRank:
             os._exit(self._run(list(args[args.index("-u") + 1 :]), env, stdout, stderr))
 
     def _run(self, command: list[str], env: dict[str, str], stdout: Any, stderr: Any) -> int:
-        """Inside the fork: run `-m module arguments` or `file arguments` as the interpreter does, and return the exit code."""
+        """Run `-m module arguments` or `file arguments` as the interpreter does, and return the exit code. Runs in the
+        fork."""
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
@@ -116,7 +118,8 @@ class ForkedRank:
 
 
 class Run:
-    """torchrun with CPU ranks, or a rank: what a user starts as `python -m module arguments`, in its own session."""
+    """torchrun with CPU ranks, or a single rank: a program that a user starts as `python -m module arguments`, in a
+    separate session."""
 
     def __init__(
         self, folder: Path, module: str, *arguments: str, output: str = "output.txt", fork_ranks: bool = True,
@@ -132,7 +135,7 @@ class Run:
         return self.output_file.read_text() if self.output_file.exists() else ""
 
     def ranks(self) -> list[int]:
-        """The processes of the ranks, in order: torchrun starts no other ones, and rank 0 first."""
+        """The processes of the ranks, rank 0 first. torchrun starts no other processes."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         return [int(pid) for pid in children.split()]
 
@@ -143,7 +146,7 @@ class Run:
             time.sleep(0.02)
 
     def end(self, seconds: float = LONG) -> tuple[int | None, str]:
-        """Wait for the end, of every process; exit code and output."""
+        """Wait until every process has ended; return exit code and output."""
         self.process.join(seconds)
         left = subprocess.run(["pgrep", "-s", str(self.process.pid)], capture_output=True, text=True).stdout.split()
         for pid in map(int, left):
@@ -153,7 +156,7 @@ class Run:
 
 
 def steps(config: Config) -> list[int]:
-    """Those of which there is a checkpoint."""
+    """The steps of the existing checkpoints."""
     return [int(path.name.removeprefix("step-")) for path in Path(config.run.dir, "checkpoints").glob("step-*")]
 
 
@@ -165,13 +168,13 @@ def free_port() -> str:
 
 @pytest.fixture(scope="module")
 def agent() -> Iterator[dict[str, str]]:
-    """The store of an agent of torchrun, as its ranks are told of it. It outlives them."""
+    """The store of an agent of torchrun, with the environment of its ranks. The store outlives the ranks."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def two_ranks(folder: Path, *arguments: str, **store: str) -> list[Run]:
-    """Two ranks as torchrun or srun start them, with nobody who ends one when the other has failed."""
+    """Start two ranks as torchrun or srun do, without an agent that ends one rank after the other has failed."""
     place = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_port(),
@@ -184,8 +187,8 @@ def two_ranks(folder: Path, *arguments: str, **store: str) -> list[Run]:
 
 
 def hosts(folder: Path, fork_ranks: bool, *arguments: str) -> list[Run]:
-    """Two "hosts" with a rank each: torchruns that meet at a store of one of them. Without restarts, of which two agents may
-    count different numbers."""
+    """Start two "hosts" with one rank each: two torchruns with a store on one of the hosts. There are no restarts,
+    which the two agents might count differently."""
     store = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     meeting = ["--rdzv-backend=c10d", store, "--rdzv-id=hosts", "--local-addr=127.0.0.1"]
     command = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", *meeting, *arguments]
@@ -195,7 +198,7 @@ def hosts(folder: Path, fork_ranks: bool, *arguments: str) -> list[Run]:
 
 
 def local(folder: Path) -> Run:
-    """Two ranks as `make pretrain` starts them."""
+    """Start two ranks as `make pretrain` does."""
     return Run(folder, "launch.local", "--ranks=2", str(folder / "small.toml"), *SETTINGS)
 
 
@@ -233,7 +236,7 @@ train.main()
 
 
 def listening(pid: int) -> set[str]:
-    """The addresses on which a process listens, as the kernel writes them."""
+    """The addresses on which a process listens, in the kernel's format."""
     own = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -245,7 +248,8 @@ def listening(pid: int) -> set[str]:
 
 
 def failed(config: Config, folder: Path, fork_ranks: bool) -> None:
-    """Rank 1, a host of its own, raises after the first checkpoint: it is the one shown, and the other host ends as well."""
+    """Rank 1, on a separate host, raises after the first checkpoint. The report names rank 1, and the other host ends
+    as well."""
     (folder / "faulty.py").write_text(FAULTY)
     both = hosts(folder, fork_ranks, str(folder / "faulty.py"), str(folder / "small.toml"), *SETTINGS)
     codes, outputs = zip(*[each.end() for each in both], strict=True)
@@ -260,18 +264,19 @@ def failed(config: Config, folder: Path, fork_ranks: bool) -> None:
 
 
 def killed(config: Config, folder: Path) -> int:
-    """Rank 0 is killed once there is a new checkpoint; all are gone soon, and no checkpoint was finished after. Its step. On a
-    loaded machine rank 0 may be stopped while it writes the next checkpoint, of which it leaves `.step-N.tmp`."""
+    """Kill rank 0 after a new checkpoint; return the step of this checkpoint. All processes end soon, and no later
+    checkpoint is complete. On a loaded machine rank 0 may be killed while it writes the next checkpoint, and leaves
+    `.step-N.tmp`."""
     run, before = local(folder), max(steps(config))
     run.wait_for(lambda: max(steps(config)) > before)
     pid = run.ranks()[0]
     assert run.process.pid is not None and listening(run.process.pid), "torchrun's store"
     for each in (run.process.pid, *run.ranks()):
         assert listening(each) <= {"0100007F"}, "127.0.0.1 alone"
-    os.kill(pid, signal.SIGSTOP)  # so that no checkpoint is finished between the two lines that follow
+    os.kill(pid, signal.SIGSTOP)  # so that no checkpoint is completed between the next two lines
     saved = steps(config)
     os.kill(pid, signal.SIGKILL)
-    code, output = run.end(15.0)  # ranks that wait for a lost peer leave after 20
+    code, output = run.end(15.0)  # ranks that wait for a lost peer exit after 20 s
     assert code == 1 and f"resuming from step {before} " in output and "done:" not in output
     assert "rank 1: lost a peer; see the peer's error for the cause (" in output and "Traceback" not in output
     assert f"Signal 9 (SIGKILL) received by PID {pid}" in output.partition("Root Cause")[2]
@@ -281,7 +286,7 @@ def killed(config: Config, folder: Path) -> int:
 
 
 def stopped(config: Config, folder: Path, before: int) -> int:
-    """SIGTERM, once a step is done that the run before did not save. The step at which the run stopped."""
+    """Send SIGTERM after a step that the previous run did not save; return the step at which the run stopped."""
     run = local(folder)
     run.wait_for(lambda: f"resuming from step {before} " in run.output)
     run.wait_for(lambda: training.metrics(config).keys() > set(range(1, before + 2)))
@@ -332,14 +337,15 @@ def test_after_a_restart_all_processes_end_within_5_s_of_done(tmp_path, data):
 
 
 def test_a_wrong_setting_is_said_once_by_all_ranks_together(tmp_path, data):
-    """Rank 0 says it and ends; the other, which torchrun then ends, as failed() and killed() show, has said nothing."""
+    """Rank 0 prints the message and ends. torchrun then ends the other rank, which prints nothing, as failed() and
+    killed() show."""
     training.config(tmp_path, data)
     first, other = two_ranks(tmp_path, "--mesh.dp_replicate=3")
     sentence = (
         "small.toml: [mesh] world size 2 is not a multiple of dp_replicate 3 x tp 2 = 6, so dp_shard = -1 cannot be"
     )
     code, output = first.end()
-    while other.process.is_alive():  # the first may come when it is about to make SIGTERM a flag
+    while other.process.is_alive():  # the first SIGTERM may arrive just before the process makes SIGTERM a flag
         other.process.terminate()
         other.process.join(0.1)
     assert code == 1 and output.startswith(sentence) and output.count("\n") == 1

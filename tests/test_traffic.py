@@ -1,4 +1,4 @@
-"""Compare the planned bytes on the wire with bytes that are written out here. No ranks."""
+"""Planned bytes on the wire, compared with formulas in this file. No ranks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def test_tokens_off_the_block_travel_in_high_precision():
 
 
 def test_fsdp_units():
-    """Two linears of which one is a unit and one is the root's; 5 rows over 2 ranks are padded to 3 each."""
+    """Two linears, one of which is an FSDP unit, and one of which belongs to the root unit; 5 rows over 2 ranks are
+    padded to 3 each."""
     plan = dlp.make_plan(nn.Sequential(nn.Linear(8, 5, bias=False), nn.Linear(5, 4, bias=False)), [], 1)
     load = Workload({"dp_shard": 2, "dp_replicate": 2}, M, 3, weight_dtype=torch.bfloat16, units=("0", ""))
     shards = 3 * 8, 2 * 5
@@ -92,7 +93,7 @@ def test_fsdp_units():
 
 
 def over_dp(recipe: Any, shape: tuple[int, int] = (N, K), **more: Any) -> dict[tuple[str, str], int]:
-    """(direction, precision) -> bytes of one linear K -> N that is a unit over 2 ranks, where gradients send nothing."""
+    """(direction, precision) -> bytes of one linear K -> N that is an FSDP unit over 2 ranks, without gradients."""
     group = dlp.LayerGroup("all", "0", recipe=recipe)
     plan = dlp.make_plan(nn.Sequential(nn.Linear(shape[1], shape[0], bias=False)), [group], 1)
     options: dict[str, Any] = {"weight_dtype": torch.bfloat16, "units": ("0", "")} | more
@@ -101,7 +102,8 @@ def over_dp(recipe: Any, shape: tuple[int, int] = (N, K), **more: Any) -> dict[t
 
 
 def test_weights_over_dp_shard_travel_as_each_pass_needs_them():
-    """Half of the [N, K] codes and scales in each of two passes; one scale of the tensor is known everywhere."""
+    """Each of two passes gathers half of the [N, K] codes and scales. The single scale of a tensor is known on all
+    ranks."""
     n = N // 2
     assert over_dp("fp8_current") == {("weights", "fp8_tensor[e4m3]"): 2 * n * K, ("amax", "float32"): 2 * 4}
     assert over_dp("fp8_block") == {("weights", "fp8_block[e4m3, 128x128]"): 2 * (n * K + 4)}
@@ -133,14 +135,15 @@ def test_a_weight_that_two_linears_share_travels_as_values():
 
 @pytest.mark.parametrize(("carried", "nbytes"), [(None, 4 * K * N // 2), ("bf16", K * N), ("fp8", K * N // 2 + 512)])
 def test_gradients_over_dp_shard_on_their_wire(carried, nbytes):
-    """In fp8 a scale for each 128 of the flat shard follows its codes, both in whole 256 bytes."""
+    """With fp8, codes are followed by one scale per 128 elements of the flat shard, both padded to 256 bytes."""
     plan = dlp.make_plan(nn.Sequential(nn.Linear(K, N, bias=False)), [], 1)
     load = Workload({"dp_shard": 2}, M, units=("",), grad_wire=carried)
     assert sum(n for key, n in step_traffic(plan, load).items() if key.direction == "grads") == nbytes
 
 
 def test_sums_over_tp_on_the_wire_of_their_recipe():
-    """In fp8 a rank's record has codes, then scales in whole 256 bytes; a whole sum is then gathered as it is."""
+    """With fp8, a rank sends codes and then scales, padded to 256 bytes. Without sequence parallelism, the sum is then
+    gathered unchanged."""
     fp8 = {"name": "bf16", "wire": {"fprop": "fp8"}}
     m = M // 2
     assert traffic(fp8, "row")["fprop", "float8_e4m3fn"] == m * N + m * (N // 128) * 4
@@ -150,7 +153,7 @@ def test_sums_over_tp_on_the_wire_of_their_recipe():
 
 @dataclass(frozen=True)
 class Hesitant:
-    """A quantizer that cannot be asked without values."""
+    """Quantizer that cannot predict bytes without values."""
 
     format = HighPrecision()
     reduces = (0, 1)
@@ -172,7 +175,8 @@ def test_delayed_scales_are_agreed_by_all():
     layers = nn.Sequential(nn.Linear(K, K), nn.Linear(K, K))
     plan = dlp.make_plan(layers, [dlp.LayerGroup("all", "**", recipe="fp8_delayed")], 2)
     load = Workload({"tp": 2, "dp_shard": 2}, M)
-    assert step_traffic(plan, load) == {Sent("world", "", "amax", "float32"): 2 * 3 * 2 * 4}  # 6 slots, 2 for each of 4
+    # 6 slots, 2 x 4 bytes each
+    assert step_traffic(plan, load) == {Sent("world", "", "amax", "float32"): 2 * 3 * 2 * 4}
 
 
 def test_bf16_and_one_rank():
@@ -207,7 +211,8 @@ def test_the_plan_prints_the_wire_and_names_how_dy_travels():
 
 
 def calls(blocks: int) -> int:
-    """Function calls, C's included, of a whole printed plan of so many blocks on 8 x 2 ranks, recomputed and with swaps."""
+    """Number of function calls, including C functions, for a printed plan with `layers` blocks on 8 x 2 ranks, with
+    recomputation and recipe changes."""
     counted = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -227,7 +232,7 @@ def calls(blocks: int) -> int:
 
 @pytest.mark.slow
 def test_the_work_of_a_plan_grows_with_its_blocks_and_not_with_their_square():
-    calls(1)  # fills the caches of what is equal for all blocks
+    calls(1)  # fills the caches that all blocks share
     some, more, most = calls(6), calls(12), calls(24)
     assert most - more == pytest.approx(2 * (more - some), rel=0.02)
 

@@ -1,4 +1,4 @@
-"""The training program where it starts no ranks: plans for any world, the printed config, refusals."""
+"""The training program without ranks: plans for any world, the printed config, refusals."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_learning_rate_warms_up_and_falls_to_its_minimum():
     assert learning_rate(40, settings) == pytest.approx(0.1), "beyond its end"
 
 
-HEIGHTS = {  # of 11 steps behind 2 of warm-up, from 1 down to 0.5; wsd decays in the last 4 of them
+HEIGHTS = {  # 11 steps after 2 steps of warm-up, from 1 down to 0.5; wsd decays in the last 4 steps
     "cosine": lambda done: 0.5 + 0.25 * (1 + math.cos(math.pi * done)),
     "linear": lambda done: 1 - 0.5 * done,
     "wsd": lambda done: 1 - 0.5 * max(0.0, done - 0.6) / 0.4,
@@ -133,7 +133,8 @@ def test_a_lost_peer_is_told_from_other_errors():
 
 
 def test_a_continued_run_says_where_its_learning_rate_leaves_the_curve():
-    """The curve of 300 steps ends at a tenth of the peak; that of 600 is at 0.57 of it after 300."""
+    """The curve of 300 steps ends at a tenth of the peak; the curve of 600 steps is at 0.57 of the peak after 300
+    steps."""
     before, longer = (load("tiny", [f"--train.steps={steps}", "--train.lr=0.01"]) for steps in (300, 600))
     assert list(rate_remarks(300, to_toml(before), before.train)) == []
     (warning,) = rate_remarks(300, to_toml(before), longer.train)

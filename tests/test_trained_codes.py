@@ -1,4 +1,4 @@
-"""launch.convert_hf export --codes: what a run trained comes back with the forward of the training, bit for bit."""
+"""launch.convert_hf export --codes: exported codes have the forward of the training, bit for bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOKENS = torch.randint(0, 384, (8, 64), generator=torch.Generator().manual_seed(
 
 
 def logits(config: Config) -> Tensor:
-    """Inside a worker: a run of a few steps, and the forward of the model that it trained."""
+    """Train a few steps; return the forward of the trained model. Runs in a worker."""
     made, done = training.trainer(config)
     made.train(done)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def logits(config: Config) -> Tensor:
 
 
 def mixed(folder: Path, data: Path, family: str) -> Config:
-    """A run of one block for each recipe."""
+    """A run with one block for each recipe."""
     settings = [f"--model.family={family}", f"--model.layers={len(RECIPES)}", *FAMILIES[family]]
     training.config(folder, data)
     path = folder / "small.toml"
@@ -62,14 +62,15 @@ def test_exported_codes_have_the_forward_of_the_training(ranks: Any, tmp_path: P
     assert [group["weights"]["strategy"] for group in tables["config_groups"].values()] == list(RECIPES.values())
     assert tables["ignore"] == ["lm_head"] and tables["format"] == "mixed-precision"
     model = Llama(weights_only.Reader(checkpoint).model(), torch.bfloat16)
-    model.lm_head.bfloat16()  # as the bf16 recipe of the training rounds the weight
+    model.lm_head.bfloat16()  # the bf16 recipe of the training rounds the weight in this way
     dlp.load_compressed(model, out, lambda name: recipes[int(name.split(".")[2])])
     with torch.no_grad():
         assert torch.equal(model(TOKENS), before)
 
 
 def operands(config: Config) -> dict[str, Tensor]:
-    """Inside a worker: the decoded rowwise weights that the next forward of a trained model multiplies, on this rank."""
+    """The decoded rowwise weights that the next forward of a trained model multiplies, on this rank. Runs in a
+    worker."""
     made, done = training.trainer(config)
     made.train(done)
     found = {}
@@ -84,7 +85,7 @@ def operands(config: Config) -> dict[str, Tensor]:
 
 
 def shard(whole: Tensor, local: Tensor, rank: int) -> Tensor:
-    """The part of a weight that a tp rank has."""
+    """The shard of a weight on a tp rank."""
     cut = next((dim for dim in (0, 1) if whole.shape[dim] != local.shape[dim]), None)
     return whole if cut is None else whole.chunk(2, cut)[rank]
 
@@ -103,7 +104,7 @@ def shard(whole: Tensor, local: Tensor, rank: int) -> Tensor:
 def test_exported_codes_are_the_operands_of_every_rank(
     ranks: Any, tmp_path: Path, recipe: str, tp: int, swap: list[str]
 ) -> None:
-    """Column- and row-parallel shards, shards, delayed scales."""
+    """The cases are column- and row-parallel shards, FSDP shards and delayed scales."""
     settings = [
         f"--mesh.tp={tp}",
         f"--groups.default.recipe={recipe}",

@@ -39,7 +39,7 @@ def test_what_a_row_parallel_layer_sends_of_dy():
 
 
 def test_values_travel_where_shards_do_not_concatenate():
-    plan = linear_plan(recipes.load("fp8_block"), ROW_SP, 2, 200)  # 100 tokens of dy a rank, in blocks of 128
+    plan = linear_plan(recipes.load("fp8_block"), ROW_SP, 2, 200)  # 100 tokens of dy per rank, in blocks of 128
     route = plan.dys[True, True]
     assert route.cast_before == (True, False) and route.cast_after == (False, True)
     assert route.gathers == (Gathered("dgrad", False, True), Gathered("wgrad", None))
@@ -63,7 +63,7 @@ def test_every_style_has_a_plan_for_every_recipe(recipe):
             wanted = {"x": {"fprop", "wgrad"}, "dy": {"dgrad", "wgrad"}, None: set()}[style.gathers]
             assert gathered <= wanted and bool(gathered) == bool(wanted)
             assert x_tokens_of(style, 2, plan.y_tokens) == plan.tokens
-            if tokens is None:  # as many as every block wants: nothing stands in the way
+            if tokens is None:  # an unknown number of tokens counts as a multiple of every block
                 assert all(
                     why is None for route in (*plan.x, plan.x_again, *plan.dys.values()) for why in route.reasons
                 )
@@ -71,7 +71,8 @@ def test_every_style_has_a_plan_for_every_recipe(recipe):
 
 
 def test_who_agrees_is_part_of_the_plan():
-    """x of COLUMN_SP and dy of ROW_SP, whose scales span what tp cuts; with a group of the user's all, on arrival too."""
+    """Ranks agree for x of COLUMN_SP and dy of ROW_SP, whose scales span a dimension that tp shards; with a group of
+    the user for all operands, also for casts after a gather."""
     recipe = recipes.load("fp8_current")
     column, row = (linear_plan(recipe, style, 2, 128) for style in (COLUMN_SP, ROW_SP))
     assert column.x[True].before.agreed == row.dys[True, True].before.agreed == (True, True)
@@ -87,7 +88,7 @@ def test_who_agrees_is_part_of_the_plan():
     ("recipe", "device"), [*[(recipe, "CPU") for recipe in RECIPES], ("fp8_block", "Hopper, emulated")]
 )
 def test_a_plan_says_what_forward_returns_and_keeps(recipe, device):
-    """Strides included, to which compiled code holds an op: scales lie there as GEMMs read them."""
+    """The plan includes strides, which compiled code checks: scales have the layout that GEMMs read."""
     with emulation() if device != "CPU" else nullcontext():
         for shape in ((96, 160), (2, 33, 160)):
             layer, x = dlp.Linear(160, 64, recipe=recipe, dtype=torch.bfloat16), torch.randn(shape).bfloat16()

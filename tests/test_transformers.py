@@ -1,4 +1,5 @@
-"""Weights of every family there and back: `transformers` computes what models here compute, and reads what is written."""
+"""Weights of every family converted in both directions: `transformers` computes the same as dlp's models, and reads the
+written files."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def random_model(kind: str, settings: dict[str, Any]) -> Any:
-    """In fp32, with norms and biases that are not all alike."""
+    """An fp32 model with norms and biases that are not all equal."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SMALL, **settings))

@@ -1,4 +1,4 @@
-"""Plans by measured choices, and what is measured, with plans and measurements stood in for: no device."""
+"""Measured choices of algorithms and the measurements, with plans and measurements replaced. No device."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_calls_run_by_the_chosen_candidates_and_others_as_before(monkeypatch: py
 
 
 class Ran:
-    """The words of the GEMMs that cuBLASLt was asked for, without alignment, which is the allocator's."""
+    """The arguments of the GEMMs that were requested from cuBLASLt, without alignment, which depends on the
+    allocator."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
         self.words: list[gemms.GemmProblem] = []
@@ -88,7 +89,7 @@ class Ran:
 
 @functools.cache
 def listed(recipe: str, device: str, dtype: str) -> dict[str, dict[str, Any]]:
-    """A GEMM of each kind in a layer of the recipe, as `bench.shapes` lists it."""
+    """One GEMM of each kind in a layer of the recipe, as `bench.shapes` lists it."""
     recipes = [part for name in ("default", "edges") for part in (f"--groups.{name}.recipe", recipe)]
     config = load_config("tiny", ["--mesh.tp", "1", "--train.dtype", dtype, "--train.sequence", "32", *recipes])
     found = {each["gemm"]: each for each in map(json.loads, of_config(config, 1, device)[0])}
@@ -97,7 +98,8 @@ def listed(recipe: str, device: str, dtype: str) -> dict[str, dict[str, Any]]:
 
 
 def real_call(recipe: str, problem: dict[str, Any], source: torch.dtype) -> Callable[[], Tensor]:
-    """The recipe's own GEMM of these sizes and this result, on operands that its quantizers make of values in `source`."""
+    """The GEMM of the recipe with these sizes and this result, on operands that its quantizers cast from values in
+    `source`."""
     loaded, which, contraction = load(recipe), problem["gemm"], problem["contraction"]
     operands = []
     for lines, quantizer, way in zip(
@@ -119,7 +121,7 @@ def real_call(recipe: str, problem: dict[str, Any], source: torch.dtype) -> Call
 def test_what_is_tuned_is_what_runs(
     recipe: str, device: str, dtype: str, result: str, accumulate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The words are the key of a measured choice."""
+    """The arguments of the GEMM are the key of a measured choice."""
     ran, source = Ran(monkeypatch, device), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     for which, problem in listed(recipe, device, dtype).items():
         asked = {**problem, "out_dtype": result, "accumulate": accumulate}
@@ -131,7 +133,7 @@ def test_what_is_tuned_is_what_runs(
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The file of choices, on a machine that seems to have kernels and two GPUs."""
+    """The file of choices, on a machine that appears to have kernels and two GPUs."""
     for where, name, value in (
         (loader, "load_or_explain", lambda: 0), (gemms, "_module", lambda: Version), (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "device_count", lambda: 2), (torch.cuda, "get_device_name", lambda *_: "GPU"),

@@ -1,4 +1,4 @@
-"""Compare the updates that are skipped as spikes with the same rule in plain Python."""
+"""Skipped updates (spikes), compared with the same rule in plain Python."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from launch.training.step_update import IN_A_ROW, KNOWN, WINDOW, SpikeFilter
 
 
 def plainly(norms: list[float], factor: float) -> list[tuple[float, bool]]:
-    """Limits, and which are skipped."""
+    """Limits and skipped steps, in plain Python."""
     known: list[float] = []
     found, row = [], 0
     for norm in norms:
@@ -97,7 +97,7 @@ def test_gradients_are_divided_by_the_norm_over_the_clip_and_1e_6_more() -> None
 
 
 def test_nothing_of_the_rule_waits_for_the_device() -> None:
-    """Numbers stay where they are: a meta tensor has none to read."""
+    """Meta tensors have no values, so the rule reads no values on the host."""
     decides = SpikeFilter(3.0, torch.device("meta"))
     limit, skips = decides(torch.ones((), device="meta"))
     assert limit.shape == skips.shape == () and step_update.IN_A_ROW == 5

@@ -1,4 +1,4 @@
-"""When a stream that waits for a peer has waited for too long, by a clock that only these tests move."""
+"""The time limit of a stream that waits for a peer, with a clock that only these tests advance."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Waits:
 
 @pytest.fixture
 def looks(monkeypatch) -> Any:
-    """Looks 601 s long, every 10 s -> when the process was ended, and for what. `at`: by second, where the main thread is, or
-    what is waited for then."""
+    """Check the waits every 10 s for 601 s; return the time at which the process was ended, and the reason. `at`: by
+    second, the place of the main thread, or the current wait."""
 
     def run(waits: Waits, at: dict[int, str | list[str]]) -> tuple[int, str] | None:
         place, ended = ["wait (a.py:1)"], list[str]()

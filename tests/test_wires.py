@@ -1,4 +1,4 @@
-"""The FP8 wire without ranks: its rounding, its sum against fp64, and what the scale word carries."""
+"""The FP8 wire without ranks: rounding, the sum compared with fp64, and the content of the scale word."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from dlp.kernels.reference.wire import pack_fp8, sum_fp8, unpack_fp8
 from dlp.parallel.linear.plan import WIRES
 from tests.metrics import assert_bit_equal
 
-R, ROWS, FEATURES = 4, 6, 300  # two whole blocks and a partial one
+R, ROWS, FEATURES = 4, 6, 300  # two complete blocks and a partial one
 
 
 def contributions(dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """[R, ROWS, FEATURES]: gauss, one outlier in some blocks, a block of zeros, very small and very large blocks."""
+    """[R, ROWS, FEATURES]: gaussian values, one outlier in some blocks, a block of zeros, very small and very large
+    blocks."""
     x = torch.randn(R, ROWS, FEATURES, generator=torch.Generator().manual_seed(3))
     x[:, 0, 5] = 1e4
     x[1, 1, :128] = 0
@@ -33,7 +34,8 @@ def block_amax(x: Tensor) -> Tensor:
 
 
 def bound(x: Tensor) -> Tensor:
-    """Bound on the error of decoded values: half a step of E4M3, for subnormals half a subnormal step; scales are fp32."""
+    """Bound on the error of decoded values: half a step of E4M3, for subnormals half a subnormal step; scales are
+    fp32."""
     return (x.double().abs() * 2**-4 + block_amax(x) / 448 * 2**-10) * (1 + 2**-20)
 
 
@@ -51,7 +53,8 @@ def test_a_scale_is_one_division_rounded_once():
     x = contributions()
     _, scale_inv = pack_fp8(x)
     amax = torch.nn.functional.pad(x.double().abs(), (0, -FEATURES % 128)).unflatten(-1, (-1, 128)).amax(-1)
-    scale = torch.where(amax > 0, 448 / amax.clamp_min(448 * 2.0**-126), 1).float()  # fp64 rounds twice without harm
+    # Rounding twice does not matter in fp64
+    scale = torch.where(amax > 0, 448 / amax.clamp_min(448 * 2.0**-126), 1).float()
     assert_bit_equal(scale_inv, (1 / scale.double()).float())
 
 
@@ -76,7 +79,8 @@ def test_a_sum_is_the_fp32_sum_in_rank_order_of_what_was_packed_rounded_once():
 
 @pytest.mark.parametrize("index", range(R))
 def test_a_sum_reads_one_contribution_elsewhere(index):
-    """A rank's own is not copied beside what came: the same bits, whatever lies in its place."""
+    """The contribution of the local rank is read from another buffer, and its place in the received buffer is ignored:
+    equal bits for any content."""
     codes, scale_inv = pack_fp8(contributions())
     own = index, codes[index].clone(), scale_inv[index].clone()
     total, plain = sum_fp8(codes, scale_inv, torch.bfloat16), contributions(torch.bfloat16)

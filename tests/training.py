@@ -1,6 +1,6 @@
-"""A model so small that a step takes milliseconds, and runs of it: inside the workers of the pool, or by a command line.
+"""A model so small that a step takes milliseconds, and its runs, inside the workers of the pool or from a command line.
 
-`config(folder, data)` is its config, `shards(folder)` its data, `run(config)` trains it in a worker.
+`config(folder, data)` is the config, `shards(folder)` the data, and `run(config)` trains in a worker.
 """
 
 from __future__ import annotations
@@ -65,14 +65,15 @@ WRITE_PLOT = plot.write_plot
 
 
 def shards(folder: Path) -> Path:
-    """Prepared data: a few modules of the standard library, one of them for validation."""
+    """Prepared data: a few modules of the standard library, one of which is for validation."""
     files = {Path(module.__file__).name: Path(module.__file__) for module in (ast, colorsys, json)}
     prepare(files, folder / "data", validation=0.2)
     return folder / "data"
 
 
 def config(folder: Path, data: Path, *overrides: str) -> Config:
-    """The config of a run in `folder`/run, written to `folder`/small.toml; all ranks may write it at once."""
+    """Write the config of a run in `folder`/run to `folder`/small.toml, and return it. All ranks may write the file at
+    once."""
     path, own = folder / "small.toml", folder / f"small-{os.getpid()}.toml"
     own.write_text(TOML.format(data=data, run=folder / "run"))
     own.replace(path)
@@ -80,8 +81,8 @@ def config(folder: Path, data: Path, *overrides: str) -> Config:
 
 
 def trainer(config: Config, cls: type[Trainer] = Trainer, *, plots: bool = False) -> tuple[Trainer, int]:
-    """Inside a worker: what `launch.train` makes of a config, on a mesh that is kept between tests. A plot takes as long
-    as ten steps, so there are none unless asked for."""
+    """The trainer that `launch.train` builds from a config, on a mesh that is kept between tests. Runs in a worker. By
+    default there are no plots, each of which takes as long as ten steps."""
     deterministic.prepare()
     plot.write_plot = WRITE_PLOT if plots else _no_plot
     sizes = config.mesh
@@ -92,27 +93,28 @@ def trainer(config: Config, cls: type[Trainer] = Trainer, *, plots: bool = False
 
 
 def _no_plot(runs: Sequence[Path], out: Path) -> None:
-    """In place of `write_plot`."""
+    """Replacement for `write_plot`."""
 
 
 def end_determinism() -> None:
-    """Inside a worker, after tests whose configs ask for it: on a GPU it holds for the whole process."""
+    """Turn deterministic algorithms off after tests whose configs request them, because on a GPU the setting holds for
+    the complete process. Runs in a worker."""
     torch.use_deterministic_algorithms(False)
 
 
 def run(config: Config, *, plots: bool = False) -> None:
-    """Inside a worker: a whole run."""
+    """A complete run. Runs in a worker."""
     made, done = trainer(config, plots=plots)
     made.train(done)
 
 
 def metrics(config: Config, key: str = "loss") -> dict[int, Any]:
     """Records of a run, by step."""
-    records = read_metrics(Path(config.run.dir) / "metrics.jsonl")  # without the line that is being written
+    records = read_metrics(Path(config.run.dir) / "metrics.jsonl")  # without an incomplete last line
     return {record["step"]: record[key] for record in records if key in record}
 
 
 def said(config: Config, rank: int = 0) -> list[str]:
-    """The lines of a rank's log, without their times."""
+    """The lines of a rank's log, without times."""
     lines: Sequence[str] = (Path(config.run.dir) / "log" / f"rank{rank}.txt").read_text().splitlines()
     return [line.partition(" ")[2] for line in lines]

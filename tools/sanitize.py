@@ -30,13 +30,15 @@ from dlp.kernels.loader import find_program
 
 ROOT = Path(__file__).parent.parent
 PROBE = ROOT / "tools" / "sanitize_probe.cu"
-OURS = ("--kernel-name", "kernel_substring=3dlp")  # the mangled namespace; torch's kernels need no check, only time
-# initcheck must see all writes, including those of torch's kernels
+# Substring of the mangled namespace of dlp's kernels; checking torch's kernels would only take time
+OURS = ("--kernel-name", "kernel_substring=3dlp")
+# initcheck must see all writes, including writes of torch's kernels
 TOOLS = {"memcheck": OURS, "racecheck": OURS, "initcheck": ()}
 CLOSING = re.compile(r"(\b\d+ (passed|failed|skipped|deselected|errors?)|no tests ran)\b.* in [\d.]+s\b")
 FOUND = 99  # exit code of the sanitizer for a finding; exit codes of the program are passed on
-# Left out is what multiplies, since cuBLASLt's kernels are not ours (their stores are invisible to initcheck, and tools take
-# many minutes for them) and graphs cannot be captured under a tool; and what is too large for one.
+# Tests that are left out. Tests of GEMMs: cuBLASLt's kernels are not part of dlp (their stores are invisible to
+# initcheck, and tools take many minutes for them). Tests of graphs: graphs cannot be captured under a tool. And tests
+# that are too large for a tool.
 MULTIPLY = tuple(
     f"tests/gpu/test_{name}.py"
     for name in ("flagged_steps", "gemm_sm90", "gemms", "golden", "graph", "programs", "quantizers")
@@ -62,7 +64,7 @@ class Done(NamedTuple):
 
 
 def under(tool: str, command: Sequence[str], *, shown: bool) -> Done:
-    """Run the command under a tool, with a separate allocation for each tensor of torch. `shown`: print the output at
+    """Run a command under a tool, with a separate allocation for each tensor of torch. `shown`: print the output at
     once."""
     sanitizer = str(find_program("compute-sanitizer"))
     options = ["--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "all", *TOOLS[tool]]

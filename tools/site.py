@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 MODULES = ("dlp", "dlp.ops", "dlp.optim")  # modules in which every name of `__all__` has a page
 
-# Names outside `__all__` that formats and recipes of users are made of (docs/custom-recipes.md).
+# Names outside of `__all__` that users need for formats and recipes (docs/custom-recipes.md).
 FORMATS = (
     "dlp.testing.check_format", "dlp.testing.sqnr", "dlp.quant.recipe.Operand", "dlp.quant.recipe.both",
     "dlp.quant.quantizer.Quantizer", "dlp.quant.quantizer.QuantizerCaps", "dlp.quant.quantizer.KeepHighPrecision",
@@ -57,7 +57,7 @@ _FENCE = re.compile(r"^( *```(?:python|bash)) .*$", re.MULTILINE)
 
 
 def public_names() -> dict[str, list[str]]:
-    """Dotted public names with a page of their own, by the module that is their section of the reference."""
+    """Dotted public names that have a page, by the module that is their section of the reference."""
     found = {}
     for module in MODULES:
         names = importlib.import_module(module).__all__
@@ -121,7 +121,7 @@ def site_path(path: str) -> str | None:
 
 
 def relink(markdown: str, source: str) -> str:
-    """The Markdown of the file `source` of the repository, with links that lead to pages of the site."""
+    """Return the Markdown of the file `source` of the repository, with links to pages of the site."""
     here = site_path(source) or ""
 
     def link(match: re.Match[str]) -> str:

@@ -113,7 +113,7 @@ def traces() -> dict[str, Trace]:
     found: dict[str, Trace] = {}
     for name, model in (("", torch.nn.Sequential(layer)), ("FSDP ", sharded), ("ops ", sequence)):
         dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
-        called = layer if name == "" else model  # without the hooks of the model around the layer
+        called = layer if name == "" else model  # without the hooks of the model that contains the layer
         x = torch.randn(TOKENS // WORLD, FEATURES).bfloat16().requires_grad_()
         passes = [trace_step(model, called, x) for _ in range(PASSES)]
         forward, backward, boundary = (
@@ -127,7 +127,7 @@ def traces() -> dict[str, Trace]:
 
 
 def trace_step(model: nn.Module, called: nn.Module, x: Tensor) -> tuple[Trace, Trace, Trace]:
-    """Traces of a forward, of the backward and of the step boundary. `called`: the part of `model` that reads x."""
+    """Trace a forward, the backward and the step boundary. `called`: the part of `model` that reads x."""
     ys: list[Tensor] = []
     forward = trace_of(lambda: ys.append(called(x)))
     backward = trace_of(lambda: ys[0].sum().backward())
@@ -159,7 +159,7 @@ def write(text: str) -> None:
 
 
 def listing(trace: Trace) -> Iterator[str]:
-    """A line for each file, with the functions and how often each was entered."""
+    """Lines with each file, its functions, and the number of times that each function was entered."""
     by_file: dict[str, list[str]] = {}
     for code, count in trace.items():
         path = str(Path(code.co_filename).relative_to(PACKAGE.parent))

@@ -9,10 +9,11 @@
     FOLDER/branches.jsonl       one line per finished branch, or --results FILE; --merge adds lines of other machines
     FOLDER/report.md, report.png, branches.csv, losses.csv
 
-Runs of one seed that start apart, by a last bit, end up to a percent apart, so runs from scratch resolve nothing. Branches of
-one trunk do: everything up to the branch is equal. Every seed has two bf16 branches, which differ in the order of a sum. The
-effect of a subject is the mean over seeds of the relative difference to the mean of both; intervals.py says how the interval
-is made, and when the verdict is "within", "outside" or "not resolved". The same command continues an interrupted study.
+Final losses of two runs whose initial weights differ by one bit differ by up to 1 %, so runs from scratch cannot resolve
+smaller effects. Branches of one trunk can: everything up to the branch is equal. Every seed has two bf16 branches, which
+differ in the order of a sum. The effect of a subject is the mean over seeds of the relative difference to the mean of both;
+intervals.py defines the interval, and when the verdict is "within", "outside" or "not resolved". The same command continues
+an interrupted study.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def refused(subjects: Sequence[Subject], devices: int) -> Iterator[tuple[Subject, str]]:
-    """Subjects that this machine cannot run, with the reason."""
+    """Return the subjects that this machine cannot run, with the reasons."""
     for subject in subjects:
         if subject.ranks > devices:
             yield subject, f"it needs {subject.ranks} GPUs, and this machine has {devices}"
@@ -63,7 +64,7 @@ def refused(subjects: Sequence[Subject], devices: int) -> Iterator[tuple[Subject
 
 
 def write_report(study: Study, merged: Sequence[Path]) -> None:
-    """Raises ValueError where results have other settings than each other."""
+    """Write the report. Raises ValueError if results were made with different settings."""
     found = {
         (each.seed, each.subject, each.data): each for path in (*merged, study.results) for each in read_results(path)
     }

@@ -38,8 +38,8 @@ Train = Callable[[Sequence[str], Sequence[int], Path], int]
 
 @dataclass(frozen=True)
 class Branch:
-    """A finished branch: losses of the steps after `branch_at`, and the validation loss after the last step. `early`: last
-    step before the learning rate decays. `data`, `settings`: hashes; branches that are compared have equal ones."""
+    """A finished branch: losses of the steps after `branch_at`, and the validation loss after the last step. `early`:
+    last step before the learning rate decays. `data`, `settings`: hashes, which must be equal for compared branches."""
 
     seed: int
     subject: str
@@ -58,13 +58,14 @@ class Branch:
 
     @property
     def block(self) -> tuple[int, str]:
-        """Settings that branches of one trunk share."""
+        """Seed and data, which branches of one trunk share."""
         return self.seed, self.data
 
 
 @dataclass(frozen=True)
 class Study:
-    """`overrides`: of the config of every run. `data`: hash of the data in FOLDER/data."""
+    """The study in a folder. `overrides`: overrides of the config of every run. `data`: hash of the data in
+    FOLDER/data."""
 
     folder: Path
     results: Path
@@ -101,7 +102,8 @@ class Study:
         return self.folder / "runs" / f"{subject.name}-{seed}"
 
     def trunk(self, seed: int) -> list[str]:
-        """Arguments of `launch.train`. The learning rate is constant after the warm-up, as that of branches is up to here."""
+        """Arguments of `launch.train` for the trunk. The learning rate is constant after the warm-up, as in branches up
+        to this step."""
         steps = str(self.branch_at)
         return [
             "quality", *self.common(seed), "--train.schedule", "constant", "--train.steps", steps, "--train.eval_every", steps,
@@ -109,7 +111,7 @@ class Study:
         ]  # fmt: skip
 
     def branch(self, subject: Subject, seed: int) -> list[str]:
-        """Arguments of `launch.train`."""
+        """Arguments of `launch.train` for a branch."""
         train = self.config.train
         return [
             "quality", *self.common(seed), *subject.overrides(train), "--checkpoint.resume", str(self.trunk_checkpoint(seed)),
@@ -118,7 +120,8 @@ class Study:
         ]  # fmt: skip
 
     def check(self) -> None:
-        """ConfigError where the trunk would have other learning rates than branches, or a subject does not fit the config."""
+        """Raise ConfigError where the trunk would have other learning rates than branches, or a subject does not fit
+        the config."""
         trunk, branch = load("quality", self.trunk(0)[1:]).train, self.config.train
         if not self.branch_at < branch.steps:
             raise ConfigError(f"--branch-at {self.branch_at}: expected fewer than the {branch.steps} steps of a branch")
@@ -148,7 +151,7 @@ def read_results(path: Path) -> list[Branch]:
 
 
 def result(study: Study, subject: Subject, seed: int, seconds: float) -> Branch | None:
-    """Result from the files of a branch's run; None unless it was validated after the last step."""
+    """Return the result from the files of a branch's run; None if the run was not validated after the last step."""
     folder, config = study.branch_folder(subject, seed), study.config
     records = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
     steps = [record for record in records if "loss" in record and record["step"] > study.branch_at]
@@ -168,7 +171,7 @@ def result(study: Study, subject: Subject, seed: int, seconds: float) -> Branch 
 
 
 class Slots:
-    """Free places for runs on each of `devices` GPUs, `side_by_side` on each; without GPUs the CPU counts as one."""
+    """Free slots for runs: `side_by_side` on each of `devices` GPUs. Without GPUs the CPU counts as one device."""
 
     def __init__(self, devices: int, side_by_side: int) -> None:
         self._free = [side_by_side] * devices
@@ -176,7 +179,7 @@ class Slots:
 
     @contextmanager
     def take(self, ranks: int) -> Iterator[list[int]]:
-        """Wait for a place on each of `ranks` GPUs."""
+        """Wait for a slot on each of `ranks` GPUs."""
         with self._changed:
             self._changed.wait_for(lambda: sum(free > 0 for free in self._free) >= ranks)
             chosen = sorted(range(len(self._free)), key=lambda device: -self._free[device])[:ranks]
@@ -224,7 +227,7 @@ def run_study(study: Study, slots: Slots, at_once: int, train: Train = train_in_
 
 
 def _trunk(study: Study, seed: int, slots: Slots, train: Train) -> str:
-    """Train a trunk unless its checkpoint exists; returns a sentence where that failed, else ""."""
+    """Train a trunk unless its checkpoint exists. Returns a sentence if the training failed, else ""."""
     if study.trunk_checkpoint(seed) in complete(study.trunk_checkpoint(seed).parent):
         return ""
     with slots.take(1) as devices:

@@ -27,7 +27,7 @@ from functools import cache
 from typing import TypeVar
 
 ERROR = 0.05  # probability that an interval misses the effect
-LEAST = 3  # blocks of a verdict: fewer do not show how much blocks differ
+LEAST = 3  # minimum number of blocks for a verdict: fewer blocks do not show how much blocks differ
 Block = TypeVar("Block")
 
 
@@ -61,7 +61,7 @@ def t_cdf(t: float, df: float) -> float:
 
 @cache
 def t_quantile(probability: float, df: float) -> float:
-    """The t below which Student's t with `df` > 0 degrees of freedom, a fraction allowed, lies with `probability`."""
+    """Quantile of Student's t with `df` > 0 degrees of freedom, which may be a fraction."""
     if probability < 0.5:
         return -t_quantile(1 - probability, df)
     low, high = 0.0, 1.0
@@ -96,8 +96,9 @@ class Interval:
         return t_quantile(1 - ERROR / 2, self.df) * self.error if self.df > 0 else math.inf
 
     def verdict(self, bar: float, resolution: float | None = None) -> str:
-        """Return "within" where the interval lies below the bar and is as narrow as `resolution` asks, "outside" where it lies
-        above, else "not resolved"; always that for fewer than LEAST blocks."""
+        """Return "within" if the interval lies below the bar and is at most as wide as `resolution`, "outside" if the
+        interval lies above the bar, else "not resolved". With fewer than LEAST blocks the verdict is always "not
+        resolved"."""
         if len(self.differences) < LEAST:
             return "not resolved"
         if self.mean - self.half > bar:
@@ -110,7 +111,7 @@ Losses = Mapping[str, Mapping[Block, float]]  # subject -> block -> loss
 
 
 def differences(losses: Losses[Block], baselines: Sequence[str]) -> dict[str, dict[Block, float]]:
-    """Relative differences of every subject to the mean of all baselines, in blocks that have all of them."""
+    """Relative differences of every subject to the mean of all baselines, in the blocks that contain all baselines."""
     blocks = [block for block in losses[baselines[0]] if all(block in losses[name] for name in baselines)]
     base = {block: statistics.fmean(losses[name][block] for name in baselines) for block in blocks}
     return {
@@ -134,8 +135,8 @@ def correlation(residuals: Sequence[Mapping[Block, float]]) -> float:
 def intervals(
     found: Mapping[str, Mapping[Block, float]], baselines: int, *, common: bool = False
 ) -> dict[str, Interval]:
-    """One family's differences, each to `baselines` branches -> the intervals of its subjects. `common`: the effect of the
-    family as a whole may differ from block to block."""
+    """Return the intervals of the subjects of one family, from the differences to the mean of `baselines` branches.
+    `common`: the effect of the family as a whole may differ from block to block."""
     found = {subject: of for subject, of in found.items() if of}
     means = {subject: statistics.fmean(of.values()) for subject, of in found.items()}
     residuals = [{block: d - means[subject] for block, d in of.items()} for subject, of in found.items()]
@@ -149,8 +150,9 @@ def intervals(
 
 
 def noise_floor(losses: Losses[Block], baselines: Sequence[str], other: Mapping[str, Interval]) -> Interval | None:
-    """The last baseline against the first. Its standard deviation is the family's, scaled from differences to the mean of all
-    baselines to those of one branch to another; None without both."""
+    """Interval of the difference between the last and the first baseline. The standard deviation is that of the family,
+    scaled from differences to the mean of all baselines to differences between two branches. None if one of the two is
+    missing."""
     first, last = losses[baselines[0]], losses[baselines[-1]]
     found = tuple(last[block] / first[block] - 1 for block in first if block in last)
     pooled = next(iter(other.values()), None)

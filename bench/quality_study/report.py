@@ -43,7 +43,7 @@ def losses_of(branches: Iterable[Branch], measure: str) -> Losses:
 
 @dataclass(frozen=True)
 class Row:
-    """One subject of the table. `bar` and `resolution` are of `effect`, the difference of one measure."""
+    """One subject of the table. `bar` and `resolution` apply to `effect`, the difference of one measure."""
 
     subject: str
     measure: str

@@ -13,8 +13,8 @@ from launch.data.sources import stdlib_files
 
 
 def sources(megabytes: float) -> dict[str, Path]:
-    """Return Python sources by name, up to this size: the standard library's, then those of installed packages, in the order
-    of the hashes of their names, so that a part of them is a fair sample."""
+    """Return Python sources by name, up to this size: sources of the standard library, then sources of installed
+    packages in the order of the hashes of their names, so that the included part is a fair sample."""
     files = stdlib_files()
     for distribution in importlib.metadata.distributions():
         for top in (distribution.read_text("top_level.txt") or "").split():

@@ -143,7 +143,7 @@ def all_gather(
         else:
             whole = None if dim is None else part.new_empty((group.size(), *part.shape))
         storage.append(whole)
-        if whole is not None:  # as flat bytes: a view as bytes needs a last stride of 1, which [n, 1] may lack
+        if whole is not None:  # send flat bytes: viewing [n, 1] as bytes may fail, because its last stride may not be 1
             tensors += [whole.view(-1).view(torch.uint8), part.contiguous().view(-1).view(torch.uint8)]
     with default_precision(parts[0].dtype) if counting() else UNCOUNTED:
         works = call(partial(_start_gathers, group), *tensors)

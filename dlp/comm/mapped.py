@@ -145,8 +145,7 @@ class Transport:
         return self._used[-1].copied(whole)
 
     def kept(self, parts: Sequence[Tensor]) -> Parts:
-        """Return copies of parts that lie in the slot of the last transfer. The copies remain valid after the
-        direction."""
+        """Return copies of the parts in the slot of the last transfer. The copies remain valid after the direction."""
         slot = self._used[-1]
         return tuple(slot.copied(part) if part.is_contiguous() else slot.copied(part.t()).t() for part in parts)
 

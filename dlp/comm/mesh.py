@@ -169,7 +169,7 @@ class ParallelDims:
         return self._flattened(axis).get_group() if axis in FLATTENED else self._mesh.get_group(axis)
 
     def _flattened(self, name: str) -> DeviceMesh:
-        """One of FLATTENED as a mesh. All ranks call it together the first time, which creates the groups."""
+        """Mesh of one of FLATTENED. The first call creates the groups, so all ranks make the first call together."""
         return self._mesh[FLATTENED[name]]._flatten(name)
 
     def _axes_of(self, group: str) -> tuple[str, ...]:
@@ -215,12 +215,14 @@ def _product(sizes: dict[str, int]) -> str:
 
 
 def tp_group_of(tp: DeviceMesh | ProcessGroup) -> ProcessGroup:
-    """Return the tp group of a mesh with a tp axis, the group of a 1-D mesh, or a given group. ValueError for other meshes."""
+    """Return the tp group of a mesh with a tp axis, the group of a 1-D mesh, or a given group. Raises ValueError for
+    other meshes."""
     return tp_mesh_of(tp).get_group() if isinstance(tp, DeviceMesh) else tp
 
 
 def tp_mesh_of(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the tp axis of a mesh, or a 1-D mesh itself. ValueError for a mesh of several axes, none of them named tp."""
+    """Return the tp axis of a mesh, or a 1-D mesh itself. Raises ValueError for a mesh of several axes, none of them
+    named tp."""
     if mesh.ndim == 1:
         return mesh
     if TP not in (mesh.mesh_dim_names or ()):

@@ -37,7 +37,8 @@ _MAX.reduceOp, _MAX.asyncOp = dist.ReduceOp.MAX, False  # type: ignore[assignmen
 
 NO_TRANSPORT = nullcontext()  # the direction of a group without a transport
 
-# For the name of each group that `ask_for` was called with: the transport, and the reason if there is none (else "").
+# Both dicts have an entry for each group that `ask_for` was called with; keys are names of groups.
+# _OF_GROUP has the transport of the group. _WHY_NOT has the reason why the group has none, or "".
 _OF_GROUP: dict[str, Transport | None] = {}
 _WHY_NOT: dict[str, str] = {}
 

@@ -79,7 +79,7 @@ class WireChecks(Observer):
             "input_split_sizes"
         ):  # chunks of different sizes, which no transfer of dlp has
             return super().__torch_dispatch__(func, types, args, kwargs)
-        to_each = received == "output"  # each rank is sent a chunk of its own
+        to_each = received == "output"  # each rank gets a separate chunk
         sent = _sums(given[source], group.size()) if to_each else checksum(given[source]).expand(group.size())
         # NCCL returns no work for a synchronous transfer, and torch 2.11 ends the process where Python waits for it
         waited = next(name for name in names if name in ("async_op", "asyncOp"))

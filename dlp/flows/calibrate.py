@@ -120,7 +120,7 @@ class _Observed:
         table.update(agree([table.staging], world)[0] if shared and world is not None else table.staging)
 
     def check(self, pattern: str) -> None:
-        """ValueError for a layer from whose batches no scale follows."""
+        """Raise ValueError for a layer from whose batches no scale follows."""
         slots = self.table.state_dict()
         for name in self.names:
             histories = torch.stack([slots[f"{name}{end}"]["history"] for end in self.ends])
@@ -209,7 +209,7 @@ def calibrate(
     hooks.append(model.register_forward_hook(lambda *_: _close(observed)))
     try:
         yield dict(linears)
-        _close(observed)  # of layers that ran outside of a forward of the model
+        _close(observed)  # layers that ran outside of a forward of the model are still open
     finally:
         for hook in hooks:
             hook.remove()

@@ -73,8 +73,8 @@ def static_scales(model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def _placements(held: Held, part: Part) -> list[Placement]:
-    """The placements of a part on the mesh of its parameter. ValueError for a block that spans two ranks, and for unequal
-    shards."""
+    """The placements of a part on the mesh of its parameter. Raises ValueError for a block that spans two ranks, and
+    for unequal shards."""
     assert isinstance(held.parameter, DTensor)
     made: list[Placement] = []
     shards = shards_of(held.parameter)
@@ -98,7 +98,7 @@ def _placements(held: Held, part: Part) -> list[Placement]:
         if along is None:
             made.append(Replicate())
         elif along == cut:
-            made.append(placement)  # also of FSDP over tp, whose shards are strided
+            made.append(placement)  # handles FSDP over tp, too, whose shards are strided
         else:
             made.append(Shard(along))
     return made

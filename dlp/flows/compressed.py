@@ -59,7 +59,7 @@ class Encoded(NamedTuple):
 def encode(
     q: QuantizedTensor, shape: tuple[int, int], activation: Quantizer | None, x_scale: Tensor | None = None
 ) -> Encoded:  # fmt: skip
-    """Quantized weight -> tensors of the layout.
+    """Convert a quantized weight to the tensors of the layout.
 
     q           the rowwise operand of w; its rows may be padded
     shape       (N, K) of the weight
@@ -107,7 +107,8 @@ def _check_format(fmt: Format) -> None:
 
 
 def _each_row(scale: Tensor, block: int, rows: int) -> Tensor:
-    """Scales of tiles [N / block, C] -> scales of each row [N, C]; bytes, because FP8 types have no repeat."""
+    """Convert scales of tiles [N / block, C] to scales of each row [N, C]. The result has the dtype of bytes, because
+    torch cannot repeat FP8 tensors."""
     return scale.view(torch.uint8).repeat_interleave(block, 0)[:rows].view(scale.dtype) if block > 1 else scale[:rows]
 
 
@@ -131,7 +132,8 @@ def _plain_int8(fmt: Int, x_in_codes: bool) -> bool:
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Signed codes int8 [rows, C] -> int32 [rows, ceil(C bits / 32)]: the bytes of `pack_bits`, padded to complete words."""
+    """Pack signed codes int8 [rows, C] into int32 [rows, ceil(C bits / 32)]: the bytes of `pack_bits`, padded to
+    complete words."""
     packed = pack_bits(codes, bits)
     return F.pad(packed, (0, -packed.shape[1] % 4)).view(torch.int32)
 
@@ -172,7 +174,7 @@ def static_x(
 
 
 def decode(tensors: Mapping[str, Tensor], weights: Mapping[str, Any], exact: Mapping[str, Tensor]) -> QuantizedTensor:
-    """Tensors of one linear -> quantized weight.
+    """Convert the tensors of one linear to a quantized weight.
 
     tensors  by the name after the module's
     weights  the `weights` of the scheme in config.json

@@ -213,7 +213,7 @@ class StoredLayer(NamedTuple):
 
 
 class Folder:
-    """Folder of compressed-tensors: tables and tensors by name. ValueError for a folder of another kind."""
+    """Folder of compressed-tensors: tables and tensors by name. Raises ValueError for a folder of another kind."""
 
     def __init__(self, folder: str | Path) -> None:
         from safetensors import safe_open

@@ -81,7 +81,7 @@ def export(model: nn.Module, into: Plain) -> Plain:
 
 
 def _check_ties(into: nn.Module, whole: Mapping[str, Tensor]) -> None:
-    """ValueError for names of one tied parameter of `into` with different values in `whole`."""
+    """Raise ValueError for names of one tied parameter of `into` with different values in `whole`."""
     first: dict[int, str] = {}
     for name, parameter in into.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)

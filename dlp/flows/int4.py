@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dlp.quant.integers import Int, unpack
 from dlp.quant.parameter import QuantizedParameter
 
-GROUPS = (32, 64, 128, 256)  # that torch's kernels know
+GROUPS = (32, 64, 128, 256)  # group sizes that torch's kernels support
 
 
 class PackedInt4Linear(nn.Module):

@@ -35,7 +35,7 @@ from dlp.quant.parameter import QuantizedParameter
 from dlp.quant.patterns import match_names, must_match
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of every name in a PEFT file
+PREFIX = "base_model.model."  # prefix of every name in a PEFT file
 
 
 class LoRALinear(nn.Module):
@@ -46,7 +46,7 @@ class LoRALinear(nn.Module):
     lora_B    nn.Linear rank -> N without bias, zero at first, so that the model starts unchanged
     """
 
-    trained_linears = ("lora_A", "lora_B")  # which `dlp.quantize_` leaves in high precision
+    trained_linears = ("lora_A", "lora_B")  # `dlp.quantize_` leaves these linears in high precision
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float) -> None:
         super().__init__()

@@ -30,8 +30,8 @@ ROOM = 2**22  # elements of products in fp64 that are held at a time
 
 
 def segments_on_rank(size: int, ranks: int = 1) -> int:
-    """Number of segments on each of `ranks` ranks, of a dimension with `size` elements per rank. ValueError if a segment would
-    span several ranks."""
+    """Number of segments on each of `ranks` ranks, of a dimension with `size` elements per rank. Raises ValueError if a
+    segment would span several ranks."""
     segments = min(SEGMENTS, (size * ranks) & -(size * ranks)) or 1
     if segments % ranks and size:
         raise ValueError(
@@ -74,7 +74,7 @@ def products(pairs: Sequence[tuple[Tensor, Tensor]], segments: int) -> Tensor:
 
 
 def _sums(pairs: Sequence[tuple[Tensor, Tensor]], chosen: range, segments: int) -> Tensor:
-    """Some of the segments' sums, fp32 [segments, rows, cols]."""
+    """Sums of some segments, fp32 [segments, rows, cols]."""
     total = pairs[0][0].new_zeros(len(chosen), len(pairs[0][0]), len(pairs[0][1]), dtype=torch.float32)
     for a, b in pairs:
         left, right = (
@@ -95,7 +95,7 @@ def _exact_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _integers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """x [..., C] -> integers of at most `bits` bits in fp64 [..., C], and the power of two [..., 1] that is their unit."""
+    """Return x [..., C] as integers of at most `bits` bits, fp64 [..., C], and their unit, a power of two [..., 1]."""
     exponent = _exponents(x.abs().amax(-1, keepdim=True))
     return (x.double() * _power_of_two(bits - exponent)).round_(), _power_of_two(exponent - bits)
 
@@ -134,7 +134,7 @@ def sums_by_index(x: Tensor, index: Tensor, counts: Tensor, rows: int) -> Tensor
 
 
 def _bits_of_sum(terms: int) -> int:
-    """Bits of integers such that so many add up exactly in fp64."""
+    """Largest number of bits of integers for which the sum of `count` integers is exact in fp64."""
     return min(40, MANTISSA - max(terms - 1, 0).bit_length())
 
 

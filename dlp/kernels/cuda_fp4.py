@@ -118,7 +118,7 @@ def cast_nvfp4(
 
 
 def cast_nvfp4_tile(job: Nvfp4Job, *, four_over_six: bool = False) -> None:
-    """Cast to NVFP4 in tiles of 16x16, both orientations from one read, by one amax."""
+    """Cast to NVFP4 in tiles of 16x16. One read and one amax give both orientations."""
     module = loader.load()
     wide, words = job.x.dtype == torch.float32, _words(job, True)
     launch("cast_nvfp4_2d", job.x, words, 0, 1, _tiles(job.x, module.TILE), wide, four_over_six)

@@ -74,8 +74,9 @@ HP = Layout("hp", (1, 1), False)
 
 
 def checked(run: GemmLaunch, scales_inside: bool = False) -> GemmLaunch:
-    """Return a launch with checks: ValueError for operands with different contractions. Empty operands, which cuBLASLt refuses,
-    give zero sums. `scales_inside`: the launch multiplies by `options.alpha`; else the returned launch does."""
+    """Return a launch with checks: raise ValueError for operands with different contractions. Empty operands, which
+    cuBLASLt refuses, give zero sums. `scales_inside`: the launch multiplies by `options.alpha`; else the returned
+    launch does."""
 
     @functools.wraps(run)
     def launch(

@@ -96,7 +96,8 @@ def stored(x: Tensor | LazyMatrix) -> Tensor:
 def lazy_operation(
     reference: Callable[Concatenate[Tensor, Params], Result],
 ) -> Callable[Concatenate[Tensor | LazyMatrix, Params], Result]:
-    """Decorator: `operation` of a matrix that may be lazy. Kernels get a lazy matrix as it is, the reference the values."""
+    """Decorator for an `operation` whose matrix may be lazy. Kernels get the lazy matrix itself, and the reference gets
+    its values."""
     return operation(reference)  # type: ignore[return-value]
 
 

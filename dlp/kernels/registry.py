@@ -197,9 +197,7 @@ class GemmEntry(KernelEntry):
 
 
 _ENTRIES: dict[str, list[KernelEntry]] = {}
-_ON: dict[
-    str, dict[str, tuple[KernelEntry, ...]]
-] = {}  # operation -> device -> its entries in the order they are asked
+_ON: dict[str, dict[str, tuple[KernelEntry, ...]]] = {}  # operation -> device -> entries in the order of look-up
 _REMEMBERED: list[Callable[[], None]] = []  # functions that clear caches of look-ups
 
 

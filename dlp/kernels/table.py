@@ -184,7 +184,7 @@ def _entry(row: Gemm) -> GemmEntry:
     )  # fmt: skip
 
 
-# The last row first: of two entries the registry asks the one that was registered later.
+# The last row is registered first, because the registry prefers the entry that was registered later.
 for entry in (
     *(KernelEntry(**row._asdict(), captured=True) for row in reversed(KERNELS)),
     *map(_entry, reversed(GEMMS)),

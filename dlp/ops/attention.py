@@ -147,14 +147,15 @@ class DotProductAttention(nn.Module):
 
 
 def _checked_mask(kind: str) -> str:
-    """The mask type. ValueError for an unknown type."""
+    """The mask type. Raises ValueError for an unknown type."""
     if kind not in MASKS:
         raise ValueError(f"DotProductAttention: the mask type must be one of {', '.join(MASKS)}; got {kind!r}")
     return kind
 
 
 def _bias(kind: str, bias: Tensor | None, scale: float) -> Tensor | None:
-    """The bias that is added to the scaled scores. ValueError for an unknown type, or if the tensor of the type is missing."""
+    """The bias that is added to the scaled scores. Raises ValueError for an unknown type, or if the tensor of the type
+    is missing."""
     if kind not in BIASES or (bias is None) != (kind == "no_bias"):
         raise ValueError(
             f"DotProductAttention: core_attention_bias_type must be one of {', '.join(BIASES)}, with core_attention_bias "

@@ -127,7 +127,7 @@ class FuserCall:
 
 
 def layouts_of(tensors: Sequence[Any]) -> list[Any]:
-    """For each tensor the DTensorSpec, None for a plain tensor; empty if all are plain."""
+    """Return the DTensorSpec of each tensor, None for a plain tensor; or an empty list if all tensors are plain."""
     spread = any(isinstance(tensor, DTensor) for tensor in tensors)
     return [t._spec if isinstance(t, DTensor) else None for t in tensors] if spread else []
 

@@ -185,7 +185,7 @@ def _results_of(
     flat: Flat, ctxs: Sequence[Any], before: Sequence[set[str]], reads: Sequence[Tensor]
 ) -> tuple[ReplayResults, list[Tensor]]:
     """The results of recorded ops without tensors, and the allocated tensors among the results. before: names of the
-    attributes of each context before the op ran. NotPlain for ops with effects that launches cannot repeat."""
+    attributes of each context before the op ran. Raises NotPlain for ops with effects that launches cannot repeat."""
     allocated = list[Tensor]()
     places = [_place(result, allocated, reads) for result in flat]
     shapes = []
@@ -200,8 +200,8 @@ def _results_of(
 def _left_in(
     ctxs: Sequence[Any], before: Sequence[set[str]], reads: Sequence[Tensor]
 ) -> tuple[tuple[int, ...], tuple[dict[str, Any], ...]]:
-    """Changes of the contexts by the ops: the indices of written tensors, and by context the new attributes. NotPlain for an
-    attribute that is a tensor, and for a write to a tensor outside of `reads`."""
+    """Return the changes that the ops made to their contexts: the indices of written tensors, and the new attributes of each
+    context. Raises NotPlain for an attribute that is a tensor, and for a write to a tensor outside of `reads`."""
     dirty, attributes = list[int](), []
     for ctx, had in zip(ctxs, before, strict=True):
         own = {name: value for name, value in vars(ctx).items() if name not in had and name not in OWN}

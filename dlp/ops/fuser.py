@@ -166,7 +166,7 @@ class OperationFuser:
         return (y, *extra) if extra else y
 
     def _held(self, tensor: Tensor | None) -> Any:
-        """This rank's plain tensor of a parameter or input. ValueError for a bias that was set to None."""
+        """This rank's plain tensor of a parameter or input. Raises ValueError for a bias that was set to None."""
         if tensor is None:
             parameters = ((self.names[i], self.basic_ops[i].op_parameters()) for i in self.owners)
             name = next(name for name, own in parameters if any(each is None for each in own))
@@ -212,7 +212,7 @@ class OperationFuser:
     def _plan_call(self, call_key: Any, run: Pass, own: Sequence[Any], tensors: Sequence[Any]) -> None:
         """Give a new call a plan, which depends on the contexts of the first pass, and keep the plan for further passes."""
         run.call.follow(self._plan(run, own, tensors))
-        run.ctxs = None  # made anew, with the needs_dx and requires_grad of the plan
+        run.ctxs = None  # `Pass.contexts` makes new ones, with the needs_dx and requires_grad of the plan
         if len(self.calls) >= LIMIT:
             self.calls.clear()
         self.calls[call_key] = run.call
@@ -308,8 +308,10 @@ class OperationFuser:
 
 
 def _quantizers_before(pairs: Sequence[tuple[Any, Any]], method: str) -> list[Any]:
-    """For each op, the quantizers that `method` of the previous op returns; None for the first op. An op that passes the input
-    through returns the quantizers of the op before."""
+    """Return, for each op, the quantizers that `method` of the previous op returns; None for the first op.
+
+    An op that passes the input through returns the quantizers of the op before.
+    """
     quantizers, last = list[Any](), None
     for op, ctx in pairs:
         quantizers.append(last)

@@ -128,7 +128,7 @@ def _names(ops: Ops) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """One element of a pattern: an instance of this class."""
+    """Element of a pattern that matches one op, an instance of this class."""
 
     kind: type
     optional: bool = False

@@ -96,8 +96,8 @@ class Handed(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """detach, alias, clone and views of the same shape return a `Handed` of the same operands; all other operations are run
-        on the decoded values. TypeError for an operation that would write to a `Handed`."""
+        """detach, alias, clone and views of the same shape return a `Handed` of the same operands; all other operations
+        are run on the decoded values. Raises TypeError for an operation that would write to a `Handed`."""
         if func in _KEEPS_OPERANDS and isinstance(args[0], Handed):
             x = args[0]
             return Handed(x.operands, x.cast_record, x.shape, x.dtype)

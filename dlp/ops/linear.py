@@ -136,7 +136,7 @@ class BasicLinear(BasicOperation, modules.Linear):
     # Called by the fuser
 
     def local_weights(self, bound: BoundSpec) -> list[Tensor]:
-        """This rank's weights, plain tensors. RuntimeError if FSDP has resharded them."""
+        """This rank's weights, plain tensors. Raises RuntimeError if FSDP has resharded them."""
         parameters = self.op_parameters()
         for parameter in parameters:
             if bound.spec.group is not None or isinstance(parameter, DTensor):
@@ -260,7 +260,8 @@ class BasicLinear(BasicOperation, modules.Linear):
         return parts_of(read(ctx.bound, everyone, weights, ctx.x_dtype, columnwise=True, record=True))
 
     def targets(self, ctx: OperationContext) -> tuple[Any, ...]:
-        """For each weight the main gradient to which wgrad is written or added, or None; empty: autograd gets all wgrads."""
+        """Return for each weight the main gradient to which wgrad is written or added, or None. An empty list: autograd
+        gets all wgrads."""
         weights = ctx.saved_tensors[: len(ctx.needs_dw)]
         if not ctx.bound.weights.main_grads or self._waits(ctx):
             return ()
@@ -396,10 +397,10 @@ class Linear(BasicLinear):
             )
         super().__init__(in_features, out_features, bias=bias, **options)
         self.biased, self.output, self.grad_input = bias, output, grad_input
-        self.own_fuser()  # here, since compiled code does not make it
+        self.own_fuser()  # created here, because compiled code cannot create the fuser
 
     def te_names(self, fused: bool = False) -> TeNames:
-        """Names of Transformer Engine, where the layer consists of a BasicLinear and a Bias."""
+        """Return the names of tensors in Transformer Engine, which builds this layer from a BasicLinear and a Bias."""
         return {f"basic_ops.{int(name == 'bias')}.{name}": its for name, its in names_of(self, "", "").items()}
 
     @property

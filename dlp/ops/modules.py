@@ -44,14 +44,14 @@ OPTIONS = ("tp_group", "tp_size", "sequence_parallel", "params_dtype", "delay_wg
 
 
 def _chosen(what: str, table: dict[str, Any], name: str) -> Any:
-    """The class of this name. ValueError for a name that is not in the table."""
+    """The class of this name. Raises ValueError for a name that is not in the table."""
     if name not in table:
         raise ValueError(f"unknown {what} {name!r:.60}: choose from {', '.join(table)}")
     return table[name]
 
 
 def own_options(layer: str, family: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The supported options among keywords that a constructor does not name. TypeError for other keywords."""
+    """The supported options among keywords that a constructor does not name. Raises TypeError for other keywords."""
     others = {name: value for name, value in options.items() if name not in OPTIONS}
     refuse(layer, ARGUMENTS[family], others, OPTIONS)
     return {name: value for name, value in options.items() if name in OPTIONS}

@@ -164,10 +164,10 @@ class BasicOperation(FusibleOperation):
 
     @property
     def plan_notes(self) -> Sequence[str]:
-        """What the printed plan says of the last call of this op, behind the name of the op."""
+        """Text of the printed plan about the last call of this op, printed after the name of the op."""
         return ()
 
-    # The fuser asks these when it makes a plan. Linears and ops with quantizers override them.
+    # The fuser calls these methods when it makes a plan. Linears and ops with quantizers override them.
 
     def planned(self, ctx: OperationContext) -> None:
         """Prepare for a plan for calls like the call of `ctx`."""
@@ -220,7 +220,8 @@ class BasicOperation(FusibleOperation):
         raise NotImplementedError(f"{type(self).__name__} must define op_forward")
 
     def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
-        """The gradient of the output -> the gradient of the input, and the gradients of `op_parameters()`, in order."""
+        """Compute the gradient of the input, and the gradients of `op_parameters()` in order, from the gradient of the
+        output."""
         raise NotImplementedError(f"{type(self).__name__} must define op_backward")
 
     def fuser_forward(
@@ -248,8 +249,8 @@ class BasicOperation(FusibleOperation):
         return grads[0], [grads[1]], [()]
 
     def check_tokens(self, input_: Value) -> None:
-        """Check an op that conversion has replicated over tp: ValueError for a token shard outside of sequence parallelism,
-        and for all tokens under sequence parallelism."""
+        """Check an op that conversion has replicated over tp: raise ValueError for a token shard outside of sequence
+        parallelism, and for all tokens under sequence parallelism."""
         for value in each(input_) if self.token_rows is not None else ():
             tensor = value if isinstance(value, Tensor) else torch.empty(value.shape, dtype=value.dtype, device="meta")
             self._check_tokens(tensor)  # type: ignore[operator]  # set by conversion

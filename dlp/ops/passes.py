@@ -24,7 +24,7 @@ from dlp.runtime.function import Directions, layout_keys, multiplies_tf32, owned
 
 
 def check_count(name: str, what: str, found: Any, expected: int) -> None:
-    """RuntimeError if an op did not return a tuple of the declared length. what: the names of the elements."""
+    """Raise RuntimeError if an op did not return a tuple of the declared length. what: the names of the elements."""
     if not isinstance(found, tuple | list):
         raise RuntimeError(f"{name}: the op returned a {type(found).__name__}; expected a tuple of {what}, {expected}")
     if len(found) != expected:
@@ -32,8 +32,8 @@ def check_count(name: str, what: str, found: Any, expected: int) -> None:
 
 
 def check_shapes(name: str, op: Any, grads: Sequence[Any]) -> None:
-    """RuntimeError for gradients whose shapes differ from the op's parameters. Autograd would silently sum to the shapes of
-    the parameters where possible."""
+    """Raise RuntimeError for gradients whose shapes differ from the op's parameters. Autograd would silently sum to the
+    shapes of the parameters where possible."""
     for parameter, grad in zip(() if hasattr(op, "core") else op.op_parameters(), grads, strict=False):
         if isinstance(grad, Tensor) and grad.shape != parameter.shape:
             raise RuntimeError(
@@ -43,14 +43,14 @@ def check_shapes(name: str, op: Any, grads: Sequence[Any]) -> None:
 
 
 def check_output(name: str, value: Value) -> None:
-    """RuntimeError for an output that is neither a tensor nor a lazy or quantized value."""
+    """Raise RuntimeError for an output that is neither a tensor nor a lazy or quantized value."""
     for one in each(value):
         if not isinstance(one, Tensor) and not hasattr(one, "tensor"):
             raise RuntimeError(f"{name}: the op returned a {type(one).__name__} as output; expected a tensor")
 
 
 def check_not_none(name: str, grad: Value) -> None:
-    """RuntimeError if the gradient of the input is None."""
+    """Raise RuntimeError if the gradient of the input is None."""
     if grad is None:
         raise RuntimeError(
             f"{name}: the op returned None as the gradient of the input, which earlier ops need: return zeros instead"
@@ -73,7 +73,8 @@ class Members:
         check_count(self.names[place], what, found, expected)
 
     def check_keywords(self, kwargs: Sequence[Mapping[str, Any]]) -> None:
-        """ValueError unless `kwargs` has one mapping for each op, TypeError for keywords of an op without keywords."""
+        """Raise ValueError unless `kwargs` has one mapping for each op, TypeError for keywords of an op without
+        keywords."""
         if len(kwargs) != len(self.ops):
             raise ValueError(
                 f"basic_op_kwargs has {len(kwargs)} entries; expected one entry for each of {', '.join(self.names)}"
@@ -83,13 +84,13 @@ class Members:
                 raise TypeError(f"{name}: the op takes no keywords; got {', '.join(keywords)}")
 
     def check_floating(self, dtype: torch.dtype) -> None:
-        """TypeError for an x of integers, unless the first op takes integers."""
+        """Raise TypeError for an x of integers, unless the first op takes integers."""
         if not (dtype.is_floating_point or INTEGERS in self.ops[0].takes):
             raise TypeError(f"{self.names[0]}: x must be floating point; got {dtype}: convert x before the call")
 
     def check_gradient(self, place: int, grad: Value, shapes: Sequence[Sequence[int]]) -> None:
-        """RuntimeError if the gradient of the input is None or differs in shape from the input; one gradient for each
-        sibling."""
+        """Raise RuntimeError if the gradient of the input is None or differs in shape from the input; one gradient for
+        each sibling."""
         check_not_none(self.names[place], grad)
         returned = [None if one is None else tuple(one.shape) for one in each(grad)]
         pairs = zip(returned, shapes, strict=False)
@@ -116,8 +117,8 @@ def _listed(shapes: Sequence[Any]) -> str:
 
 
 def adapted(members: Members, placed: Placed, value: Value) -> Value:
-    """The value in a form that the op takes (`BasicOperation.takes`): lazy values are stored, and quantized values decoded, if
-    the op does not take them. ValueError for a tuple if the op takes one tensor."""
+    """The value in a form that the op takes (`BasicOperation.takes`): lazy values are stored, and quantized values
+    decoded, if the op does not take them. Raises ValueError for a tuple if the op takes one tensor."""
     takes = placed.op.takes
     check_many(members, placed.places[0], takes, value)
     if isinstance(value, tuple):
@@ -126,7 +127,7 @@ def adapted(members: Members, placed: Placed, value: Value) -> Value:
 
 
 def check_many(members: Members, place: int, takes: frozenset[str], value: Value) -> None:
-    """ValueError for a tuple if this op takes one tensor."""
+    """Raise ValueError for a tuple if this op takes one tensor."""
     if isinstance(value, tuple) and MANY not in takes:
         raise ValueError(
             f"{members.names[place]}: expected one tensor; got {len(value)} siblings, which only Bias, SwiGLU, GEGLU and ops "
@@ -145,8 +146,8 @@ def _adapted_one(takes: frozenset[str], value: Any) -> Any:
 
 
 def forward(ctx: Any, run: Pass, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Inputs, parameters and extra inputs -> outputs and extra outputs. ctx: context of autograd; None: there will be no
-    backward."""
+    """Compute outputs and extra outputs from inputs, parameters and extra inputs. ctx: context of autograd; None: there
+    will be no backward."""
     call, reads, flat = run.call, run.reads, None
     entry = None if run.kwargs is not None else call.forward
     if entry is not None:
@@ -175,9 +176,9 @@ def forward(ctx: Any, run: Pass, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
         known.add(id(result))
     if returned:
         ctx.mark_dirty(*returned)
-    for tensor in written.values():  # so that a backward which saved one before it was written to raises
+    for tensor in written.values():  # backward then raises if an op saved the tensor before the write
         increment_version(tensor)
-    if written:  # the ops save views of these that were made under no_grad: save them as tensors of their own
+    if written:  # the ops save views of these tensors that were made under no_grad: save separate tensors
         saved = [each if each is None or not each._is_view() else each.detach() for each in saved]
     ctx.zeros_like = [(result.shape, result.dtype, result.device) for result in results]
     run.moved = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -229,7 +230,7 @@ def _forward_ops(run: Pass, inputs: Sequence[Any], extras: Sequence[Tensor]) -> 
         for i, of_op in zip(placed.places, extra, strict=True):
             extra_outputs[i] = of_op
 
-    # All ops have run: what is still lazy is stored now, and what they save exists.
+    # All ops have run: remaining lazy values are stored now, and all saved tensors exist.
     outputs = [tensor_of(one) for one in each(value)]
     results = [*outputs, *[tensor_of(one) for of_op in extra_outputs for one in of_op]]
     saved: list[Tensor | None] = []
@@ -245,8 +246,8 @@ def _forward_ops(run: Pass, inputs: Sequence[Any], extras: Sequence[Tensor]) -> 
 
 
 def _checked_outputs(members: Members, places: Sequence[int], results: Any) -> tuple[Value, Sequence[Sequence[Tensor]]]:
-    """The output and the extra outputs that `fuser_forward` returned. RuntimeError for numbers that differ from the
-    declaration."""
+    """The output and the extra outputs that `fuser_forward` returned. Raises RuntimeError for numbers that differ from
+    the declaration."""
     members.check_count(places[0], "results, output and extra outputs of each basic op,", results, 2)
     value, extra = results
     check_output(members.names[places[-1]], value)
@@ -257,7 +258,7 @@ def _checked_outputs(members: Members, places: Sequence[int], results: Any) -> t
 
 
 def _check_written(names: Sequence[str], ctxs: Sequence[Any], saved: Sequence[Any], num_saved: Sequence[int]) -> None:
-    """ValueError if an op has written to a tensor that an earlier op saves: backward would read the new values."""
+    """Raise ValueError if an op has written to a tensor that an earlier op saves: backward would read the new values."""
     written = [(writer, tensor) for writer, ctx in enumerate(ctxs) for tensor in ctx.dirty]
     savers = [saver for saver, count in enumerate(num_saved) for _ in range(count)] if written else ()
     for writer, tensor in written:
@@ -427,7 +428,7 @@ def _backward_ops(run: Pass, ctxs: Sequence[Any], grads: Sequence[Tensor | None]
         for i, of_op, of_extra in zip(placed.places, parameters, extras, strict=True):
             of_parameters[i], of_extras[i] = of_op, of_extra
 
-    # All ops have run: the sums of columns that casts have taken exist, and gradients that are still lazy are stored now.
+    # All ops have run: the column sums that casts computed exist, and gradients that are still lazy are stored now.
     dxs: list[Any] = [None] * run.call.num_inputs
     if plan.needs_dx[0]:
         dxs = [tensor_of(one) for one in each(value)]
@@ -443,9 +444,9 @@ def _checked_grads(
     members: Members, places: Sequence[int], results: Any, shapes: Sequence[Sequence[int]] | None,
     num_parameters: Sequence[int],
 ) -> tuple[Value, Sequence[Sequence[Any]], Sequence[Sequence[Any]]]:  # fmt: skip
-    """The gradients of input, parameters and extra inputs that `fuser_backward` returned. shapes: shapes of the input, None if
-    the gradient is not needed. RuntimeError for numbers or shapes that differ from the declaration, the input or the
-    parameters."""
+    """The gradients of input, parameters and extra inputs that `fuser_backward` returned. shapes: shapes of the input,
+    None if the gradient is not needed. Raises RuntimeError for numbers or shapes that differ from the declaration, the
+    input or the parameters."""
     first = places[0]
     members.check_count(first, "results, gradients of input, of parameters and of extra inputs,", results, 3)
     value, parameters, extras = results

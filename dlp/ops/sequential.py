@@ -46,7 +46,7 @@ class Sequential(nn.Module):
         named = modules[0].items() if len(modules) == 1 and isinstance(modules[0], dict) else enumerate(modules)
         for name, module in named:
             self.add_module(str(name), module)  # type: ignore[arg-type]
-        self._groups_now()  # here, since compiled code cannot make them
+        self._groups_now()  # created here, because compiled code cannot create groups
 
     # A list of modules
 
@@ -262,8 +262,8 @@ def _changes_features(op: FusibleOperation) -> bool:
 
 
 def check_halves(ops: list[FusibleOperation], names: list[str]) -> None:
-    """ValueError for a gate that halves the output of a column-parallel linear: tp shards this output, so that the first ranks
-    hold the gate and the other ranks hold up."""
+    """Raise ValueError for a gate that halves the output of a column-parallel linear: tp shards this output, so that
+    the first ranks hold the gate and the other ranks hold up."""
     for place, gate in enumerate(ops):
         if not hasattr(gate, "halves"):
             continue

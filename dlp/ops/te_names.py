@@ -94,7 +94,7 @@ def to_te(model: nn.Module, *, fuse_qkv_params: bool = False, qkv_weight_interle
     found = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in model.state_dict().items()}
     for prefix, module in _named(model):
         for name, joined in module.te_names(fuse_qkv_params).items():  # type: ignore[operator]
-            if prefix + joined.parts[0] in found:  # else `te_names` of the module around it has renamed it
+            if prefix + joined.parts[0] in found:  # otherwise `te_names` of an outer module has renamed the tensor
                 parts = [found.pop(prefix + part) for part in joined.parts]
                 found[prefix + name] = _join(parts, joined.head if qkv_weight_interleaved else 0)
     return found
@@ -113,7 +113,8 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _split(name: str, tensor: Tensor, own: Sequence[Tensor], head: int) -> list[Tensor]:
-    """Split a tensor of TE, full or this rank's shard, into values for the parameters `own`. ValueError for other shapes."""
+    """Split a tensor of TE, full or this rank's shard, into values for the parameters `own`. Raises ValueError for
+    other shapes."""
     local = [each.to_local() if isinstance(each, DTensor) else each for each in own]
     shapes = {False: [each.shape for each in own], True: [each.shape for each in local]}  # by is_local
     fits = {is_local: (sum(shape[0] for shape in its), *its[0][1:]) for is_local, its in shapes.items()}

@@ -21,8 +21,9 @@ from dlp.parallel.weight.local import local
 
 
 def one_by_one(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]]) -> Any:
-    """Run the ops of a fuser one by one; arguments and result as of `OperationFuser`. Meanwhile, ops that conversion has
-    replicated hold this rank's plain tensors in place of DTensors. TypeError for a `Handed` in compiled code."""
+    """Run the ops of a fuser one by one; arguments and result as of `OperationFuser`. Meanwhile, ops that conversion
+    has replicated hold this rank's plain tensors in place of DTensors. Raises TypeError for a `Handed` in compiled
+    code."""
     if torch.compiler.is_dynamo_compiling() and isinstance(x, Handed):
         raise TypeError(
             f"{fuser.names[0]}: compiled code reads plain tensors; got a Handed: compile both modules together, or "
@@ -55,7 +56,7 @@ def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Ma
     for place, op in enumerate(fuser.basic_ops):
         extra = extra_inputs[at : at + op.num_extra_inputs]
         at += op.num_extra_inputs
-        if op.traced_by is not None:  # done by `plain` of that linear
+        if op.traced_by is not None:  # `plain` of that linear did the work of this op
             continue
         check_many(members, place, op.takes, x)
         try:
@@ -73,8 +74,8 @@ def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Ma
 
 
 def one_op(op: Any, name: str, x: Any, extra_inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Any:
-    """The output of one basic op, or a tuple of the output and the extra outputs. RuntimeError for a number of outputs that
-    differs from the declaration."""
+    """The output of one basic op, or a tuple of the output and the extra outputs. Raises RuntimeError for a number of
+    outputs that differs from the declaration."""
     results = OneOpFn.apply(op, name, kwargs, x, *extra_inputs, *op.op_parameters())
     return results if op.num_extra_outputs else results[0]
 
@@ -117,7 +118,7 @@ class OneOpFn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *of_extra: Tensor) -> Any:
-        op, op_ctx = ctx.op, OperationContext()  # a new one, since traced code may not change that of forward
+        op, op_ctx = ctx.op, OperationContext()  # a new context: traced code must not change the context of forward
         for name, value in ctx.attributes:
             setattr(op_ctx, name, value)
         op_ctx.saved_tensors = ctx.saved_tensors

@@ -195,7 +195,7 @@ def _heads(
     options: dict[str, Any],
     parallel: bool,
 ) -> tuple[int, int, int]:
-    """Features of a head, groups of k and v, and tp. ValueError for numbers that do not divide."""
+    """Features of a head, groups of k and v, and tp. Raises ValueError for numbers that do not divide."""
     if kv_channels is None and hidden_size % heads:
         raise ValueError(
             f"TransformerLayer: {heads} heads do not divide hidden_size {hidden_size}: choose a number of heads that "
@@ -231,7 +231,7 @@ def _qk_norm(kind: str | None, head: int, eps: float, options: dict[str, Any], t
 
 
 def _cos_and_sin(given: Any, shape: tuple[int, int], interleaved: bool) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, head], from angles [S, 1, 1, head] or as given. ValueError for other shapes."""
+    """cos and sin [S, head], from angles [S, 1, 1, head] or as given. Raises ValueError for other shapes."""
     if isinstance(given, Tensor) and tuple(given.shape) == (shape[0], 1, 1, shape[1]):
         angles = given.reshape(shape)
         return angles.cos(), angles.sin()

@@ -19,9 +19,9 @@ from torch import Tensor
 from dlp.kernels.ops import Produced
 
 LAZY, MANY, HANDED, INTEGERS = "lazy", "many", "handed", "integers"  # elements of `BasicOperation.takes`
-Grads = Sequence[Sequence[Tensor | None]]  # of each basic operation, None: no gradient
-Tensors = Tensor | tuple[Tensor, ...]  # of one weight, or of siblings and extra outputs
-Value = Any  # Tensor | Produced | Handed | tuple of these
+Grads = Sequence[Sequence[Tensor | None]]  # gradients by basic operation; None: no gradient
+Tensors = Tensor | tuple[Tensor, ...]  # one tensor for one weight; a tuple for siblings or extra outputs
+Value = Any  # Tensor | Produced | Handed | tuple of these types
 
 
 def one_tensor(x: Tensors) -> Tensor:

@@ -58,7 +58,7 @@ class Problem(NamedTuple):
         return self.style.name, self.tokens, self.in_features, self.out_features, str(self.recipe)
 
     def local(self, tp: int) -> list[tuple[int, int]]:
-        """w_i [N_i, K] of a rank."""
+        """Shapes [N_i, K] of the weights on one rank."""
         return [shard_sizes(self.style, out, self.in_features, tp, "") for out in self.out_features]
 
     def sizes(self, tp: int) -> Sizes:

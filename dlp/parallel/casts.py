@@ -65,7 +65,7 @@ BOTH: Orientations = (True, True)
 
 HP = HighPrecision()
 Values = Tensor | LazyMatrix
-# the groups that agree on an amax: over the first group, then over the second; None: no agreement
+# The groups that agree on an amax: first all ranks of the first group, then of the second; None: no agreement.
 Groups = tuple[ProcessGroup | None, ProcessGroup | None]
 NOBODY: Groups = (None, None)
 NOWHERE: Wanted = (None, None)  # casts allocate their operands
@@ -364,7 +364,7 @@ class CastPlan:
 
 
 def numbers_in(amaxes: Iterable[Tensor | None]) -> int:
-    """Total number of values; a tensor that serves both orientations counts once."""
+    """Total number of values. A tensor that serves both orientations counts once."""
     return sum({id(amax): amax.numel() for amax in amaxes if amax is not None}.values())
 
 
@@ -454,7 +454,7 @@ def cast(
 
 
 def casts_of(plan: CastPlan, value: Values, context: CastContext, into: Wanted = NOWHERE) -> list[Cast]:
-    """The casts of one value."""
+    """The casts of one value, one for each read of the plan."""
     matrices = plan.matrices(value) if plan.pads or not plan.lazy else [value]  # a lazy plan has one read
     casts = []
     for read, matrix, slot, at in zip(plan.reads, matrices, context.slots, context.origins, strict=True):

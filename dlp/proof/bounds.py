@@ -36,7 +36,7 @@ STEPS = {
     "e5m2": 2.0**-17 / 57344,
     "e2m1": 0.25 / 6,
 }  # half the smallest step, over the largest value
-UPDATE = 4  # roundings of a weight in an optimizer's step: decay, update, and what they read
+UPDATE = 4  # number of roundings of a weight in an optimizer's step: decay, update, and the inputs of both
 SLACK, DEVIATIONS = 1.5, 6.5
 
 

@@ -45,7 +45,7 @@ class MeshCase:
 
     @classmethod
     def parse(cls, text: str) -> MeshCase:
-        """Parse the name of a mesh. ValueError for an invalid name."""
+        """Parse the name of a mesh. Raises ValueError for an invalid name."""
         fields: dict[str, int | bool] = {}
         rest = text
         while match := _PART.match(rest):
@@ -89,8 +89,8 @@ ONE = MeshCase("one rank")
 
 
 def in_equal_pieces(cases: Sequence[MeshCase]) -> list[MeshCase]:
-    """The cases, with numbers of microbatches for which microbatches have equal size on all meshes, so that bits can be equal.
-    ValueError for meshes whose numbers of pieces do not divide each other."""
+    """The cases, with numbers of microbatches for which microbatches have equal size on all meshes, so that bits can be
+    equal. Raises ValueError for meshes whose numbers of pieces do not divide each other."""
     pieces = max(case.pieces for case in cases)
     odd = next((case for case in cases if pieces % case.dp), None)
     if odd is not None:

@@ -33,7 +33,7 @@ from dlp.proof.bounds import EVERYTHING, Part, Terms, is_weight, rows_of, terms
 from dlp.proof.cases import MeshCase, Place, tokens_of
 from dlp.proof.record import Key, Trace, is_parameter_gradient
 
-EXPLAINED = 0.05  # of the squared difference: what a hypothesis may leave
+EXPLAINED = 0.05  # share of the squared difference that a hypothesis may leave unexplained
 KINDS = {
     "missing sum": "the tensor is this rank's share of a sum that was not computed",
     "missing microbatch": "the share of a microbatch is not in the sum",
@@ -204,7 +204,7 @@ def _terms(case: Case) -> Guess | None:
 
 
 class Share(NamedTuple):
-    """Part of a contraction: piece of the global batch, rank of cp, rank of tp; -1: not cut."""
+    """Part of a contraction: piece of the global batch, cp rank, tp rank; -1: not sharded."""
 
     piece: int
     cp: int

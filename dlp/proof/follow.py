@@ -75,12 +75,13 @@ class Follower:
         self.trace, self._bounds, self.place, self.exact = bounds.trace, bounds, place, exact
         self.recorder = Recorder(model, self._take, self._again)
         self.micro = 0
-        self._dtypes: dict[str, torch.dtype] = {}  # of the last y of each module
+        self._dtypes: dict[str, torch.dtype] = {}  # dtypes of the last y of each module
         self.compared = self.equal = 0
         self.worst: tuple[float, Key | None] = (0.0, None)
         self.failed: list[Seen] = []
         self.remarks: list[str] = []
-        self.masks: dict[tuple[Key, int], tuple[bool, str]] = {}  # of dropout: whether tp cuts the tensor, and its hash
+        # Hashes of dropout masks, and whether tp shards the tensor
+        self.masks: dict[tuple[Key, int], tuple[bool, str]] = {}
         self._random = {
             name for name, each in self.trace.modules.items() if isinstance(each, _DropoutNd) and each.p > 0
         }

@@ -1,17 +1,17 @@
 """The recorder: hooks on every module without children, in the order of forward and backward.
 
-    one rank   `Trace`      keeps y, dy, dx, dw, db, weights, scales, loss and gradient norm, and hands each tensor on unchanged
-    a mesh     `Follower`   compares this rank's part of each tensor with the trace, and hands the trace's part on
+    one rank   `Trace`      stores y, dy, dx, dw, db, weights, scales, loss and gradient norm, and changes no tensor
+    a mesh     `Follower`   compares this rank's part of each tensor with the trace; the run continues with the trace's part
 
-Because each module and each gap between modules gets the inputs of one rank, differences do not accumulate: what differs was
-computed wrongly right there, and the bound on roundings needs the formats and contraction of that one place only
-(`dlp.proof.bounds`).
+Because each module and each gap between modules gets the inputs of one rank, differences do not accumulate: a tensor that
+differs was computed wrongly in its own module, and the bound on roundings needs only the formats and the contraction of this
+module (`dlp.proof.bounds`).
 
     x ──► [pre-hook] ──► module ──► [hook] ──► y         each hook passes its tensor through `_Replace`, whose backward
     dx ◄── [tensor hook] ◄── backward ◄── [tensor hook] ◄── dy     leaves the gradient to a tensor hook
 
-Each reader of a tensor has an x of its own, so that its dx is the gradient of this reader alone; siblings, which must read the
-same tensor, share theirs.
+Each reader of a tensor gets a separate x, so that dx is the gradient of this reader alone. Siblings, which must read the same
+tensor, share one x.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Replace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
-        return value.clone()  # not a view of it, which FSDP would warn of
+        return value.clone()  # a copy: FSDP would warn of a view
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -80,7 +80,7 @@ class Recorder:
         self._calls: Counter[tuple[bool, str]] = Counter()
         self._shared: dict[
             tuple[int, int], tuple[Tensor, Tensor, Link]
-        ] = {}  # of siblings: x, its replacement, its link
+        ] = {}  # for siblings: x, the replacement of x, and the link
         self._handles: list[Any] = []
         for name, module in model.named_modules():
             if not any(True for _ in module.children()):
@@ -196,7 +196,7 @@ class Trace:
         self.values.setdefault(key, value.detach().clone())
 
     def input(self, step: int, layer: str, call: int) -> Tensor | None:
-        """x of a module, as it was computed."""
+        """Record x of a module as it was computed, and return the tensor with which the run continues."""
         link = self.recorder.inputs.get((step, layer, call))
         return None if link is None else self.values.get(link.value)
 
@@ -205,7 +205,7 @@ class Trace:
         return None if link is None else self.values.get(link.value)
 
     def output_grad(self, step: int, layer: str, call: int) -> Tensor | None:
-        """dy of a module."""
+        """Record dy of a module."""
         link = self.recorder.outputs.get((step, layer, call))
         return None if link is None else self.values.get(link.grad)
 
@@ -215,7 +215,7 @@ class Trace:
         return link.readers if link is not None and link.grad == key else []
 
     def weight(self, step: int, layer: str, name: str = "weight") -> Tensor | None:
-        """A parameter as it was in a step's forward."""
+        """Record a parameter as it was in the forward of a step."""
         first = next((at for at, places in self.tied.items() if (layer, name) in places), (layer, name))
         return self.values.get(Key(step - 1, first[0], WEIGHT_NAMES.get(first[1], first[1])))
 

@@ -60,7 +60,7 @@ class Program(NamedTuple):
     pieces: int = 1  # microbatches of the step of one rank
 
 
-def prove(  # many parameters: what is compared and how, all by keyword but three
+def prove(  # many parameters: the subjects and the method of the comparison, all by keyword except three
     build_model: Build, example_batch: Any, loss: Loss, *, meshes: Sequence[str] = MESHES, steps: int = 2,
     exact: bool = False, reduction: str = "mean", device_type: str | None = None, wire: Wire | None = None,
 ) -> Report:  # fmt: skip
@@ -206,7 +206,7 @@ def on_mesh(program: Program, bounds: Bounds, case: MeshCase) -> MeshResult:
         follower = Follower(model, bounds, place, program.exact)
         with recording(follower.recorder):
             _run(program, model, optimizer, mesh, case, follower)
-    except (RuntimeError, ValueError) as stopped:  # dlp refuses some mistakes by itself, on all ranks alike
+    except (RuntimeError, ValueError) as stopped:  # dlp refuses some mistakes on all ranks
         error = f"{type(stopped).__name__}: {stopped}"
     mine = (error, None) if follower is None else (error, _told(follower))
     told: list[Any] = [None] * dist.get_world_size()
@@ -305,7 +305,7 @@ def _run(
     named = named_parameters(model)
     run.recorder.step = -1
     _weights(run, named, -1)
-    if _has_slots(model):  # delayed scales begin with the amaxes of a pass that quantizes nothing
+    if _has_slots(model):  # delayed scales start with the amaxes of a pass without quantization
         with autocast(enabled=False, calibrating=True):
             total = _forward_backward(program, model, mesh, case, run, 0)
         run.add(Key(-1, "", "loss"), _total(total, case))
@@ -367,7 +367,7 @@ def _counted(
         yield
         return
     session, ledger = session_of(model), Ledger(mesh)
-    watch, session.before_gather = session.before_gather, None  # which sends by itself
+    watch, session.before_gather = session.before_gather, None  # `before_gather` sends bytes itself
     try:
         with ledger.step(program.wire(model, mesh, case)) as seen:
             yield
@@ -378,7 +378,8 @@ def _counted(
 
 
 def _piece(each: Any, case: MeshCase, piece: int, device: torch.device) -> Any:
-    """The microbatch of this rank from a tensor of the global batch. ValueError if the batch cannot be divided."""
+    """The microbatch of this rank from a tensor of the global batch. Raises ValueError if the batch cannot be
+    divided."""
     if not isinstance(each, Tensor) or not each.dim():
         return each
     if len(each) % case.pieces:

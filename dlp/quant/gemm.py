@@ -101,8 +101,8 @@ class Gemm:
 
 @table.remembered
 def _launch_of(a: Format, b: Format, device: str) -> GemmLaunch | None:
-    """Return the cached launch of the kernel that multiplies operands of these formats on a device; None: a format has a GEMM
-    of its own."""
+    """Return the cached launch of the kernel that multiplies operands of these formats on a device; None if a format
+    defines a method `gemm`."""
     return None if own_gemm(a, b) is not None else table.gemm_kernels(a, b, device).bind(a, b)
 
 

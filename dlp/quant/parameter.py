@@ -560,7 +560,7 @@ def _linear(func: Any, x: Any, w: Any, bias: Any = None) -> Any:
 def _mm(func: Any, x: Any, w: Any) -> Any:
     if not isinstance(w, QuantizedParameter):
         return NotImplemented
-    return w.linear(x) if w.turned else x @ w.dequantize(x.dtype)  # fprop, or dgrad
+    return w.linear(x) if w.turned else x @ w.dequantize(x.dtype)  # fprop; else dgrad
 
 
 @_runs(aten.addmm.default)

@@ -43,7 +43,7 @@ class ScaleSlot:
 
 
 LARGEST_MARGIN = (
-    64  # as a power of two: half of the exponents of fp32, so that fp8_max x 2^-margin / amax is a normal number
+    64  # largest exponent: half of the exponents of fp32, so that fp8_max x 2^-margin / amax is a normal number
 )
 
 
@@ -106,7 +106,7 @@ class Origin:
         )
 
 
-Origins = tuple[Origin, Origin]  # of a shard and of the transposed shard
+Origins = tuple[Origin, Origin]  # origin of a shard, and origin of the transposed shard
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,8 @@ def _offers(kind: type, member: str) -> bool:
     for cls in kind.__mro__:
         if member in vars(cls):
             return True
-        if "cast" in vars(cls) or "observe" in vars(cls):  # members of base classes belong to other casts
+        # Optional methods of base classes were written for other casts
+        if "cast" in vars(cls) or "observe" in vars(cls):
             return False
     return False
 

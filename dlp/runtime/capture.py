@@ -1,7 +1,7 @@
 """Captured launches: the launches of a function, recorded once, then launched on other tensors by one native call.
 
     captured = record(run, given, fixed)     records `run()`, which reads the tensors `given`, without launching
-    results = captured(given)                launches what was recorded: the bits of `run()` on these tensors
+    results = captured(given)                runs the recorded launches; bitwise equal to `run()` on these tensors
 
 Between two calls with tensors of equal shapes, strides, dtypes and alignment only addresses change, if (1) the function only
 allocates, takes views and launches kernels of this package, and (2) its decisions depend on nothing else. `record` checks the
@@ -48,7 +48,8 @@ from dlp.kernels.ranges import named_range
 
 ALIGNMENT = 512  # bytes; alignment of torch's allocations on CUDA
 _NEW = {"aten::empty.memory_format", "aten::empty_strided", "aten::new_empty", "aten::empty_like"}
-# Allocation by (shape, strides, dtype) on the current device, without the dispatcher, as in compiled code of torch.
+# Allocate a tensor of (shape, strides, dtype) on the current device without the dispatcher, as compiled code of torch
+# does.
 _EMPTY = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")}
 DIRECTIONS = FORWARD, BACKWARD = "forward", "backward"
 LIMIT = 64  # captured kinds of inputs of one autograd function; inputs of further kinds are launched step by step
@@ -61,8 +62,9 @@ Key = tuple[Any, ...]
 _FIXED = -1
 Make = Callable[[], Tensor]
 Range = tuple[int, int]  # an address, and the number of bytes there
-# Memory that was used while recording: address, bytes; the tensor that replaces the memory in a later run, by index among the
-# tensors of that run (_FIXED: the address stays), and the offset of the memory in that tensor, in bytes.
+# Memory that was used during a recording: address and size in bytes; the tensor that replaces the memory in a later
+# run, as an index among the tensors of that run (_FIXED: the address stays); and the offset of the memory in that
+# tensor, in bytes.
 Memory = tuple[int, int, int, int]
 Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
@@ -100,7 +102,8 @@ class CapturedLaunches:
 
     def __init__(self, launched: Launched, given: Sequence[Tensor], fixed: Sequence[Range], returned: Sequence[Tensor],
                  allocated: Sequence[Tensor]) -> None:  # fmt: skip
-        # Results are views of `given`, taken again in each call, or allocations, made again in each call.
+        # Each result is a view of `given`, which is taken again in each call, or an allocation, which is made again in
+        # each call.
         wholes = {whole.data_ptr(): whole for whole in allocated}
         views = [None if result.data_ptr() in wholes else _view(result, given) for result in returned]
         results = [result for result, view in zip(returned, views, strict=True) if view is None]
@@ -131,8 +134,8 @@ class CapturedLaunches:
         self._launch: Any = self._steps[0] if self.segments == "L" else None
 
     def __call__(self, given: Sequence[Tensor], addresses: Sequence[int] = ()) -> list[Tensor]:
-        """Tensors of the recorded shapes, strides, dtypes and alignment -> the results. `addresses`: addresses of the tensors,
-        if the caller has computed them."""
+        """Run the launches on tensors of the recorded shapes, strides, dtypes and alignment; return the results.
+        `addresses`: addresses of the tensors, if the caller has computed them."""
         stream = stream_of(given[0])  # tensors are on the current device
         allocated = [make() for make in self._make]
         bases = [*addresses] if addresses else [tensor.data_ptr() for tensor in given]
@@ -174,8 +177,9 @@ def _segments(launched: Launched, memory: Sequence[Memory], count: int) -> Itera
 
 
 def _place(address: int, kind: Kind, memory: Sequence[Memory]) -> tuple[int, int, Kind]:
-    """Place of a tensor of a call in a later run: the index among the tensors of the run, the offset from the first element
-    of that tensor in bytes, and the kind. NotPlain for fixed memory and for memory that the recording does not know."""
+    """Place of a tensor of a call in a later run: the index among the tensors of the run, the offset from the first
+    element of that tensor in bytes, and the kind. Raises NotPlain for fixed memory and for memory that the recording
+    does not know."""
     for start, size, base, offset in memory:
         if start <= address < start + size and base != _FIXED:
             return base, address - start + offset, kind
@@ -280,7 +284,8 @@ class CapturedDirections:
         return run()
 
     def states(self, direction: str) -> Iterator[str]:
-        """For each kind of inputs of this direction: reason why it is not captured, empty if it is captured."""
+        """Return, for each kind of inputs of this direction, the reason why it is not captured; an empty reason if it
+        is captured."""
         if self.why.get(direction):
             yield self.why[direction]
         for key, launches in self.found.items():
@@ -313,7 +318,8 @@ def _span(tensor: Tensor) -> Range:
 
 
 def _whole(result: Tensor, wholes: dict[int, Tensor]) -> Tensor:
-    """The allocation that starts at a result. NotPlain if another result has this allocation, or if the dtype differs."""
+    """The allocation that starts at a result. Raises NotPlain if another result has this allocation, or if the dtype
+    differs."""
     whole = wholes.pop(result.data_ptr(), None)
     if whole is None or whole.dtype != result.dtype:
         raise NotPlain("returns two results that share memory")
@@ -321,8 +327,8 @@ def _whole(result: Tensor, wholes: dict[int, Tensor]) -> Tensor:
 
 
 def _view(result: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor]:
-    """For a result that is a view of a tensor in `given`: a function that takes the same view in a later run. NotPlain if the
-    result is not such a view."""
+    """Return a function that takes the same view in a later run, for a result that is a view of a tensor in `given`.
+    Raises NotPlain if the result is not such a view."""
     at, _ = _span(result)
     for i, tensor in enumerate(given):
         start, size = _span(tensor)
@@ -373,9 +379,12 @@ def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], in
 
 
 def _windows(launched: Launched) -> list[tuple[int, int]]:
-    """For each launch the first and the last step of the recording at which it may run: its own step on the current stream;
-    for a launch on a side stream, from the event that the side stream last waited for to the step that waits for the next
-    event of the side stream."""
+    """Return, for each launch, the first and the last step of the recording at which it may run.
+
+    On the current stream both are the step of the launch. On a side stream the first is the step that recorded the event
+    that the side stream last waited for; the last is the step in which the current stream waits for the next event of the
+    side stream.
+    """
     windows = [(step, step) for step in range(len(launched))]
     for lane in {lane for _, _, lane in launched} - {CURRENT}:
         begun = 0

@@ -117,20 +117,23 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> Any:
 
 
 def _backward_once(ctx: Any, *grads: Tensor | None) -> Any:
-    """Run the backward for `create_graph=True`: a second differentiation raises. torch's `once_differentiable` raises only if
-    an incoming gradient requires a gradient, though dx and dw depend on x and w as well; so all require a gradient here."""
+    """Run the backward for `create_graph=True`, such that a second differentiation raises.
+
+    torch's `once_differentiable` raises only if an incoming gradient requires a gradient, but dx and dw depend on x and
+    w as well. Here all incoming gradients therefore require a gradient.
+    """
     return _differentiate(ctx, *[None if grad is None else grad.detach().requires_grad_() for grad in grads])
 
 
-# `PassFunction.apply` without torch's Python wrapper, which searches every argument for tensors of torch.func's transforms and
-# takes 3 of the some 60 microseconds of host time of a tiny linear. `refuse_transforms` runs before it.
+# `PassFunction.apply` without torch's Python wrapper, which searches every argument for tensors of torch.func's
+# transforms and takes 3 of about 60 microseconds of host time of a tiny linear. `refuse_transforms` runs before it.
 apply_pass: Callable[..., Any] = super(torch.autograd.Function, PassFunction).apply
 
 
 def owned(results: Sequence[Tensor], given: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The results of an autograd function that was called with `given`, writable by the user: torch refuses writes to a view
-    that a function returns. A view that shares memory with neither an input nor another result is detached and is then no
-    view."""
+    """Return the results of an autograd function of `given` such that users can write to them. torch refuses writes to views
+    that a function returns, so a view that shares memory with neither an input nor another result is detached; then it is
+    no view."""
     return _without_views(results, given) if any([result._is_view() for result in results]) else results
 
 
@@ -150,7 +153,7 @@ def _base(tensor: Tensor) -> Tensor:
 
 
 def refuse_transforms(name: str) -> None:
-    """RuntimeError inside of a transform of torch.func, whose tensors have no memory that kernels could read."""
+    """Raise RuntimeError inside of a transform of torch.func, whose tensors have no memory that kernels could read."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             f"{name}: transforms of torch.func (grad, vmap, jvp, ...) are not supported: use torch.autograd.grad, and "

@@ -36,14 +36,14 @@ common = SimpleNamespace(recipe=recipe)  # te.common.recipe.Format
 
 MISSING = {
     "GroupedLinear": "dlp has no layer of experts: use one dlp.te.Linear for each expert",
-    "MultiheadAttention": "build attention of dlp.te.LayerNormLinear, dlp.te.DotProductAttention and dlp.te.Linear",
+    "MultiheadAttention": "build attention from dlp.te.LayerNormLinear, dlp.te.DotProductAttention and dlp.te.Linear",
     "InferenceParams": "generate with launch.generate, which has a cache of keys and values",
     "Fp8Padding": "leave the padding out: recipes pad operands themselves",
     "Fp8Unpadding": "leave the padding out: recipes pad operands themselves",
     "checkpoint": "call torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)",
     "make_graphed_callables": "call torch.cuda.make_graphed_callables inside of dlp.graphing(model)",
     "get_cpu_offload_context": "use torch.autograd.graph.save_on_cpu()",
-    "CudaRNGStatesTracker": "seed the ranks of a tp group alike, or differently under sequence parallelism",
+    "CudaRNGStatesTracker": "give the ranks of a tp group equal seeds, or different seeds under sequence parallelism",
     "onnx_export": "export a frozen model with dlp.export",
     "moe_permute": "dlp has no layer of experts: use torch.gather",
 }

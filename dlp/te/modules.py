@@ -129,8 +129,11 @@ class Linear(SplitLinear):
     def forward(  # type: ignore[override]
         self, inp: Any, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Any:
-        """is_first_microbatch: without effect, since weights are cast once per optimizer step after `dlp.attach`.
-        fp8_output, fp8_grad: y, or dx, is handed over quantized, as the recipe casts x, or dy."""
+        """Run the layer.
+
+        is_first_microbatch      without effect, because weights are cast once per optimizer step after `dlp.attach`
+        fp8_output, fp8_grad     y, or dx, is returned quantized, with the cast that the recipe applies to x, or dy
+        """
         refuse("te.Linear.forward", FORWARD, {"is_first_microbatch": is_first_microbatch}, ())
         if not (fp8_output or fp8_grad):
             return on_tokens(
@@ -182,7 +185,8 @@ class LayerNormLinear(_Module, ops.LayerNormLinear):
     def forward(  # type: ignore[override]
         self, inp: Any, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Any:
-        """fp8_output: y is handed over quantized, as the recipe of the linear casts x."""
+        """Run the layer. fp8_output: y is returned quantized, with the cast that the recipe of the linear applies to
+        x."""
         refuse(
             "te.LayerNormLinear.forward", FORWARD,
             {"is_first_microbatch": is_first_microbatch, "fp8_grad": fp8_grad}, ("fp8_output",),
@@ -234,7 +238,8 @@ class TransformerLayer(_Module, ops.TransformerLayer):
             )
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
-        """[S, B, H], or with sequence_parallel this rank's shard [S / tp, B, H]. See `ops.TransformerLayer.forward`."""
+        """Run the layer on [S, B, H], or with sequence_parallel on this rank's shard [S / tp, B, H]. See
+        `ops.TransformerLayer.forward`."""
         if self._on_shards and hidden_states.dim() == 3:
             options["batch"] = hidden_states.shape[1]
         run = partial(super().forward, attention_mask=attention_mask, **options)

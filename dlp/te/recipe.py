@@ -1,4 +1,5 @@
-"""Recipes under the names and keywords of `transformer_engine.common.recipe`, as functions that return recipes of dlp."""
+"""Recipes with the names and keywords of `transformer_engine.common.recipe`, as functions that return recipes of
+dlp."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def Float8BlockScaling(
 def MXFP8BlockScaling(
     fp8_format: str = Format.E4M3, margin: int = 0, enable_2d_quantization: bool = False, **options: Any
 ) -> Recipe:
-    """The recipe mxfp8. ValueError for a margin, which scales of blocks do not have."""
+    """The recipe mxfp8. Raises ValueError for a margin, which scales of blocks do not have."""
     refuse("MXFP8BlockScaling", ARGUMENTS, options, ("fp8_format", "enable_2d_quantization"))
     if margin:
         raise ValueError(f"MXFP8BlockScaling: margin must be 0; got {margin}: use DelayedScaling(margin=...)")

@@ -31,7 +31,7 @@ def autocast(
 def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: ProcessGroup | None = None
 ) -> AbstractContextManager[None]:
-    """`autocast` under its former name."""
+    """The former name of `autocast`."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 

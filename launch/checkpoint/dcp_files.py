@@ -67,7 +67,7 @@ def read_index(path: Path) -> Metadata:
 
 
 def files_of(index: Metadata) -> set[str]:
-    """Return the files that hold the tensors of an index. ValueError if the index does not name files."""
+    """Return the files that hold the tensors of an index. Raises ValueError if the index does not name files."""
     places = list(index.storage_data.values()) if isinstance(index.storage_data, dict) else []
     known = [
         place for place in places if isinstance(place, filesystem._StorageInfo) and not place.transform_descriptors

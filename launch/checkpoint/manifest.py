@@ -44,8 +44,8 @@ def step_of(path: Path) -> int:
 
 
 def resolve(resume: str, folder: Path) -> Path | None:
-    """Return the checkpoint of `[checkpoint] resume`: None for "none", the newest finished checkpoint for "auto", else the
-    path. CheckpointError for a file that has the name of the newest checkpoint."""
+    """Return the checkpoint that `[checkpoint] resume` names: None for "none", the newest finished checkpoint for
+    "auto", else the path. Raises CheckpointError for a file with the name of the newest checkpoint."""
     if resume == "none":
         return None
     if resume == "auto":

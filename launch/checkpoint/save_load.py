@@ -47,7 +47,7 @@ from launch.ranks import rank_objects
 
 T = TypeVar("T")
 
-# values of settings that older checkpoints lack
+# Values of settings that older checkpoints lack.
 MODEL_DEFAULTS = {each.name: each.default for each in fields(Model) if each.default is not MISSING}
 
 

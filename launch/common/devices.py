@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dlp.quant.gemm import DEVICES
 
-USABLE = 0.92  # of a board's memory: the rest is the driver's, NCCL's, and lost between tensors
+USABLE = 0.92  # usable share of a board's memory; the driver and NCCL need the rest, or it is lost between tensors
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ in TOML, and a string needs no quotes:
 python -m launch.config tiny --train.lr 1e-3 --mesh.sequence_parallel false --recipe bf16
 ```
 
-prints the resolved file, which is itself a config. A setting that cannot be used stops the program with one sentence:
+prints the resolved file, which is itself a config. An invalid setting ends the program with an error message:
 
 ```
 --train.lr: expected a number > 0, got 'fast'

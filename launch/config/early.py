@@ -43,7 +43,7 @@ def refuse_early(arguments: Sequence[str], *, ranks: bool) -> None:
     except ConfigError as error:
         refuse(str(error))
     except (OSError, ValueError):
-        return  # the program itself says this
+        return  # the program reports this error itself
 
 
 def check(arguments: Sequence[str]) -> tuple[argparse.Namespace, rules.Settings]:
@@ -63,7 +63,8 @@ def check(arguments: Sequence[str]) -> tuple[argparse.Namespace, rules.Settings]
 
 
 def _check_ranks(options: argparse.Namespace, settings: rules.Settings, arguments: Sequence[str]) -> None:
-    """Raise ConfigError for a mesh or a batch that does not fit the planned ranks, those of torchrun, or the only rank."""
+    """Raise ConfigError for a mesh or a batch that does not fit the number of ranks: the planned ranks, the ranks of
+    torchrun, or the single rank of this process."""
     if options.plan:
         rules.validate_world(settings, int(options.world or 8))
     elif "RANK" in os.environ:

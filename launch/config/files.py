@@ -18,7 +18,7 @@ FOR_FOLDERS = "transformers"  # default with --model FOLDER
 def find(name_or_path: str | Path) -> Path:
     """Return the file of a config. Raises ConfigError if there is none."""
     path = Path(name_or_path)
-    with contextlib.suppress(OSError, ValueError):  # a name that no file can have
+    with contextlib.suppress(OSError, ValueError):  # names that no file can have raise these errors
         for candidate in (CONFIGS / f"{name_or_path}.toml", path):
             if candidate.is_file():
                 return candidate
@@ -27,7 +27,8 @@ def find(name_or_path: str | Path) -> Path:
 
 
 def chosen(config: str, arguments: Sequence[str], changes: Sequence[tuple[str, str]]) -> str:
-    """Return the name or path of the config of a command line: without a config, --model has a default of its own."""
+    """Return the name or path of the config of a command line. Without a config, the default depends on whether --model
+    is given."""
     if config == DEFAULT and DEFAULT not in arguments and "model.folder" in dict(changes):
         return FOR_FOLDERS
     return config

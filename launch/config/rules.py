@@ -17,7 +17,8 @@ from launch.models.settings import Model, PretrainedModel
 from launch.settings.schema import ConfigError, Section, brief, read
 
 NAMES = (*SECTIONS, "groups")
-PIECES = 8  # microbatches of a step in invariant mode, where micro_batch = -1 and the global batch can be cut so
+# Microbatches of a step in invariant mode with micro_batch = -1, if the global batch is divisible by this number
+PIECES = 8
 S = TypeVar("S", bound="Settings")
 
 
@@ -140,8 +141,12 @@ def _of_family(config: Settings, model: Model) -> Iterator[tuple[bool, str]]:
 
 
 def _of_folder(config: Settings, model: PretrainedModel) -> Iterator[tuple[bool, str]]:
-    """Yield (whether the rule holds, message) for each rule of a folder of transformers that config.json need not be read
-    for. Raises ConfigError if the folder is incomplete; `Config` checks the architecture, for which transformers is needed."""
+    """Yield (whether the rule holds, message) for each rule about a folder of transformers that can be checked without
+    reading config.json. `Config` checks the architecture, because this check needs transformers.
+
+    Raises:
+        ConfigError: if the folder is incomplete.
+    """
     check_folder(model.folder)
     folder, mesh, train = f"--model {model.folder}", config.mesh, config.train
     yield (
@@ -290,7 +295,8 @@ def validate_world(config: Settings, world_size: int) -> Batch:
 
 
 def choose(config: Settings, ranks: Sequence[int], tps: Sequence[int]) -> tuple[int, int]:
-    """The first (ranks, tp) that the config fits, by ranks, then by tp. Raises the first one's ConfigError if none."""
+    """Return the first pair (ranks, tp) that the config fits, in the order of ranks, then of tp. If no pair fits, raise
+    the ConfigError of the first pair."""
     for each in ranks:
         for tp in tps:
             if not _misfit(config, each, tp):
@@ -307,15 +313,16 @@ def _misfit(config: Settings, ranks: int, tp: int) -> ValueError | None:
 
 
 def sizes_of_tp(config: Settings, arguments: Sequence[str]) -> list[int]:
-    """Sizes of tp to try: only the size on the command line, or the size in the config and its divisors, largest first."""
+    """Sizes of tp to try: the size on the command line; without one, the size in the config and its divisors, largest
+    first."""
     tp = config.mesh.tp
     asked = any(each.partition("=")[0] == "--mesh.tp" for each in arguments)
     return [tp] if asked else [size for size in range(tp, 0, -1) if tp % size == 0]
 
 
 def on_one_rank(config: S, arguments: Sequence[str]) -> tuple[S, list[str]]:
-    """The config of a process that no launcher started, which is the only rank: tp as that rank allows, and what to print.
-    Raises ConfigError for a tp of the command line, or another setting, that does not fit one rank."""
+    """Return the config of a process without a launcher, which is the only rank, with a tp that fits one rank, and
+    lines to print. Raises ConfigError if tp of the command line, or another setting, does not fit one rank."""
     _, tp = choose(config, [1], sizes_of_tp(config, arguments))
     if tp == config.mesh.tp:
         return config, []

@@ -11,7 +11,7 @@ from typing import Any
 from launch.models.settings import Model
 from launch.settings.schema import Rule, Section, choice, flag, integer, number, numbers, setting, text, texts
 
-AXES, CP = ("dp_replicate", "dp_shard", "tp"), "cp"  # of `dlp.comm.mesh`, which imports torch
+AXES, CP = ("dp_replicate", "dp_shard", "tp"), "cp"  # equal to the names in `dlp.comm.mesh`, which imports torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class Data(Section):
     )
     validation: float = setting(
         number("> 0", "< 1"),
-        "share of files of builtin:stdlib that is held out; a prepared folder has a split of its own",
+        "share of files of builtin:stdlib that is held out; prepared folders already contain a split",
         0.05,
     )
     reset_attention: bool = setting(
@@ -112,7 +112,7 @@ class Train(Section):
     reduce_gradients: str = setting(
         choice("auto", "step", "microbatch"),
         "when FSDP reduces gradients; step: once, after the last microbatch, with unsharded fp32 gradients until then; "
-        "microbatch: after each microbatch, with sharded gradients; auto: step where memory suffices",
+        "microbatch: after each microbatch, with sharded gradients; auto: step if memory suffices",
         "auto",
     )
     seed: int = setting(integer(">= 0"), "seed of the initial weights and of the order of the data", 0)
@@ -187,12 +187,12 @@ class Train(Section):
     )
     cuda_graph: bool | str = setting(
         GRAPH,
-        "steps are captured as a CUDA graph and replayed; auto: on GPUs, where no other setting forbids a graph",
+        "steps are captured as a CUDA graph and replayed; auto: on GPUs, unless another setting forbids a graph",
         "auto",
     )
     kernels: str = setting(
         choice("auto", "required"),
-        "Required: the run ends where the native kernels cannot be had; auto: casts then run in plain torch, as the plan says.",
+        "required: the run ends if native kernels are not available; auto: casts then run in plain torch, and the plan says so",
         "auto",
     )
     sentinel: int = setting(

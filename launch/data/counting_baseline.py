@@ -12,7 +12,7 @@ import numpy as np
 
 from launch.data.shard import Shard, Tokens
 
-BYTES = 257  # the vocabulary of bytes and a separator
+BYTES = 257  # size of the vocabulary of bytes with a separator
 LARGEST_TABLE = 512  # symbols: 2 MB of counts
 PIECE = 1 << 22  # tokens counted at once
 MOST = 1 << 28  # maximum number of counted tokens of a split; a larger split is sampled in pieces at equal distances

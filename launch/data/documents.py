@@ -25,7 +25,7 @@ MOST_LINE = 1 << 26  # bytes of the first line of a .json file that are read to 
 CHUNK = 1 << 20  # characters of a JSON array that are read per block
 MOST_ELEMENT = 1 << 28  # maximum characters of one element of a JSON array
 BLANK = re.compile(r"\s*")
-SAVED, SPLITS = "state.json", "dataset_dict.json"  # of a Hugging Face dataset, and of several
+SAVED, SPLITS = "state.json", "dataset_dict.json"  # state files of a Hugging Face dataset, and of several datasets
 
 
 class RowError(ValueError):
@@ -130,8 +130,9 @@ def _reader(path: Path, column: str) -> Callable[[Path, str], Iterator[Row]] | N
 def _json_reader(path: Path, column: str) -> Callable[[Path, str], Iterator[Row]] | None:
     """Reader of a .json file.
 
-    The file is JSON lines if the first line is an object that has the column or is followed by more lines; or an array of
-    objects or strings. None for any other JSON, such as the settings of a program."""
+    The file is JSON lines if the first line is an object that has the column or is followed by more lines, or an array
+    of objects or strings. Any other JSON, such as the settings of a program, gives None.
+    """
     try:
         with _opened(path) as file:
             head = file.read(HEAD).removeprefix(codecs.BOM_UTF8).lstrip()

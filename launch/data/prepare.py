@@ -162,7 +162,7 @@ def at_work(work: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no lock yet, a removed folder, or a file system without locks
+    except OSError:  # no lock file yet, a removed folder, or a file system without locks
         return False
     return False
 
@@ -218,7 +218,7 @@ def _write(
 
 
 def _closed(writers: Iterable[ShardWriter], share: float) -> Sequence[Shard]:
-    """Close the writers and return all shards. ValueError for a split without shards."""
+    """Close the writers and return all shards. Raises ValueError for a split without shards."""
     for writer in writers:
         writer.flush()
         if not writer.shards:

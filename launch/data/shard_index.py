@@ -32,7 +32,7 @@ def write_index(folder: Path, tokenizer: Tokenizer, shards: Sequence[Shard]) -> 
 
 
 def read_index(folder: Path, remedy: str) -> dict[str, Any] | None:
-    """Return the index of a folder; None without index.json. ValueError for a file that is not an index."""
+    """Return the index of a folder; None without index.json. Raises ValueError for a file that is not an index."""
     path = folder / INDEX
     if not path.is_file():
         return None
@@ -55,6 +55,6 @@ def check_against(index: dict[str, Any], folder: Path, shards: Sequence[Shard], 
     for name, shard in there.items():
         if entry_of(shard) != listed[name]:
             raise ValueError(
-                f"{shard.path}: damaged or of another preparation, its header says {entry_of(shard)} and {INDEX} "
+                f"{shard.path}: damaged or from another preparation: the header says {entry_of(shard)}, {INDEX} says "
                 f"{listed[name]}; {remedy}"
             )

@@ -110,8 +110,8 @@ def stdlib_files() -> dict[str, Path]:
 
 
 def stdlib_shards(validation: float) -> Path:
-    """Return the folder of shards of builtin:stdlib, created in the cache if missing ($XDG_CACHE_HOME/dlp or ~/.cache/dlp).
-    ValueError if the cache cannot be written."""
+    """Return the folder of shards of builtin:stdlib, created in the cache if missing ($XDG_CACHE_HOME/dlp or
+    ~/.cache/dlp). Raises ValueError if the cache cannot be written."""
     files = stdlib_files()
     digest = hashlib.sha256(f"{VERSION} {SPLIT_VERSION} {validation} {len(files)}".encode())
     for name, path in files.items():

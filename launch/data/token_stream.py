@@ -34,7 +34,7 @@ SETTINGS = {  # keys of `state_dict` that determine the order of the data, with 
     "data": "[data] path", "weights": "[data] path", "sequence": "[train] sequence",
     "global_batch": "[train] global_batch", "seed": "[train] seed",
 }  # fmt: skip
-PERIOD = 4096  # period in places, in which every source has exactly its share
+PERIOD = 4096  # period, in places, in which the number of places of each source is exactly its share
 ROUNDS = 4
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
@@ -80,8 +80,8 @@ class Source:
 
 
 def shares(weights: Mapping[Path, float]) -> list[int]:
-    """Return the number of places of each source among `PERIOD`, by largest remainders. ValueError for a source without a
-    place."""
+    """Return the number of places of each source among `PERIOD`, by largest remainders. Raises ValueError for a source
+    without a place."""
     exact = [PERIOD * weight / sum(weights.values()) for weight in weights.values()]
     found = [math.floor(each) for each in exact]
     by_rest = sorted(range(len(exact)), key=lambda i: found[i] - exact[i])
@@ -146,7 +146,8 @@ class TokenStream:
         return found
 
     def describe(self, steps: int) -> Iterator[str]:
-        """Yield what a run of `steps` steps reads of each source, if there are several."""
+        """Yield a line for each source with the tokens that a run of `steps` steps reads from the source, if there are
+        several sources."""
         for source in self.sources if len(self.sources) > 1 else ():
             part = source.share / PERIOD
             epochs = part * steps * self.global_batch / source.windows

@@ -66,7 +66,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
-    """Open "bytes" or a tokenizer.json. ValueError for a file that is not a tokenizer, and if no token ends a document."""
+    """Open "bytes" or a tokenizer.json. Raises ValueError for a file that is not a tokenizer, and if no token ends a
+    document."""
     if name == BYTES.name:
         if separator is not None:
             raise ValueError("--separator: bytes are separated by 256; leave it out")
@@ -77,7 +78,7 @@ def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
     package = need("tokenizers", "tokenizers", f"{path}: a tokenizer")
     try:
         made = package.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises plain Exception
+    except Exception as error:  # the package raises the base class Exception
         raise ValueError(
             f"{path}: not a tokenizer of the package tokenizers ({error}); give the tokenizer.json of a model"
         ) from None
@@ -90,7 +91,7 @@ def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
         decoded = [_decoded(*text) for text in texts]
         try:
             found = made.encode_batch(decoded)
-        except Exception as error:  # the package raises plain Exception
+        except Exception as error:  # the package raises the base class Exception
             raise ValueError(
                 f"{path}: this tokenizer cannot encode the documents from {texts[0][0]} to {texts[-1][0]} ({error}); "
                 f"give a tokenizer for this text"

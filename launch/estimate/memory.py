@@ -83,7 +83,7 @@ def memory(config: Config, plan: Plan, load: Workload, waits: Accumulation) -> M
 
 
 def kinds_of_blocks(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
-    """For each block, the first block with equal rows."""
+    """Map each block to the first block that has equal rows."""
     said: dict[str, list[Any]] = {block: [] for block in blocks}
     for row in plan.layers:
         block = block_of(row.name, said)

@@ -74,7 +74,7 @@ class Rates:
         if not near:
             known = ", ".join(sorted({name for name, *_ in self.gemms}))
             raise ValueError(
-                f"the table of {self.board} has no times of {recipe}; measured are {known}: choose one of these, or measure "
+                f"the table of {self.board} has no times of {recipe}, but of {known}: choose one of these, or measure "
                 f"it with python -m dlp.parallel.tune --recipes {recipe.name}"
             )
         rate = auto.gemm_rate(near, sizes, neighbors=NEAREST)

@@ -51,11 +51,11 @@ class _Count:
         self._alive: list[Any] = []
 
     def opaque(self, *tensors: Tensor) -> None:
-        """Count tensors that an opaque operation reads again in backward, or has returned."""
+        """Count tensors that an opaque operation saves for backward or returns."""
         self._opaque.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def point(self, *tensors: Tensor) -> None:
-        """Count tensors made at a point of selective recomputation."""
+        """Count tensors that are created at a boundary of selective recomputation."""
         for tensor in tensors:
             self._add("points", tensor)
 
@@ -70,7 +70,7 @@ class _Count:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen[kind]:
             self._seen[kind].add(storage._cdata)
-            self._alive.append(storage)  # freed memory may be counted twice
+            self._alive.append(storage)  # keeps the storage alive, because freed memory could be counted twice
             found = getattr(self.saved, kind)
             found[self.block] = found.get(self.block, 0) + storage.nbytes()
 
@@ -180,7 +180,7 @@ def saved_by(
         _follow(model.get_submodule(name), name, count)
     fake = FakeTensorMode(
         allow_non_fake_inputs=True
-    )  # models of transformers ask meta tensors for values, and no fake ones
+    )  # models of transformers read meta tensors that are not fake tensors
     with torch.autograd.graph.saved_tensors_hooks(count.pack, lambda tensor: tensor), _Kernels(count), fake:
         logits = forward(model, torch.zeros(batch, dtype=torch.int64, device="meta"))
     count.saved.logits = logits.untyped_storage().nbytes()

@@ -57,7 +57,7 @@ class StepWork:
 
     def __init__(self, config: Config, found: Planned, rates: Rates, device: str) -> None:
         self.config, self.plan, self.load, self.rates = config, found.plan, found.load, rates
-        by_ranks = self.load.ranks(CP) > 1  # chunks of a context axis call torch's flash kernel
+        by_ranks = self.load.ranks(CP) > 1  # with cp, chunks of queries run torch's flash kernel
         self.attention = None if by_ranks else attention_of(config, kind_of(device)).backend
         self.model, self.train, blocks = config.family, config.train, frozenset(config.architecture.blocks)
         self.tp, self.shards = self.load.ranks(TP), self.load.shards
@@ -313,8 +313,8 @@ class StepWork:
         return 0 if name == "serial" else (self.tp - 1) * int(per_rank or 1)
 
     def _gathered(self, linear: LinearTraffic, gemm: str, nbytes: int, seconds: float, kernels: int) -> None:
-        """A GEMM of gathered tokens: as one GEMM after the transfer, or this rank's rows at once and other rows as they
-        arrive."""
+        """A GEMM on gathered tokens: one GEMM after the transfer, or GEMMs on the local rows at once and on other rows
+        as they arrive."""
         name, pieces = f"{linear.name} {gemm}", self._pieces(linear, gemm)
         if not pieces or not nbytes:
             waits = (self._transfer(f"{linear.name} gather", nbytes),) if nbytes else ()
@@ -403,7 +403,7 @@ class StepWork:
             shard = 4 * elements / self.shards
             sent += 2 * shard * (replicas - 1) / replicas / self.dp_speed[DP_REPLICATE]
         reduced = self.program.add(f"{unit or 'root'} reduce", TRANSFER, sent, DP_LINK, self.program.last)
-        if not unit:  # the step ends when the last gradients have arrived
+        if not unit:  # the step ends after the last gradients have arrived
             self._compute("gradients arrive", COPIES, 0.0, waits=(reduced,))
 
     # Parts

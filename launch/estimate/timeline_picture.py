@@ -10,7 +10,7 @@ from launch.estimate.timeline import LANES
 
 def write_picture(found: Forecast, path: Path) -> None:
     """Draw the schedule of the step's last microbatch and the shares of the step as a PNG file."""
-    from matplotlib.figure import Figure  # imported here, since every run imports this file
+    from matplotlib.figure import Figure  # imported here, because every run imports this file
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(12, 8), layout="constrained")

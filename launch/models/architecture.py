@@ -84,14 +84,16 @@ class Architecture(ABC):
         """Set up a converted model: attention backend, fused blocks."""
 
     def share_sequences(self, model: nn.Module, context: Context) -> None:
-        """Let positions and attention be those of this rank's part of each sequence, before conversion. Called if cp > 1."""
+        """Restrict positions and attention to this rank's part of each sequence, before conversion. Called if cp >
+        1."""
         raise ValueError(
             f"cp = {context.ranks}: the attention of {type(model).__name__} reads whole sequences: use cp = 1"
         )
 
     @abstractmethod
     def allocate(self, model: nn.Module, device: torch.device) -> None:
-        """Give memory to the parameters of a converted and sharded model. Values are undefined, except those of buffers."""
+        """Give memory to the parameters of a converted and sharded model. Values of parameters are undefined; values of
+        buffers are set."""
 
     @abstractmethod
     def initialize(self, model: nn.Module, seed: int) -> None:

@@ -16,7 +16,7 @@ class KeyValues:
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v [B, kv heads, S, head_dim] of the next S tokens, and return keys and values of all tokens.
-        ValueError if the cache is full."""
+        Raises ValueError if the cache is full."""
         first, end = self.length, self.length + k.shape[2]
         if end > self.room:
             raise ValueError(f"a cache for {self.room} tokens got {end}; create a cache with more room")

@@ -38,7 +38,7 @@ def set_attention(model: Llama, choice: Choice) -> None:
 
 
 def set_context(model: Llama, context: Context) -> None:
-    """Let positions and attention be those of this rank's part of each sequence."""
+    """Restrict positions and attention to this rank's part of each sequence."""
     for module in (model.model, *(block.self_attn for block in model.model.layers)):
         vars(module)["context"] = context
 

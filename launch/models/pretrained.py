@@ -33,7 +33,8 @@ UNCOMPARED = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "
 
 
 def _opened(folder: str) -> Any:
-    """The config of transformers of a folder. ConfigError for an architecture that is not a causal language model."""
+    """The config of transformers of a folder. Raises ConfigError for an architecture that is not a causal language
+    model."""
     kind = check_folder(folder)["model_type"]
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -174,7 +175,7 @@ class Pretrained(Architecture):
     def allocate(self, model: nn.Module, device: torch.device) -> None:
         allocate(model, device)
         if any(name in model.state_dict() for name, _ in model.named_buffers()):
-            self.initialize(model, 0)  # checkpoints hold parameters; values of buffers are in the folder
+            self.initialize(model, 0)  # checkpoints contain parameters; the values of buffers are in the folder
 
     def initialize(self, model: nn.Module, seed: int) -> None:
         load_pretrained(model, self.folder)

@@ -53,7 +53,7 @@ class Model(Section):
         None,
     )
     sliding_window: int | None = setting(
-        integer(">= 1"), "number of tokens that attention of the model spans; a sequence must not be longer", None
+        integer(">= 1"), "number of tokens that attention of the model spans; sequences must not be longer", None
     )
     norm_eps: float = setting(number("> 0"), "added to the mean square in RMSNorm", 1e-5)
     tie_embeddings: bool = setting(flag(), "the output head uses the weight of the embedding", False)

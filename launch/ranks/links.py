@@ -51,8 +51,8 @@ def leaves_host(group: str, dims: ParallelDims, host: int = HOST) -> bool:
 
 
 def transport_name(asked: str, dims: ParallelDims, device: str) -> str:
-    """Return the carrier of transfers over tp for `[mesh] transport = asked`: "gloo", "nccl" or "mapped". ValueError for
-    "mapped" over several hosts."""
+    """Return the carrier of transfers over tp for `[mesh] transport = asked`: "gloo", "nccl" or "mapped". Raises
+    ValueError for "mapped" over several hosts."""
     if asked == MAPPED and leaves_host(TP, dims):
         raise ValueError(
             f"[mesh] transport = 'mapped': a tp group of {dims.tp} ranks spans several hosts of {HOST} GPUs, and only "

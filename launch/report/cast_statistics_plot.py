@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 OPERANDS = ("x", "w", "dy")
-NUMBERS = {  # name in the metrics -> axis label, and scale of the axis
+NUMBERS = {  # name in the metrics -> axis label and scale of the axis
     "sqnr_db": ("SQNR, dB", "linear"),
     "underflow": ("underflow, share", "linear"),
     "saturation": ("saturation, share", "linear"),

@@ -43,7 +43,7 @@ def watch_memory(folder: Path, device: torch.device, history: bool) -> None:
         return
     if history:
         torch.cuda.memory._record_memory_history(max_entries=HISTORY)
-    attach = vars(torch._C)["_cuda_attach_out_of_memory_observer"]  # builds for CPUs lack this function
+    attach = vars(torch._C)["_cuda_attach_out_of_memory_observer"]  # builds of torch for CPUs lack this function
     attach(observer(snapshot_path(folder), torch.cuda.memory._snapshot))
 
 

@@ -173,7 +173,7 @@ class Recorder:
 
     def _plot(self) -> None:
         """Draw the plot. A failure does not end the run; `launch.plot` can draw the plot later from the metrics."""
-        from launch.report import plots  # importing matplotlib takes half a second, on rank 0 only
+        from launch.report import plots  # importing matplotlib takes half a second, and only rank 0 plots
 
         path = self._run.path / "loss.png"
         try:

@@ -90,8 +90,8 @@ class RunDir:
         """Write the configuration, the plan and all kept messages, after all checks.
 
         `aside`: an existing run in the folder is a different run, and is moved aside first. Raises ValueError on all
-            ranks if the folder
-        cannot be written."""
+        ranks if the folder cannot be written.
+        """
         if moved := rank_objects.from_rank_0(lambda: self._describe(config, mesh, plan, aside)):
             self.say(f"the run that was here is now in {moved}")
         try:

@@ -78,7 +78,7 @@ class Claim:
 
 
 def unlike(lock: Path, holder: str) -> str | None:
-    """The reason why this rank does not read in the lock file the content that rank 0 wrote; "" if it does."""
+    """Return the reason why this rank does not find the content of rank 0 in the lock file; "" if it does."""
     end = time.monotonic() + PATIENCE
     while True:
         try:

@@ -7,9 +7,9 @@ import torch
 from launch.config.sections import Train
 from launch.models.attention import Choice
 
-CUDNN, CUDNN_HEAD_DIM = 91501, 128  # the oldest version of cuDNN, and the largest head
+CUDNN, CUDNN_HEAD_DIM = 91501, 128  # oldest supported version of cuDNN, and largest supported head_dim
 INVARIANT = "flash"
-FASTEST = "cudnn"  # on GPUs with kernels of this package, by bench.attention
+FASTEST = "cudnn"  # fastest backend on GPUs with dlp's kernels, by bench.attention
 
 
 def choose(train: Train, head_dim: int, documents: bool, kind: str) -> Choice:
@@ -63,7 +63,8 @@ def _obstacle(backend: str, train: Train, head_dim: int, documents: bool, kind: 
         return (
             f"cuDNN supports heads of at most {CUDNN_HEAD_DIM} features in multiples of 8, and head_dim is {head_dim}"
         )
-    version = torch.backends.cudnn.version() if torch.cuda.is_available() else CUDNN  # planned for another host
+    # Without a GPU, the plan is for another host
+    version = torch.backends.cudnn.version() if torch.cuda.is_available() else CUDNN
     return (
         None if version and version >= CUDNN else f"cuDNN {CUDNN} or newer is needed, and cuDNN {version} is installed"
     )

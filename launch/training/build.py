@@ -37,8 +37,9 @@ from launch.training.gradient_accumulation import Accumulation, accumulation, gr
 from launch.training.optimizer import check_installed, make_optimizer
 from launch.training.recomputation import recompute
 
-# Of the code of a block: a few for steps, validation and each recipe it is swapped to. Where torch would make more it raises
-# and says why; by itself it makes 8, and runs what is left of a model uncompiled.
+# Maximum number of graphs of a block's code: a few for steps, validation and each recipe of a recipe change. Beyond
+# this number torch raises an error with the reason. The default of torch is 8, after which torch runs the remaining
+# blocks uncompiled.
 GRAPHS = 64
 
 
@@ -56,7 +57,7 @@ class Built:
     batch: Batch
     accumulation: Accumulation
     swaps: list[recipe_schedule.PlannedSwap]
-    graph: bool  # steps are replayed as a CUDA graph
+    graph: bool  # whether steps are replayed as a CUDA graph
     context: dlp.Context
 
 
@@ -134,8 +135,8 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
 
 def check_device(config: Config, device_type: str) -> bool:
-    """Return whether steps run as a CUDA graph on this device. ConfigError for settings that need another device or a
-    missing package. `device_type`: "cpu", "cuda", or a kind of GPU."""
+    """Return whether steps run as a CUDA graph on this device. Raises ConfigError for settings that need another device
+    or a missing package. `device_type`: "cpu", "cuda", or a kind of GPU."""
     if config.train.profiler == "nvtx" and device_type == "cpu":
         raise ConfigError(f"{config.source}: [train] profiler: expected a GPU for nvtx, got a CPU: set it to torch")
     if config.train.sentinel and device_type != "cpu" and not config.train.deterministic:
@@ -149,7 +150,7 @@ def check_device(config: Config, device_type: str) -> bool:
 
 
 def check_kernels(config: Config, device_type: str) -> None:
-    """ConfigError where [train] kernels = "required" and the native kernels do not run on this device."""
+    """Raise ConfigError where [train] kernels = "required" and the native kernels do not run on this device."""
     if config.train.kernels != "required" or device_type not in ("cpu", "cuda"):
         return
     try:
@@ -165,12 +166,13 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
         deterministic.fix_sums(device)
     model, plan, batch = parallel_model(config, mesh)
     config.architecture.allocate(model, device)
-    if config.train.init_from is None:  # else they are loaded
+    if config.train.init_from is None:  # otherwise weights are loaded
         config.architecture.initialize(model, config.train.seed)
     optimizer = make_optimizer(model, config, device, capturable=graph)
     cache = config.train.weight_cache
     main_grads = config.train.main_grads
-    dlp.attach(model, optimizer, weight_cache=cache, on_nonfinite="ignore", main_grads=main_grads)  # the loop looks
+    # The training loop checks for non-finite values
+    dlp.attach(model, optimizer, weight_cache=cache, on_nonfinite="ignore", main_grads=main_grads)
     swaps = recipe_schedule.prepare(config.groups, model, plan)
     dims = ParallelDims.from_mesh(mesh)
     memory = memory_here() if device.type == "cuda" else None
@@ -193,9 +195,9 @@ def carry_gradients(model: nn.Module, config: Config, wire: str) -> None:
 def shard(
     model: nn.Module, blocks: Collection[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None, asked: Mesh
 ) -> None:
-    """Apply FSDP to each block and to the rest: weights gathered quantized, or in `dtype`, None: as they are stored, in fp32;
-    gradients reduced in fp32.
-    Blocks free gathered weights after forward if `asked`; the rest keeps them for backward."""
+    """Apply FSDP to each block and to the rest of the model: weights are gathered quantized, or in `dtype` (None: in
+    the stored dtype, fp32); gradients are reduced in fp32. Blocks free gathered weights after forward if `asked`; the
+    rest keeps gathered weights for backward."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     gather = asked.quantized_gather
     for block in blocks:

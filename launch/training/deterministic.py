@@ -42,7 +42,7 @@ def fix_sums(device: torch.device) -> None:
 
 def _use_deterministic_algorithms() -> None:
     torch.use_deterministic_algorithms(True)
-    # filling is a debugging aid, and it is on by default
+    # filling is a debugging aid, which torch enables by default
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

@@ -26,7 +26,7 @@ class Source:
     ) -> None:  # fmt: skip
         self.reader, self.parameters, self.theirs, self.coded = reader, parameters, theirs, coded
         self.tensors, self.header = dict[str, Tensor](), dict[str, str]()
-        self.origin: dict[str, str] = {}  # our name of the parameter that a tensor is made from
+        self.origin: dict[str, str] = {}  # name in dlp of the parameter from which a tensor is made
         for name, parameter in parameters.items():
             linear = coded.get(name.removesuffix(".weight"))
             made = {theirs[name]: parameter.to(dtype)}

@@ -21,9 +21,10 @@ from launch.config.rules import Batch
 from launch.config.run_config import Config
 from launch.training.optimizer import state_bytes
 
-# Of a rank, where it is not known: the smallest board of its kind; on a CPU, where ranks share a machine, a rule
+# Memory of a rank if it is not known: the memory of the smallest board of the same kind; on a CPU, whose memory ranks
+# share, an assumed size.
 MEMORY = {"cpu": 8e9, "cuda": 40e9, "sm_90": 80e9, "sm_100": 180e9}
-WEIGHT = 8  # bytes a parameter of a shard: fp32 weight and gradient
+WEIGHT = 8  # bytes per parameter of a shard: fp32 weight and gradient
 
 
 @dataclass(frozen=True)

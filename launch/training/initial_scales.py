@@ -16,8 +16,9 @@ import dlp
 from dlp.parallel.model.session import session_of
 from launch.ranks import rank_objects
 
-# The first pass finds the amaxes of x, of w and of what the residual stream brings, the second those behind them. In a model
-# of six blocks the third moved no scale by more than 0.15 octaves, and the next ones none by more than 0.06.
+# Number of passes. The first pass finds the amaxes of x and w and of the residual stream, the second pass the amaxes of
+# later tensors. In a model of six blocks the third pass moved no scale by more than 0.15 octaves, and later passes
+# moved none by more than 0.06.
 PASSES = 3
 
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from launch.config.sections import Train
 
-CURVE = ("steps", "lr", "min_lr", "warmup", "schedule", "decay")  # settings of [train] that make it
-# (share of the steps behind the warm-up that are done, the share that wsd decays in) -> 1 at the peak, 0 at min_lr
+# Settings of [train] that determine the learning rates
+CURVE = ("steps", "lr", "min_lr", "warmup", "schedule", "decay")
+# (completed share of the steps after the warm-up, share of the steps in which wsd decays) -> 1 at the peak, 0 at min_lr
 SHAPES: dict[str, Callable[[float, float], float]] = {
     "cosine": lambda done, decay: 0.5 * (1.0 + math.cos(math.pi * done)),
     "linear": lambda done, decay: 1.0 - done,
@@ -20,8 +21,8 @@ SHAPES: dict[str, Callable[[float, float], float]] = {
 
 
 def learning_rate(step: int, train: Train) -> float:
-    """Return the learning rate of step `step`, counted from 0: linear warm-up, then decay to `min_lr` of the peak at the
-    last step, as `schedule` says."""
+    """Return the learning rate of step `step`, counted from 0: linear warm-up, then, according to `schedule`, a decay
+    to `min_lr` of the peak at the last step."""
     if step < train.warmup:
         return train.lr * (step + 1) / train.warmup
     behind = max(1, train.steps - 1 - train.warmup)

@@ -38,7 +38,7 @@ def some(layers: Sequence[str]) -> str:
 
 
 def matching(group: Group, model: nn.Module, plan: Plan) -> list[str]:
-    """Return the linears that match a group. ValueError for a pattern without a match."""
+    """Return the linears that match a group. Raises ValueError for a pattern without a match."""
     names = [row.name for row in plan.layers]
     lengths = {
         name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)

@@ -29,7 +29,7 @@ from dlp.comm.wire_checks import Damaged, WireChecks
 from dlp.parallel.model.session import session_of, without_effects
 from launch.ranks.links import OWN
 
-Sums = dict[tuple[str, str], Tensor]  # (direction, what) -> checksum
+Sums = dict[tuple[str, str], Tensor]  # (direction, name of the tensor or module) -> checksum
 
 
 class SentinelError(Exception):
@@ -138,7 +138,7 @@ class Sentinel:
             said = f"{keys[own[0]][1]} in {keys[own[0]][0].split()[0]}" if same else "other modules ran"
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, (said, kind, len(self._damaged), len(own)))
-        damaged = any(transfers for _, _, transfers, _ in told)  # the cause of all other differences
+        damaged = any(transfers for _, _, transfers, _ in told)  # a damaged transfer causes all other differences
         where = [
             f"rank {rank} ({kind}): {said}, {transfers or differences} in all"
             for rank, (said, kind, transfers, differences) in enumerate(told)

@@ -27,7 +27,7 @@ class SpikeFilter:
     def __init__(self, factor: float, device: torch.device) -> None:
         self._factor = factor
         self.norms = torch.full((WINDOW,), torch.nan, device=device)  # a ring
-        self.taken = torch.zeros(1, dtype=torch.int64, device=device)  # number of norms given so far
+        self.taken = torch.zeros(1, dtype=torch.int64, device=device)  # number of norms so far
         self.in_a_row = torch.zeros(1, dtype=torch.int64, device=device)
 
     def state(self) -> dict[str, Tensor]:
@@ -35,11 +35,12 @@ class SpikeFilter:
         return {"norms": self.norms, "taken": self.taken, "in_a_row": self.in_a_row} if self._factor else {}
 
     def __call__(self, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """(the largest norm that is no spike, whether this one is), fp32 [] and bool []."""
+        """Return the largest norm that is not a spike, fp32 [], and whether this norm is a spike, bool []."""
         if not self._factor:
             return torch.full_like(norm, torch.inf), torch.zeros_like(norm, dtype=torch.bool)
         middle = (self.taken.clamp(max=WINDOW) - 1).clamp(min=0) // 2
-        limit = self._factor * self.norms.sort().values.gather(0, middle)  # what is not known yet, NaN, sorts last
+        # Norms that are not known yet are NaN, which sorts last
+        limit = self._factor * self.norms.sort().values.gather(0, middle)
         limit = torch.where(self.taken >= KNOWN, limit, torch.inf)
         spike = norm > limit
         skips = spike & (self.in_a_row < IN_A_ROW)
@@ -60,9 +61,12 @@ class Update:
         self.spikes = SpikeFilter(train.skip_spikes, device)
 
     def __call__(self) -> Tensor:
-        """Clip by the true global norm and step; the optimizer divides by `grad_scale` in its own pass and does nothing at all
-        where `found_inf` is set. -> the norm before clipping, the limit beyond which it is a spike, and whether it was skipped
-        as one; fp32 [3]."""
+        """Clip by the global norm and run the optimizer step, which divides gradients by `grad_scale` and does nothing
+        if `found_inf` is set.
+
+        Returns fp32 [3]: the norm before clipping, the limit above which a norm is a spike, and whether the step was
+        skipped because of a spike.
+        """
         optimizer, norm = self._optimizer, self._norm()
         limit, skips = self.spikes(norm)
         optimizer.grad_scale = ((norm + 1e-6) / self._clip).clamp(min=1.0)  # type: ignore[attr-defined]

@@ -61,7 +61,7 @@ class CodedLinear:
         return {name: each.to("meta") for name, each in self._encoded(q).tensors.items()}
 
     def encode(self, weight: Tensor) -> compressed.Encoded:
-        """Weight [N, K] of the checkpoint -> tensors of the layout."""
+        """Convert the weight [N, K] of the checkpoint to tensors of the layout."""
         w = self.quantizer.format.padded(weight.to(self.dtype))
         slot: dict[str, Any] = (
             {} if self.scale is None else {"slot": ScaleSlot(self.scale, torch.zeros_like(self.scale))}
@@ -125,5 +125,5 @@ def _coded(row: LayerPlan, recipe: Recipe, config: Config, tp: int, reader: Read
         if scale is None or scale.dim():
             raise ValueError("the checkpoint has no delayed scale of w that all ranks share; leave --codes out")
     linear = CodedLinear(recipe, row.shape, DTYPES[config.train.dtype], scale)
-    linear.shapes()  # ValueError for what the layout does not have
+    linear.shapes()  # raises ValueError for formats without this layout
     return linear

@@ -58,7 +58,8 @@ from launch.training.wire_bytes import WARM, WireWatch
 from launch.weights import weights_only
 
 Batch = tuple[Tensor, ...]
-SETTLED = WARM + 2  # steps after which it is known which directions are captured; one of them may have been watched
+# Number of steps after which the captured directions are known; the ledger may have counted one of these steps
+SETTLED = WARM + 2
 
 
 @dataclass
@@ -108,12 +109,14 @@ class Trainer:
         self.wire = WireWatch(config, built)
         saves = config.checkpoint
         self.saver = Saver(run.checkpoints, self.state, saves.keep, saves.asynchronous)
-        self.starts_a_lineage = config.checkpoint.resume == "none"  # what is in the run's folder is another's
+        # With resume = "none", checkpoints in the run's folder belong to another run
+        self.starts_a_lineage = config.checkpoint.resume == "none"
         self.sentinel = Sentinel(built.model, config.train.sentinel, built.optimizer)
         self.wants_stop = False
         self.replays = Replays([self.recipes], torch.cuda.Stream(built.device) if built.graph else None)
-        self.skipped = 0  # updates since the start
-        self.doing, self.took = "starting", 0.0  # what is slow, besides steps; seconds of the last step that was read
+        self.skipped = 0  # number of skipped updates since the start
+        # Current slow activity outside of steps; seconds of the last step whose results were read
+        self.doing, self.took = "starting", 0.0
 
     def resume(self) -> int:
         """Restore the checkpoint of the configuration; return the number of completed steps. Raises CheckpointError."""
@@ -227,7 +230,7 @@ class Trainer:
             batches, lr = list(self.batches(self.train_data, step)), learning_rate(step, self.config.train)
         watch.lap("data")
         self.set_learning_rate(lr)
-        # a sentinel looks at modules, which a replay does not call
+        # A sentinel compares modules, which a replay does not call.
         graph = self.built.graph and self.replays.next() and not self.sentinel.due(self.recipes.steps + 1)
         numbers = self.replay(batches) if graph else self.compute(batches, watch.lap)
         flags = torch.cat([torch.zeros_like(numbers[:0]), *self.recipes.flags.closed])
@@ -280,7 +283,7 @@ class Trainer:
         """Run forward and backward of one microbatch; return its part of the loss, fp32 []."""
         loss = self.loss(batch) / valid
         lap("forward")
-        # FSDP averages; the sum is wanted
+        # FSDP averages gradients; the loss needs the sum.
         averaged = 1 if self.config.train.invariant else self.built.batch.token_ranks
         (loss * averaged).backward()
         dlp.backward_dw(self.built.model)
@@ -334,11 +337,11 @@ class Trainer:
     def read(self, step: Step) -> None:
         """Read the numbers of a finished step: record them, and react to a NaN or Inf or a stop request."""
         loss, wishes, flagged, norm, limit, skipped, *flags = step.numbers.read()
-        loss /= self.built.dims.tp  # every tp rank brought the same
+        loss /= self.built.dims.tp  # every tp rank contributed the same loss
         self.took = seconds = (step.ended or time.perf_counter()) - step.began
         if flagged or not (math.isfinite(loss) and math.isfinite(norm)):
             self.say_remarks(step)
-            self.replays.drop()  # its memory is needed to run the step again
+            self.replays.drop()  # the repeated step needs the memory of the graph
             names, steps = self.recipes.flags.names, self.recipes.steps
             with self.slowly("locating non-finite values"):
                 where, numbers = origin(names, flags, self.built.model, partial(self.repeat, step.number - 1), steps)
@@ -379,7 +382,8 @@ class Trainer:
                 totals[1] += (batch[1] != IGNORED).sum()
             self.stop.beat()
         if isinstance(self.built.model, FSDPModule):
-            self.built.model.reshard()  # without a backward the root stays gathered; the next step gathers it like any other
+            # After a forward without backward the root unit stays gathered; the next step gathers it again
+            self.built.model.reshard()
         totals[0] = self.total(losses)
         dist.all_reduce(totals)
         return (totals[0] / totals[1]).item()
@@ -412,7 +416,7 @@ class Trainer:
                 current.remarks += capture.describe(self.built.model)
             if self.tell_recipes(current) and done < steps:
                 settled = done + SETTLED
-                self.read(in_flight)  # a wish to stop, or a NaN, does not wait for the passes
+                self.read(in_flight)  # stop requests and NaNs are handled before the passes
                 in_flight = None
                 if not self.wants_stop:
                     self.find_scales(done)
@@ -428,7 +432,7 @@ class Trainer:
             if saves or (self.wants_stop and not config.checkpoint.none):
                 self.save(done, final=done == steps or self.wants_stop)
         with self.slowly("saving"), self.stop.saving():
-            self.say(self.saver.settle(final=True))  # where the last step has no checkpoint
+            self.say(self.saver.settle(final=True))  # in case the last step has no checkpoint
         return done, loss
 
     def tell_recipes(self, current: Step) -> bool:
@@ -445,7 +449,7 @@ class Trainer:
         return bool(swaps)
 
     def train(self, done: int) -> None:
-        """Train from `done` steps to the end or to a SIGTERM, and print which."""
+        """Train from `done` steps to the end or to a SIGTERM, and print which of the two ended the training."""
         steps = self.config.train.steps
         if done >= steps:
             self.run.say(

@@ -41,8 +41,8 @@ from launch.training.build import Built
 from launch.training.gradient_accumulation import Accumulation, gradient_wire
 from launch.training.recomputation import recomputed
 
-WARM = 2  # steps before one is watched: by then weights are cast at the step boundary, and compiled code is compiled
-# fp32 numbers that ranks share in a step: valid tokens, the norm's square, loss, wish to stop and flags
+WARM = 2  # number of steps before the ledger counts: weights are then cast at the step boundary, and code is compiled
+# fp32 numbers that ranks reduce in a step: valid tokens, the square of the norm, loss, stop requests and flags.
 SHARED_NUMBERS = (1, 1, 3)
 
 
@@ -68,8 +68,8 @@ def workload(config: Config, world: int, reductions: int) -> Workload:
 def planned(
     plan: Plan, load: Workload, optimizer: str = "adamw", shared_numbers: Sequence[int] = SHARED_NUMBERS
 ) -> dict[Sent, int]:
-    """All bytes that a rank sends in a step, that of `[train] optimizer` among them. shared_numbers: the sizes of the
-    reductions over all ranks that the loop itself makes. Raises Unpredictable."""
+    """All bytes that a rank sends in a step, including the bytes of `[train] optimizer`. shared_numbers: sizes of the
+    reductions over all ranks in the training loop. Raises Unpredictable."""
     total = Counter(step_traffic(plan, load))
     if any(row.name.rpartition(".")[2] == "lm_head" and row.style == "column" for row in plan.layers):
         total.update(cross_entropy(load))
@@ -166,7 +166,7 @@ def _share(ours: Mapping[Sent, int], bf16: Mapping[Sent, int]) -> str:
 
 
 class WireWatch:
-    """Ledger of one run: bytes that steps send, and which steps are watched."""
+    """Ledger of one run: the bytes that steps send, and the choice of the steps whose bytes are counted."""
 
     def __init__(self, config: Config, built: Built) -> None:
         world = dist.get_world_size()
@@ -180,23 +180,26 @@ class WireWatch:
         )
         self._runtime, self._ledger = session_of(built.model), Ledger(built.mesh)
         self._ran = self._swaps = 0
-        self.watches = False  # the step that runs or has just run
-        self._counts: observer.Observer | None = None  # of that step, where it is watched
-        self._captured: observer.Observer | None = None  # what the capture of a graph saw
-        self._told = False  # whether `_traffic` is that of the model as it is now
+        self.watches = False  # whether bytes of the current or last step are counted
+        self._counts: observer.Observer | None = None  # counts of the last counted step
+        self._captured: observer.Observer | None = None  # counts of the capture of a graph
+        self._told = False  # whether `_traffic` belongs to the current state of the model
         self._traffic: Traffic | None = None
-        self.unforeseen = ""  # why the bytes of a step cannot be told from the plan
+        self.unforeseen = ""  # reason why the bytes of a step cannot be predicted
 
     @contextmanager
     def step(self) -> Iterator[bool]:
-        """One step runs inside; yields whether it is watched: it is then counted and, at its end, compared with what is
-        planned, if that can be told. A swap begins the count of steps anew, and the step that ends with one is not watched:
-        half of it is of either recipe. Raises LedgerError on all ranks."""
+        """Context of one step; yields whether the bytes of the step are counted. Counted bytes are compared with the
+        plan at the end, if the plan predicts them.
+
+        A recipe change restarts the count of steps. A step that ends with a recipe change is not counted, because one
+        half of the step runs with each recipe. Raises LedgerError on all ranks.
+        """
         if len(self._runtime.swaps) != self._swaps:
             self._ran, self._swaps, self._told = 0, len(self._runtime.swaps), False
         self._ran += 1
         if self._ran == WARM + 1:
-            self._told = False  # by now it is known which dtypes layers see
+            self._told = False  # the dtypes that layers read are known only now
         asked = self._ran == WARM + 1 if self._mode == "first" else self._mode == "always"
         self.watches = asked and self._ran > WARM and not self._runtime.swaps_next
         with self._ledger.step(self.planned()) if self.watches else nullcontext() as self._counts:
@@ -205,7 +208,7 @@ class WireWatch:
     @contextmanager
     def capture(self) -> Iterator[None]:
         """Context of a CUDA graph capture: nothing is sent now, and each replay sends the captured transfers."""
-        if self._mode != "always":  # else no step that is replayed is watched
+        if self._mode != "always":  # otherwise no replayed step is counted
             yield
             return
         with _disable_current_modes(), self._ledger.counter() as self._captured:
@@ -218,7 +221,8 @@ class WireWatch:
             self._counts.replayed(self._captured, 1)
 
     def planned(self) -> Traffic | None:
-        """Bytes of a step of the model as it is now; None where the plan does not tell, and `unforeseen` says why."""
+        """Planned bytes of a step of the model in its current state; None if they cannot be predicted, with the reason
+        in `unforeseen`."""
         if not self._told:
             self._told = True
             try:
@@ -240,7 +244,7 @@ class WireWatch:
         return by_group(self.planned() or {})
 
     def account(self) -> list[dict[str, Any]]:
-        """Return a record of counted bytes for each group, pass, kind of collective and precision of the watched step."""
+        """Return the record of the counted step: counted bytes by group, pass, kind of collective and precision."""
         fields = ("group", "direction", "kind", "precision")
         sums = observer.totals(self.seen().sent, *fields)
         return [{**dict(zip(fields, key, strict=True)), "bytes": n} for key, n in sorted(sums.items()) if n]

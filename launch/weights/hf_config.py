@@ -175,7 +175,7 @@ def _positions(given: Mapping[str, Any], family: Family) -> tuple[float, dict[st
     if ORIGINAL in SCALINGS[kind][0]:
         longest = given.get(LONGEST, dict(family.optional)[LONGEST])
         numbers[ORIGINAL] = _one(given, ORIGINAL, default=longest)
-    if numbers.get("truncate") is True:  # the default of transformers, and the only way here
+    if numbers.get("truncate") is True:  # this is the default of transformers, and the only supported value
         del numbers["truncate"]
     needed, allowed = SCALINGS[kind]
     if unread := sorted(numbers.keys() - needed - allowed):
@@ -189,8 +189,9 @@ def _positions(given: Mapping[str, Any], family: Family) -> tuple[float, dict[st
 
 
 def config_json(model: Model, dtype: str, positions: int) -> dict[str, Any]:
-    """Return the config.json from which `transformers`, version 4 or 5, makes the same model. Tokens that begin and end a text
-    are null, because a checkpoint does not know them: those of `transformers` are tokens 1 and 2.
+    """Return a config.json from which `transformers`, version 4 or 5, builds the same model. The tokens that begin and
+    end a text are null, because a checkpoint does not know them; the defaults of `transformers` would be tokens 1 and
+    2.
 
     Args:
         model: The model.

@@ -31,8 +31,8 @@ class Entry:
 
 
 def entries(folder: Path) -> dict[str, Entry]:
-    """Return all tensors of a folder by name, from the headers. ValueError for a missing or damaged file, and for weights
-    with dtypes that are not plain numbers."""
+    """Return all tensors of a folder by name, from the headers. Raises ValueError for a missing or damaged file, and
+    for weights with dtypes that are not plain numbers."""
     found: dict[str, Entry] = {}
     for file, names in _files(folder).items():
         with _opened(file) as tensors:
@@ -52,7 +52,8 @@ def entries(folder: Path) -> dict[str, Entry]:
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """Return the files of a folder with the tensor names of the index; None for all tensors of the file."""
+    """Return the files of a folder, each with the tensor names that the index lists, or None for a file all of whose
+    tensors are read."""
     if (folder / ONE).is_file():
         return {folder / ONE: None}
     path = folder / INDEX
@@ -82,7 +83,7 @@ def _opened(file: Path) -> Any:
         raise ValueError(f"{file}: no such file, but {INDEX} names it; fetch the folder again")
     try:
         return package.safe_open(file, framework="pt")
-    except Exception as error:  # SafetensorError, which is not named where the package is missing
+    except Exception as error:  # SafetensorError, which cannot be named without the package
         raise ValueError(f"{file}: damaged or no safetensors ({error}); fetch it again") from None
 
 
@@ -109,7 +110,8 @@ def write(
     for number, names in enumerate(parts, start=1):
         file = ONE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
         (folder / file).touch()
-        mode = (folder / file).stat().st_mode  # as the user's umask has it: safetensors gives its files 0600
+        # Mode of files under the user's umask; safetensors creates files with mode 0600
+        mode = (folder / file).stat().st_mode
         loaded = load(names)
         torch_part.save_file(loaded, folder / file, metadata={"format": "pt", **(header or {})})
         (folder / file).chmod(mode)

@@ -72,7 +72,7 @@ def _cause() -> Iterator[None]:
     """Raise the error of a rank in place of the report of torch."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no ranks are meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # ranks are not needed
             yield
     except dcp.api.CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from None

@@ -1,7 +1,7 @@
-"""The module of compiled kernels for a machine without a GPU: csrc, compiled by a C++ compiler against `emulator.h`.
+"""Compile csrc with a C++ compiler and `emulator.h`, for machines without a GPU.
 
-It has the functions of the module for GPUs, which take addresses of the CPU. What PTX the kernels write becomes calls of
-`intrinsics.h`.
+The compiled module has the functions of the module for GPUs, with addresses of CPU memory. PTX in the kernels is
+translated to calls of `intrinsics.h`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dlp.kernels import loader
 
 HERE = Path(__file__).parent
 FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -ffp-contract=off -fno-strict-aliasing -w"
-# What the text of an asm has in it -> the function that stands for it, which takes its operands in their order.
+# Text that an asm statement contains -> the function that replaces the statement. The function gets the operands in the
+# order of the statement.
 PTX = {
     "st.global.L2::cache_hint.b32": "store_hint", "rcp.approx.ftz.f32": "rcp_approx_ftz", "0xE4": "lop3_e4",
     "cvt.rz.f16x2.f32": "cvt_rz_f16x2", "min.xorsign.abs.f16x2": "min_xorsign_abs_f16x2", "max.NaN.f32": "max_nan_f32",
@@ -34,7 +35,8 @@ PTX = {
 
 
 def _end_of(text: str, opened: int) -> int:
-    """Behind the parenthesis that closes the one at `opened`; strings have none of their own that matter here."""
+    """Index after the parenthesis that closes the parenthesis at `opened`. Strings in csrc contain no parentheses that
+    matter here."""
     depth = 0
     for at in range(opened, len(text)):
         depth += {"(": 1, ")": -1}.get(text[at], 0)
@@ -44,7 +46,7 @@ def _end_of(text: str, opened: int) -> int:
 
 
 def _operands(inside: str) -> list[str]:
-    """The expressions of `"=r"(a) : "l"(f(b))`, in their order."""
+    """Return the expressions in `"=r"(a) : "l"(f(b))`, in order."""
     found, at = [], 0
     while match := re.compile(r'"=?\+?[a-z]+"\s*\(').search(inside, at):
         end = _end_of(inside, match.end() - 1)
@@ -54,8 +56,8 @@ def _operands(inside: str) -> list[str]:
 
 
 def translate(text: str) -> str:
-    """CUDA C++ as a C++ compiler takes it, with `emulator.h` in front."""
-    text = re.sub(r"DLP_D8\(0\)[^:]*", '"+f"(d) ', text)  # all registers of a product
+    """Translate CUDA C++ to C++, with `emulator.h` included first."""
+    text = re.sub(r"DLP_D8\(0\)[^:]*", '"+f"(d) ', text)  # all registers of a matrix product
     text = re.sub(r"extern __shared__[^;]*?(\w+)\[\];", r"uint8_t* \1 = emulator::dynamic_shared();", text)
     out, at = [], 0
     for match in re.finditer(r"\basm(?: volatile)?\s*\(", text):
@@ -81,7 +83,7 @@ def _cuda_headers(nvcc: str) -> str:
 
 
 def translated(only: Sequence[str] = ()) -> list[Path]:
-    """The sources of the module, or those of so many of its files, with all headers."""
+    """Translate the sources of the module, or the given files, and all headers."""
     ours = [source for source in loader.sources() if not only or source.suffix in {".h", ".cuh"} or source.name in only]
     return [*ours, HERE / "emulator.cpp"]
 
@@ -104,8 +106,9 @@ def _ninja(tools: loader.Toolchain, folder: Path) -> str:
 
 
 def build(only: Sequence[str] = (), beside: str = "") -> Path:
-    """Compiles the module, unless it has been, and returns its path. `only`: a library of these files of csrc, without the
-    functions of the module, but with what is written `beside` them. Raises `loader.BuildError`."""
+    """Compile the module, unless it is compiled already, and return the path of the library. `only`: compile a library
+    of these files of csrc without the functions of the module, and with the source code in `beside`. Raises
+    `loader.BuildError`."""
     tools = loader.find_toolchain()
     ours = [path for path in sorted(HERE.rglob("*")) if path.suffix in {".h", ".cpp", ".py"}]
     key = loader.build_key([*loader.sources(), *ours], " ".join([FLAGS, *only, beside]), ["cpu"])
@@ -124,7 +127,7 @@ def build(only: Sequence[str] = (), beside: str = "") -> Path:
 
 
 def load() -> ModuleType:
-    """The module, compiled if need be."""
+    """Return the module, compiled if necessary."""
     spec = importlib.util.spec_from_file_location(loader.MODULE, build())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,5 @@
-"""A batch of casts beside casts made one by one: the same bits, where amaxes have been raised in between, too."""
+"""A batch of casts has the bits of casts that are launched one by one, also with amaxes that were raised before the
+cast."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ BATCHED: list[Any] = [
     MxScaling(), MxScaling(tile=True), Nvfp4Scaling(), Nvfp4Scaling(tile=True),
 ]  # fmt: skip
 SIZES = [(96, 160), (32, 32), (288, 64)]
-WANTED = [(True, True), (True, False), (False, True)]  # of each: its rowwise operand, its columnwise one
+# For each matrix: whether the rowwise and the columnwise operand are wanted
+WANTED = [(True, True), (True, False), (False, True)]
 
 
 def slot(device: str) -> ScaleSlot:
@@ -29,7 +31,7 @@ def slot(device: str) -> ScaleSlot:
 
 
 def _cast(quantizer: Any, x: Tensor, wanted: tuple[bool, bool], raised: float, slot: ScaleSlot) -> tuple[Any, Any]:
-    """The operands of x and of x.t(), by amaxes that are `raised` times their own."""
+    """Cast x and x.t() with amaxes that are `raised` times the amaxes of the matrices."""
 
     def more(amax: Tensor | None) -> Tensor | None:
         return None if amax is None else amax * raised
@@ -43,7 +45,7 @@ def _cast(quantizer: Any, x: Tensor, wanted: tuple[bool, bool], raised: float, s
 
 
 def check_batch(quantizer: Any, dtype: torch.dtype, device: str) -> None:
-    """Twice, with other values in between."""
+    """Compare two casts of a batch, with other values in the second cast."""
     xs = [values("gauss", *size, dtype, seed).to(device) for seed, size in enumerate(SIZES)]
     outs = [
         _cast(quantizer, torch.zeros_like(x), asked, 1.0, slot(device)) for x, asked in zip(xs, WANTED, strict=True)

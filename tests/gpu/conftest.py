@@ -1,6 +1,8 @@
-"""Tests of the CUDA kernels, which need a CUDA device and say so where there is none. With `--emulated` a CPU is the device.
+"""Tests of the CUDA kernels. Without a CUDA device the tests are skipped with a message; with `--emulated` the CPU is
+the device.
 
-Every output is poisoned before a kernel writes it and lies between guard bytes that are looked at afterwards.
+Every output is filled with a poison value before a kernel writes to it. Guard bytes around the output are checked
+afterwards.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from torch import Tensor
 from tests.cuda_on_cpu import build as cuda_on_cpu
 from tests.emulated import OnGpu, emulation
 
-GUARD, POISON = 256, 0xA5  # bytes on either side, and what they and the output hold before
+GUARD, POISON = 256, 0xA5  # guard bytes on each side, and the value of guards and output before the kernel runs
 Allocate = Callable[..., Tensor]
-# Files that expect the bits of the reference, not the bits of CPU tensors, which take the way of GPU tensors under emulation.
+# Files that expect the bits of the reference. Under emulation CPU tensors take the code paths of GPU tensors, and have
+# other bits.
 EMULATED = "amax cast_block cast_mxfp8 cast_nvfp4 cast_tensor codes flags gate_grads golden loss producers rowwise wire".split()
 
 
@@ -42,7 +45,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def poisoned(device: str) -> Iterator[Allocate]:
-    """`poisoned(shape, dtype, offset=0)`: an output whose surroundings must not change, `offset` bytes off alignment."""
+    """Return a function: `poisoned(shape, dtype, offset=0)` is an output that starts `offset` bytes after an aligned
+    address, between guard bytes that must not change."""
     buffers: list[tuple[Tensor, int, int]] = []
 
     def allocate(shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:

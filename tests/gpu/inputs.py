@@ -1,6 +1,7 @@
-"""Matrices that find what is wrong with a quantizer: sizes off every block, odd strides, values at every edge.
+"""Matrices that expose errors of quantizers: sizes that are not multiples of a block, odd strides, and values at every
+limit.
 
-Made on the CPU from a seed, so the oracle sees the same bits as the kernel.
+The matrices are computed on the CPU from a seed, so the reference and the kernel read the same bits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ CODES = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def random_sizes(count: int, rows: int = 1, cols: int = 1, most: int = 600) -> list[tuple[int, int]]:
-    """Sizes that nobody chose, the same in every run: multiples of `rows` and `cols`, up to `most`."""
+    """Random sizes, equal in every run: multiples of `rows` and `cols`, up to `most`."""
     generator = torch.Generator().manual_seed(rows + cols)
     drawn = torch.rand(count, 2, generator=generator).tolist()
     return [(rows * (1 + int(a * most / rows)), cols * (1 + int(b * most / cols))) for a, b in drawn]
@@ -30,7 +31,8 @@ SPECIALS = [0.0, -0.0, 1e-40, -1e-45, 1.1754944e-38, 2.0**-9, 2.0**-10, 448.0, 4
 
 
 def values(data: str, rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """[rows, cols] on the CPU. gauss: row and column magnitudes differ; specials: a few in an ordinary matrix."""
+    """Values [rows, cols] on the CPU. gauss: magnitudes differ between rows and columns; specials: a few special values
+    in an ordinary matrix."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, cols, generator=generator)
     if data == "gauss":
@@ -48,7 +50,8 @@ def values(data: str, rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -
 
 
 def place(x: Tensor, stride: str, device: str) -> Tensor:
-    """x on the device: contiguous; with rows further apart; or starting off alignment, rows an odd number apart."""
+    """Copy x to the device: contiguous, with a larger distance between rows, or at an unaligned address with an odd
+    distance between rows."""
     if stride == "contiguous":
         return x.to(device)
     rows, cols = x.shape
@@ -59,7 +62,7 @@ def place(x: Tensor, stride: str, device: str) -> Tensor:
 
 
 def views(x: Tensor) -> dict[str, Tensor]:
-    """Matrices that lie in memory in every way a layer hands them over."""
+    """Views of a matrix with every memory layout that layers pass to casts."""
     wide = torch.zeros(x.shape[0], x.shape[1] + 8, dtype=x.dtype, device=x.device)
     wide[:, : x.shape[1]] = x
     return {

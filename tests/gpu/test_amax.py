@@ -23,7 +23,7 @@ def test_amax_is_the_reference(device, poisoned, dtype, data):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_place_counts(device, poisoned, dtype):
-    """The largest element is found wherever it is."""
+    """The kernel finds the largest element at every position."""
     x = values("gauss", 45, 1000, dtype).to(device)
     for row, col in [(0, 0), (0, 999), (44, 0), (44, 999), (17, 503)]:
         y, out = x.clone(), poisoned((), torch.float32)

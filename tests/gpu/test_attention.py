@@ -1,4 +1,4 @@
-"""Attention within documents on a GPU, by torch's kernel for differing lengths, beside the mask."""
+"""Attention within documents on a GPU: torch's kernel for variable lengths compared with a mask."""
 
 from __future__ import annotations
 

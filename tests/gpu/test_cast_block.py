@@ -17,7 +17,7 @@ OPTIONS = [{}, {"power_of_two": False}, {"epsilon": 1e-3}]
 
 
 def expected(x: Tensor, code: torch.dtype, tile: bool, gemm_layout: bool, **options: float) -> tuple[Tensor, Tensor]:
-    """Codes and scales by the reference, along the rows of x."""
+    """Codes and scales of the reference, along the rows of x."""
     block = (128, 128) if tile else (1, 128)
     codes, scale = reference.cast_fp8_block(x, block, code, **({"power_of_two": True} | options))  # type: ignore[arg-type]
     if gemm_layout:

@@ -57,7 +57,7 @@ def test_cast_is_the_reference(device, poisoned, dtype, tile, blocks_first, data
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("code", CODES)
 def test_every_exponent(device, poisoned, rule, code):
-    """Blocks whose amax is any bf16 value, ties of the scale among them."""
+    """Casts of blocks with every bf16 value as the amax, including ties of the scale."""
     x = (
         torch.arange(65536, dtype=torch.int32)
         .to(torch.uint16)

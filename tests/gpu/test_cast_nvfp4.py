@@ -1,4 +1,5 @@
-"""NVFP4 kernels against the reference: amaxes, 1x16 with transform and stochastic rounding, 16x16, in one read each."""
+"""NVFP4 kernels against the reference, with one read per cast: amaxes, 1x16 blocks with transform and stochastic
+rounding, and 16x16 tiles."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def outputs(poisoned, shape, amaxes, tile=False, wanted=(True, True), offset=0) 
 
 
 def draws(device: str, counter: int = (1 << 33) + 5) -> tuple[PhiloxState, PhiloxState]:
-    """Random states of a shard in the middle of a matrix with more blocks than 32 bits can count."""
+    """Random states of a shard in the middle of a matrix with more blocks than a 32-bit number can count."""
     count = torch.tensor(counter, device=device)
     return PhiloxState(1 << 30, 64, 4096, 0, count, (123, -7)), PhiloxState(
         77, 1 << 20, 1 << 21, 1, count, (1 << 40, 9)
@@ -79,7 +80,7 @@ def test_cast_is_the_reference(device, poisoned, dtype, data, by_chance, rht):
         x = values(data, *shape, dtype)
         amaxes = observed(x, rht)
         if number % 4 == 3:
-            amaxes = (amaxes[0] / 3, amaxes[1] * 500)  # agreed with others, or of another step
+            amaxes = (amaxes[0] / 3, amaxes[1] * 500)  # other amaxes, as after an agreement or from another step
         out = outputs(poisoned, shape, amaxes)
         cuda_fp4.cast_nvfp4(Nvfp4Job(place(x, stride, device), **out), rht=rht, draws=given)
         check(out, x, amaxes, f"{data} {dtype} {shape} {stride}", rht=rht, drawn=drawn)
@@ -134,13 +135,13 @@ def test_any_tensor_amax(device, poisoned, value):
 
 @pytest.mark.parametrize("by_chance", [False, True], ids=["nearest", "chance"])
 def test_every_neighbourhood_of_the_grid(device, poisoned, by_chance):
-    """Values at, just below and just above all grid points and midpoints, under a scale of one."""
+    """Casts of values at, directly below and directly above all grid points and midpoints, with a scale of one."""
     points = torch.arange(0, 6.51, 0.125)
     bits = points.view(torch.int32)[:, None] + torch.arange(-8, 8, dtype=torch.int32)
     row = bits.clamp(min=0).view(torch.float32).flatten()
     row = torch.cat([row, -row])
     x = row[: len(row) // 240 * 240].view(-1, 15)
-    x = torch.cat([torch.full((len(x), 1), 6.0), x], 1)  # every block has the amax 6, in a tensor with 2688
+    x = torch.cat([torch.full((len(x), 1), 6.0), x], 1)  # every block has the amax 6, in a tensor with amax 2688
     x = torch.cat([x, torch.full((-len(x) % 16, 16), 2688.0)]).repeat(1, 2)
     x[-1, 0] = 2688.0
     amaxes = (torch.tensor(2688.0),) * 2
@@ -152,7 +153,8 @@ def test_every_neighbourhood_of_the_grid(device, poisoned, by_chance):
 
 @pytest.mark.parametrize("amax", [129, 147, 168, 210, 252])
 def test_products_are_rounded_before_the_grid(device, poisoned, amax):
-    """Hundreds of products with these amaxes miss the middle of two grid points by less than fp32 can tell."""
+    """For hundreds of products with these amaxes, the distance to the midpoint of two grid points is smaller than fp32
+    can resolve."""
     x = (torch.randn(256, 512, generator=torch.Generator().manual_seed(0)) * amax / 3).clamp(-amax, amax).bfloat16()
     x[0, 0] = amax
     amaxes = observed(x, False)

@@ -19,7 +19,7 @@ ORIENTATIONS = [(True, False), (True, True), (False, True)]
 
 
 def expected(x: Tensor, amax: Tensor, code: torch.dtype, **options: bool | float) -> tuple[Tensor, Tensor]:
-    """Codes and scale_inv by the reference, from an amax."""
+    """Codes and scale_inv of the reference, computed with an amax."""
     scale = reference.scale_from_amax(amax, reference.FP8_MAX[code], **options)  # type: ignore[arg-type]
     return reference.cast_fp8(x, scale, code), scale.reciprocal()
 
@@ -66,7 +66,7 @@ def test_scale_of_any_amax(device, poisoned, value, options):
 
 @pytest.mark.parametrize("code", CODES)
 def test_every_bf16_value(device, poisoned, code):
-    """All 65536 bit patterns: casts, ties, NaNs."""
+    """Casts of all 65536 bf16 bit patterns, including ties and NaNs."""
     x = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256)
     for scale, columnwise in product((1.0, 0.37, 2.0**-7), (False, True)):
         out = outputs(poisoned, (256, 256), code, True, columnwise)
@@ -114,7 +114,7 @@ def test_batch_is_each_alone(device, poisoned, dtype, delayed):
 
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_unaligned_outputs(device, poisoned, columnwise):
-    """Outputs may start anywhere: a lease in the middle of a buffer."""
+    """Outputs may start at any address, such as the middle of an output buffer."""
     x = values("gauss", 144, 272, torch.bfloat16)
     for offset in (1, 8):
         out = outputs(poisoned, x.shape, CODES[0], True, columnwise, offset)

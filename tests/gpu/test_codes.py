@@ -22,12 +22,13 @@ def some_bytes(*shape: int, seed: int = 0) -> Tensor:
 
 
 def without_nan(x: Tensor) -> Tensor:
-    """Devices differ in the bits of a NaN; it is one value here."""
+    """Replace all NaNs by one value, because the bits of a NaN differ between devices."""
     return torch.where(x.isnan(), torch.tensor(torch.nan, dtype=x.dtype), x)
 
 
 def decoded(poisoned, codes: Tensor, scale: Tensor, block: tuple[int, int], cols: int) -> Tensor:
-    """By scales that lie row by row; those that lie column by column must give the same."""
+    """Decode codes with scales that are stored row by row. Scales that are stored column by column must give the same
+    result."""
     out, other = (poisoned((codes.shape[0], cols), torch.bfloat16) for _ in range(2))
     cuda_codes.decode(codes.cuda(), scale.cuda(), block, out)
     cuda_codes.decode(codes.cuda(), by_columns(scale.cuda()), block, other)
@@ -72,7 +73,7 @@ def test_fp8_blocks_decode_to_the_reference(device, poisoned, code, height):
 
 @pytest.mark.parametrize("each", [1, 16, 32, 128])
 def test_scales_are_swizzled(device, poisoned, each):
-    """Scales in the layout of block-scaled GEMMs, which Hopper does not have."""
+    """Scales are written in the swizzled layout of block-scaled GEMMs, which Hopper does not have."""
     for lines, blocks in [(128, 4), (256, 512), (1, 1), (300, 7), (77, 6), (129, 33), (0, 4), *random_sizes(3)]:
         scale = some_bytes(-(-lines // each), blocks)
         want = reference.swizzle_128x4(scale, lines, each)
@@ -111,7 +112,8 @@ def test_nibbles_transposed(device, poisoned, offset):
 
 
 def slots(length: int, count: int, algorithm: str, device: str) -> DelayedSlots:
-    """Slots in every state: unused, growing, with 0, tiny amaxes, Inf and NaN in the window or in this step."""
+    """Delayed scales in every state: unused; growing; with 0, tiny amaxes, Inf and NaN in the history or in the current
+    step."""
     generator = torch.Generator().manual_seed(length + count)
     history = torch.rand(length, count, generator=generator) * 10
     reduced = torch.rand(count, generator=generator) * 10

@@ -1,4 +1,5 @@
-"""Steps on a GPU whose casts tell what is not finite: by programs, in batches of weights and in graphs, without a wait."""
+"""Casts on a GPU report non-finite values without waiting for the device: in captured launches, in batches of weights
+and in graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import dlp
 from dlp.parallel.model.checks import ALWAYS
 from tests.paired_models import K, M, check_used, values
 
-BAD = ALWAYS + 2  # the step with the Inf; in the first ones somebody takes a look for which the device is waited for
+BAD = ALWAYS + 2  # the step with the Inf; the first ALWAYS steps have a check that waits for the device
 
 
 def layer(recipe: str, device: str) -> Any:

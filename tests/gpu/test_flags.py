@@ -1,4 +1,4 @@
-"""Casts on a GPU set the flags that they set on a CPU: alone, in batches, and of what they make."""
+"""Casts on a GPU set the same flags as casts on a CPU: single casts, batches, and casts that compute their input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ LARGEST = torch.finfo(torch.bfloat16).max
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_wherever_the_value_lies(device, pair, dtype):
-    """One at a time, in tiles that lie wholly in the matrix and at its edge, whatever view it is; finite ones set nothing."""
+    """A cast detects a non-finite value at every position, in complete and in partial tiles and in every view. Finite
+    values set no flag."""
     block, both = max(max(quantizer.format.multiple) for quantizer in pair) > 1, one_read(*pair)
     shape, largest = (192, 288) if block else (200, 300), min(LARGEST, torch.finfo(dtype).max)
     for row, column, value in (
@@ -65,7 +66,7 @@ def test_each_matrix_of_a_batch_has_its_own(device, quantizer: Any, dtype: torch
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("kind", ["norm", "gated", "summed"])
 def test_what_a_cast_makes_is_looked_at(device, recipe: str, kind: str):
-    """Inputs are finite, products are not."""
+    """A cast checks the values that it computes: the inputs are finite, and the products are not."""
     operand = getattr(load(recipe), "dy" if kind == "summed" else "x")
     both = one_read(operand.rowwise, operand.columnwise)
     assert both is not None

@@ -1,4 +1,4 @@
-"""Frozen layers and quantized parameters on a GPU: what they compute, and what compiles."""
+"""Frozen layers and quantized parameters on a GPU: results and compilation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_quantized_for_forward(device, plain, recipe, mode):
         dlp.freeze(model, "**", recipe, mode)
     y = model(x)
     assert 0 < error(y, expected) < (0.25 if recipe == "nvfp4" else 0.06)
-    for _ in range(2):  # the second call of a layer may be captured
+    for _ in range(2):  # the second call of a layer may replay captured launches
         assert torch.equal(model(x), y)
     torch.compiler.reset()
     assert torch.equal(torch.compile(model)(x), y)

@@ -1,4 +1,4 @@
-"""Both gradients of a SwiGLU cast in one launch: the bits of the kernel that stores them, cast one by one."""
+"""Casting both gradients of SwiGLU in one launch gives the bits of storing the gradients and casting each one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 
 
 def given(data: str, shape: tuple[int, int], device: str) -> list[Tensor]:
-    """dh, gate and up, of which the last has rows apart, as a half of siblings' results has."""
+    """dh, gate and up. The rows of up are apart in memory, as in one half of the output of siblings."""
     dh, gate, up = (values(each, *shape, BF16, seed) for seed, each in enumerate((data, "gauss", data), 1))
     wide = torch.zeros(shape[0], shape[1] + 8, dtype=BF16)
     wide[:, : shape[1]] = up

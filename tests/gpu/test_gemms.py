@@ -30,7 +30,7 @@ RECIPES = [
     replace(load("int8"), name="int8 with fp8_current weights", w=load("fp8_current").w),
 ]  # fmt: skip
 SHAPES = [(256, 384, 512), (64, 80, 96), (1040, 208, 2064), (8, 16, 128)]
-EXACT = 2.0**-24  # of sums whose products are exact, for each term
+EXACT = 2.0**-24  # error per term of a sum with exact products
 ODD = [(37, 51, 200), (129, 1, 130), (1, 136, 24)]
 
 
@@ -44,7 +44,8 @@ def quantized(quantizer, x: Tensor) -> QuantizedTensor:
 def operands(
     recipe: Recipe, which: str, rows: int, cols: int, contraction: int
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """A and B as a linear makes them: columnwise ones from a transposed view; grown to whole blocks of both where need be."""
+    """A and B as a linear computes them: columnwise operands from a transposed view. Both are padded to complete blocks
+    if necessary."""
     contraction += -contraction % max(quantizer.format.multiple[1] for quantizer in recipe.operands(which))
     generator = torch.Generator("cuda").manual_seed(rows + cols + contraction)
     made = []
@@ -59,7 +60,7 @@ def operands(
 
 
 def unit(recipe: Recipe, which: str, contraction: int) -> float:
-    """The bound of the sums, relative to sum |a||b|."""
+    """The bound for sums, relative to sum |a||b|."""
     kernel = support(*(quantizer.format for quantizer in recipe.operands(which)), device_kind("cuda")).kernel
     if "fp8" not in kernel:
         return (contraction + 8) * EXACT
@@ -67,7 +68,7 @@ def unit(recipe: Recipe, which: str, contraction: int) -> float:
 
 
 def excess(made: Tensor, exact: Tensor, bound: Tensor) -> float:
-    """How far beyond the bound, in bounds; at most 0 is fine."""
+    """The amount by which the error exceeds the bound, in units of the bound. At most 0 is correct."""
     return float((((made.double() - exact).abs() - bound) / bound.clamp(min=1e-30)).max())
 
 
@@ -131,7 +132,7 @@ def test_strided_operands_and_results_are_taken_as_they_lie(device):
 
 
 def test_transposed_operands_are_taken_as_they_lie(device):
-    """A matrix whose columns are adjacent, at a distance, on either side."""
+    """A GEMM accepts a transposed matrix, on either side, without a copy, also with gaps between the columns."""
     a, b = (torch.randn(256, 128, device=device).bfloat16()[:, :lines].t() for lines in (64, 96))
     exact, sums = a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()
     for left, right, flipped in [(a, b, (1, 1)), (a, b.contiguous(), (1, 0)), (a.contiguous(), b, (0, 1))]:
@@ -140,7 +141,8 @@ def test_transposed_operands_are_taken_as_they_lie(device):
 
 
 def test_fewer_multiprocessors_give_the_same_product(device, monkeypatch):
-    """Within the bound, since cuBLASLt may choose another algorithm for them, which sums in another order."""
+    """A GEMM on fewer multiprocessors is within the bound. cuBLASLt may choose another algorithm, which sums in another
+    order."""
     recipe = load("fp8_current")
     a, b = operands(recipe, "fprop", 1024, 1024, 1024)
     left, right = a.dequantize().double(), b.dequantize().double()
@@ -153,7 +155,7 @@ def test_fewer_multiprocessors_give_the_same_product(device, monkeypatch):
 
 
 def test_every_stream_has_a_workspace_of_its_own(device):
-    """GEMMs that run at once must not share scratch memory; one stream's stays where it is."""
+    """Concurrent GEMMs on different streams do not share a workspace, and the workspace of a stream does not move."""
     streams = [torch.cuda.Stream().cuda_stream for _ in range(2)]
     found = [gemms.workspace(0, stream) for stream in (*streams, *streams)]
     assert found[0] != found[1] and found[:2] == found[2:]
@@ -182,7 +184,8 @@ def test_what_cublaslt_cannot_do_is_refused(device):
 
 @pytest.mark.parametrize("mode", [gemms.MX_BLOCKS, gemms.NVFP4_BLOCKS])
 def test_cublaslt_knows_block_scaled_problems_and_says_that_hopper_has_no_units_for_them(device, mode):
-    """Descriptors are taken, types, modes and sizes, and the heuristics find nothing, on any GPU before Blackwell."""
+    """cuBLASLt accepts descriptors, types, modes and sizes of block-scaled problems, and its heuristics find no
+    algorithm on any GPU before Blackwell."""
     codes, tiles = torch.zeros(128, 128, device=device, dtype=torch.uint8), torch.zeros(1024, device=device).byte()
     codes = codes.view(gemms.FP4 if mode == gemms.NVFP4_BLOCKS else torch.float8_e4m3fn)
     alpha = torch.ones((), device=device) if mode == gemms.NVFP4_BLOCKS else None
@@ -195,7 +198,7 @@ def test_cublaslt_knows_block_scaled_problems_and_says_that_hopper_has_no_units_
 
 
 def test_candidates_agree(device):
-    """Every algorithm among which a measurement chooses gives correct results."""
+    """Every algorithm that a measurement can choose gives correct results."""
     recipe = load("fp8_current")
     a, b = operands(recipe, "dgrad", 512, 512, 1024)
     left, right = a.dequantize().double(), b.dequantize().double()

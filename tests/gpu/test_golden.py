@@ -1,4 +1,4 @@
-"""The golden vectors of tests/test_golden.py again, with every tensor on the GPU: through the kernels and cuBLASLt."""
+"""The golden vectors of tests/test_golden.py with every tensor on the GPU, computed by the kernels and cuBLASLt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose steps are a CUDA graph has the losses of one whose steps are not, and stops where such a run would."""
+"""A run with steps in a CUDA graph has the losses of a run without a graph, and stops at the same steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dlp.parallel.model.graph import WARM_UP
 from launch.report.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
-STEPS, BAD = 8, 5  # BAD: the step behind which a weight is not finite, when steps are replayed
+STEPS, BAD = 8, 5  # BAD: after this step, which is replayed, a weight is not finite
 CULPRIT = "model.layers.2.mlp.down_proj"
 POISONED = f"""
 from launch import train
@@ -34,7 +34,7 @@ train.main()
 
 
 def run(folder: Path, *arguments: str, program: Sequence[str] = ("-m", "launch.train")) -> tuple[int, str]:
-    """A short run on one GPU: its exit code, and the end of what it said."""
+    """Run a short training on one GPU; return the exit code and the end of the output."""
     command = [
         sys.executable, *program, "tiny", "--mesh.tp", "1", "--train.steps", str(STEPS), "--run.dir", str(folder),
         "--train.eval_every", "4", "--checkpoint.every", "100", "--train.deterministic", "true", *arguments,
@@ -48,8 +48,8 @@ def steps_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def losses(folder: Path, *arguments: str, captured: bool = False) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step of a short run on one GPU, and the validation loss. `captured`: whether its steps
-    are to be a graph, but for the first ones; that they were is told by what their time was spent on."""
+    """Return (loss, gradient norm) of each step of a short run on one GPU, and the validation loss. `captured`: whether
+    all but the first steps should be replays of a graph, which the categories of measured time confirm."""
     code, said = run(folder, "--train.cuda_graph", str(captured).lower(), *arguments)
     assert code == 0, said
     records = read_metrics(folder / "metrics.jsonl")
@@ -71,7 +71,8 @@ def test_a_captured_step_computes_what_a_step_does(device, recipe, tmp_path):
 @pytest.mark.parametrize("captured", [True, False], ids=["captured", "eager"])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
 def test_an_inf_in_a_weight_stops_a_run(device, recipe, captured, tmp_path):
-    """Where scales make something finite of it: the flags of the layer's casts tell."""
+    """An Inf in a weight ends a run although a scale turns the Inf into a finite value, because the cast sets a
+    flag."""
     graph = ("--train.cuda_graph", str(captured).lower(), "--train.eval_every", "100")
     code, said = run(tmp_path / "run", "--recipe", recipe, *graph, program=("-c", POISONED))
     found = f"\nstep {BAD + 1}: loss .*: w of {CULPRIT} held a NaN or Inf when it was cast on rank 0"

@@ -1,4 +1,4 @@
-"""Integers on a GPU: the bits of the CPU, of casts and of GEMMs, whose sums are exact."""
+"""Casts and GEMMs of integers on a GPU have the bits of the CPU, because sums are exact."""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""Matrices of more than 2^31 elements: what a cast makes of the last rows is what it makes of them alone, in both
-orientations; so is what transposes, decoding, RMSNorm and SwiGLU make, and sums where other rows are 0. The last rows have
-the largest values, so that every amax is theirs. Per-tensor and FP8 block casts have such tests in their own files."""
+"""Kernels on matrices with more than 2^31 elements, compared with the same kernels on the last rows alone.
+
+The last rows have the largest values, so that every amax comes from the last rows. Both orientations of casts,
+transposes, decoding, RMSNorm and SwiGLU must have equal bits. For sums, all other rows are 0. Per-tensor and FP8 block
+casts have such tests in their own files.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ PAIRS = [*((each, each) for each in ALIKE), (NVFP4, TURNED), (CHANCE, replace(TU
 
 @pytest.fixture(scope="module")
 def large(device: str) -> Iterator[Tensor]:
-    """bf16 [ROWS, COLS], the last rows larger than the others, and the very last larger still."""
+    """bf16 [ROWS, COLS] with larger values in the last rows, and the largest values in the very last row."""
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("needs 24 GiB of free device memory")
     assert ROWS * COLS > 2**31
@@ -42,7 +45,7 @@ def large(device: str) -> Iterator[Tensor]:
 
 
 def last(q: Any, columnwise: bool) -> list[Tensor]:
-    """The parts of an operand that belong to the last rows of its matrix, or to the last columns of a columnwise one."""
+    """The parts of an operand for the last rows of the matrix, or for the last columns of a columnwise operand."""
     parts = []
     for part, dim in zip(q.parts, q.format.moves[int(columnwise)], strict=True):
         size = 0 if dim is None else LAST * part.shape[dim] // ROWS
@@ -51,7 +54,7 @@ def last(q: Any, columnwise: bool) -> list[Tensor]:
 
 
 def origin(x: Tensor, row: int) -> Origin:
-    """Origin of a matrix that begins at this row of a matrix with ROWS rows."""
+    """Origin of x, which is cut from a matrix of ROWS rows, beginning at `row`."""
     return Origin(row, 0, ROWS, x.shape[1], seed=1, tensor_id=2, counter=torch.tensor(11, device=x.device))
 
 
@@ -81,7 +84,7 @@ def weight_of(x: Tensor) -> Tensor:
 
 
 def first_bytes(x: Tensor, count: int) -> Tensor:
-    """uint8 [rows, count], of every row."""
+    """The first `count` bytes of every row, uint8 [rows, count]."""
     return x.view(torch.uint8)[:, :count].contiguous()
 
 
@@ -113,7 +116,7 @@ def test_what_is_made_of_rows_of_more_than_2_to_the_31_elements(large, name):
 
 
 def test_sums_of_more_than_2_to_the_31_elements(large):
-    """Sums of columns, and the gradient of a norm's weight, whose order of summation depends on the number of rows."""
+    """Sums of columns, and the gradient of a norm's weight. The order of summation depends on the number of rows."""
     sparse, tail = torch.zeros_like(large), large[-LAST:].contiguous()
     sparse[-LAST:] = tail
     assert_bit_equal(ops.column_sums(sparse).cpu(), ops.column_sums(tail).cpu(), "sums of columns")

@@ -1,4 +1,5 @@
-"""Cross entropy of rows of logits and its gradient: within a bound of float64, equal to themselves in every run."""
+"""Cross entropy of rows of logits, and the gradient: within a bound of the float64 result, and with equal bits in every
+run."""
 
 from __future__ import annotations
 
@@ -11,30 +12,33 @@ from dlp.kernels import cuda_loss, ops, reference
 from tests.gpu.inputs import DTYPES, SHAPES, STRIDES, place
 from tests.metrics import assert_bit_equal
 
-LONG = [(3, 9001), (5, 20000), (2, 128256), (1100, 520)]  # more than a block takes at once, and more rows than a chunk
+# More columns than a block reads at once, and more rows than a chunk
+LONG = [(3, 9001), (5, 20000), (2, 128256), (1100, 520)]
 NONE = -100
-EXACT = 2e-6  # of a sum of exponentials, relative: of its logarithm, absolute
-ULP = 2.0**-23  # of the logarithm in fp32, which exponentials turn into as large a share of a softmax
+EXACT = 2e-6  # bound for a sum of exponentials, relative; equals an absolute bound for the logarithm of the sum
+# Error of the fp32 logarithm; the exponential turns this error into an equal relative error of the softmax
+ULP = 2.0**-23
 ROUNDED = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def logits(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-    """Far from zero, so that exponentials without the maximum overflow; of another size in each row."""
+    """Logits of different magnitude in each row. The logits are far from zero, so that exponentials without subtracting
+    the maximum overflow."""
     generator = torch.Generator().manual_seed(rows + cols)
     x = torch.randn(rows, cols, generator=generator) * torch.exp2(torch.arange(rows) % 5 - 1.0)[:, None]
     return (x + 120).to(dtype)
 
 
 def targets(rows: int, cols: int) -> Tensor:
-    """Columns, and what is none: of another rank before and after, ignored."""
+    """Targets: columns of this rank, columns of the ranks before and after, and the ignored target."""
     target = torch.randint(0, max(cols, 1), (rows,), generator=torch.Generator().manual_seed(rows))
     target[1::4], target[2::8], target[3::8] = NONE, -1, cols
     return target
 
 
 def float64(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The results as they should be."""
+    """The exact results, in float64."""
     wide = x.double()
     log_sum = wide.logsumexp(1)
     here = (target >= 0) & (target < x.shape[1])
@@ -86,7 +90,8 @@ def test_inf_and_nan_are_where_the_reference_has_them(device, dtype):
 
 
 def test_each_column_counts_once(device):
-    """One large logit at every place of a row in turn: it alone makes the sum, and the gradient there vanishes."""
+    """One large logit moves through every column of a row: this logit alone determines the sum, and the gradient there
+    is zero."""
     cols = 8 * 256 * 4 + 21
     x = torch.zeros(cols, cols, dtype=torch.bfloat16, device=device).fill_diagonal_(64)
     target = torch.arange(cols, device=device)

@@ -1,4 +1,5 @@
-"""AdamW with averages in few bits on a GPU: the compiled step computes what the step does that is not, clips and skips."""
+"""AdamW with low-bit averages on a GPU: the compiled step has the results of the uncompiled step, with clipping and
+skipping."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ def test_a_compiled_step_computes_the_same(device: str, name: str):
             optimizer.found_inf.fill_(float(step == 2))
             optimizer.step()
         for one, two, old in zip(first, second, before, strict=True):
-            far = ((one - two).abs() > 1e-4).float().mean().item()  # a sum rounded otherwise may be another code
+            # A sum that is rounded differently can have another code
+            far = ((one - two).abs() > 1e-4).float().mean().item()
             assert far < 1e-2, far
             assert torch.equal(one, old) == (step == 2)

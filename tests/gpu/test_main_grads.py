@@ -1,6 +1,6 @@
-"""wgrad with beta = 1 on a GPU, captured: the bits of autograd's sums, in every recipe but nvfp4.
+"""wgrad with beta = 1 on a GPU, captured: gradients have the bits of autograd's sums in every recipe except nvfp4.
 
-Its GEMM multiplies sums by alpha and adds in one rounding, where autograd's sum rounds the product first.
+The nvfp4 GEMM multiplies sums by alpha and adds with one rounding, but autograd rounds the product before the sum.
 """
 
 from __future__ import annotations

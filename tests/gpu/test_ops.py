@@ -1,4 +1,4 @@
-"""dlp.ops on a GPU: fusions beside their basic ops, captured and not, and a CUDA graph of a sequence."""
+"""dlp.ops on a GPU: fusions compared with the basic ops, captured and not captured, and a CUDA graph of a sequence."""
 
 from __future__ import annotations
 
@@ -98,17 +98,18 @@ def test_captured_ops_give_the_same_bits(recipe: str, device: Any):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_delayed", "fp8_block"])
 @pytest.mark.parametrize("what", ["sequence", "layer"])
 def test_graphed_callables_train_as_they_do_without_a_graph(what: str, recipe: str, device: Any):
-    """Three microbatches a step; a weight is cast at the boundary, whose operands the next replay reads."""
+    """Training with graphed callables: three microbatches per step. The step boundary casts the weights, and the next
+    replay reads the new operands."""
 
     def train(graphed: bool) -> list[Tensor]:
         torch.manual_seed(0)
         inner = MODELS["mlp"](recipe) if what == "sequence" else dlp.Linear(H, H, recipe=recipe)
-        model = nn.Sequential(inner).bfloat16().to(device)  # a callable to graph has no hooks
+        model = nn.Sequential(inner).bfloat16().to(device)  # without hooks, as make_graphed_callables requires
         optimizer = torch.optim.SGD(model.parameters(), 1e-4)
         dlp.attach(model, optimizer)
         found = []
         for step in range(4):
-            optimizer.zero_grad(set_to_none=False)  # a replay hands out its own buffers
+            optimizer.zero_grad(set_to_none=False)  # a replay returns the buffers of the graph
             for micro in range(3):
                 x = values(3 * step + micro, M, H, device=device).requires_grad_()
                 y = model(x)
@@ -116,7 +117,7 @@ def test_graphed_callables_train_as_they_do_without_a_graph(what: str, recipe: s
                 found += [y.detach().clone(), x.grad.clone()]  # type: ignore[union-attr]
             optimizer.step()
             if step == 1 and graphed:
-                del y  # its graph knows parameters on the stream that is current now
+                del y  # the autograd graph of y accumulates on the stream that is current now
                 with dlp.graphing(model):
                     model[0] = torch.cuda.make_graphed_callables(model[0], (x.detach().clone().requires_grad_(),))
         if graphed:

@@ -1,7 +1,7 @@
-"""RMSNorm, SwiGLU, sums of columns, and casts that make what they read of them on the way.
+"""RMSNorm, SwiGLU, sums of columns, and casts that compute their input with these functions.
 
-RMSNorm and the sums equal the reference bit for bit; SwiGLU, whose exponential is the device's, lies within a bound of
-float64. A fused cast gives the bits of the stored matrix's cast.
+RMSNorm and the sums equal the reference bit for bit. SwiGLU, which uses the exponential function of the device, is
+within a bound of float64. A fused cast has the bits of a cast of the stored matrix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.gpu.inputs import DATA, DTYPES, SHAPES, STRIDES, place, values
 from tests.gpu.test_quantizers import PAIRS, at, slot
 from tests.metrics import assert_bit_equal, assert_close
 
-LONG = [(3, 9001), (2, 20000), (1030, 2056)]  # rows that do not stay in registers; more rows than parts
+LONG = [(3, 9001), (2, 20000), (1030, 2056)]  # rows that do not fit in registers; more rows than partial sums
 ROUNDED = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # relative error: rounding to bf16 is half of 2^-7
 EPS = 1e-5
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -30,7 +30,7 @@ OFFERING = [pair for pair in PAIRS if one_read(*pair) is not None]
 
 
 def assert_equal(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Bits, but for those of a NaN, which conversions on a GPU and on a CPU write differently."""
+    """Compare bits, except for the bits of NaNs, which differ between conversions on a GPU and on a CPU."""
     actual, expected = actual.cpu(), expected.cpu()
     assert_bit_equal(actual.nan_to_num(1.5, float("inf"), float("-inf")),
                      expected.nan_to_num(1.5, float("inf"), float("-inf")), what)  # fmt: skip
@@ -159,7 +159,7 @@ def test_swiglu_is_that_of_float64(device, poisoned, dtype):
 
 @dtypes
 def test_swiglu_at_its_ends(device, dtype):
-    """Every bf16 value as a gate; NaN and Inf where the reference has them."""
+    """SwiGLU with every bf16 value as a gate. NaN and Inf occur where the reference has them."""
     gate = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256).to(dtype)
     up = torch.full_like(gate, 1.5)
     made, expected = ops.swiglu(gate.to(device), up.to(device)).cpu(), reference.swiglu(gate, up)
@@ -226,7 +226,8 @@ def test_a_fused_cast_is_that_of_the_stored_matrix(device, poisoned, pair, data,
         for i, (a, b) in enumerate(zip(found, expected, strict=True)):
             assert_bit_equal(a, b, f"part {i}, {which} {data} {shape}")
         if isinstance(fresh, ops.Summed):
-            inside = all(quantizer.format.block[0] <= 1 for quantizer in pair)  # casts of tiles take no sums
+            # Casts of tiles accept no `Summed` matrices
+            inside = all(quantizer.format.block[0] <= 1 for quantizer in pair)
             assert (fresh._parts is not None) == inside
             assert_equal(fresh.sums(), reference.column_sums(matrix.value.cpu()), f"sums {shape}")
         rowwise = pair[0].cast(fresh, pair[0].observe(fresh), slot=slot(device), at=at(matrix, device)[0])
@@ -246,8 +247,12 @@ def test_what_recipes_cast_of_activations_is_fused(device, monkeypatch, recipe, 
 
 
 def test_gradients_of_narrow_norms_leave_wide_ones_their_shared_memory(device):
-    """If a call set the limit of a kernel to what it needs itself, it could take away what another thread of the host is about
-    to launch with. On a GPU that is a matter of chance; the emulator refuses a limit that is lowered."""
+    """The gradient of a narrow norm does not lower the shared-memory limit that a wide norm needs.
+
+    If each call set the limit of the kernel to the size that the call needs, a call could lower the limit before
+    another host thread launches the kernel with more. On a GPU this race occurs by chance; the emulator raises an error
+    if a limit is lowered.
+    """
     for cols, stride in product((8192, 16, 12288, 13001, 28672, 17, 8192), ("contiguous", "misaligned")):
         dy, x = (values("gauss", 2, cols, torch.float32, seed) for seed in (2, 0))
         weight, what = values("gauss", 1, cols, torch.float32, 1)[0], f"{cols} {stride}"
@@ -277,7 +282,8 @@ def test_what_producers_refuse(device):
 
 
 def sigmoid_bound(g: Tensor) -> Tensor:
-    """How far act(g) and act'(g) of silu, sigmoid and qgelu may lie from the reference (`cuda_producers.activation`)."""
+    """Bound on the difference of act(g) and act'(g) of silu, sigmoid and qgelu from the reference
+    (`cuda_producers.activation`)."""
     wide = g.double()
     return (2.0**-20 * wide.sigmoid() + 2.0**-126) * (1 + 1.702 * wide.abs())
 
@@ -288,7 +294,8 @@ def sigmoid_bound(g: Tensor) -> Tensor:
     [pytest.param(name, marks=pytest.mark.needs_gpu) if name == "gelu" else name for name in cuda_producers.ACTS],
 )
 def test_activations_and_gates_are_the_reference(device, poisoned, dtype, name):
-    """Against the reference on the same device, whose tanh they share; silu, sigmoid and qgelu within `sigmoid_bound`."""
+    """Activations and gates equal the reference on the same device, which uses the same tanh. silu, sigmoid and qgelu
+    are within `sigmoid_bound`."""
 
     def check(made, expected, factor, what):
         if name not in ("silu", "sigmoid", "qgelu"):

@@ -1,4 +1,5 @@
-"""Programs on a GPU: a linear that runs them gives the bits of one that never does, in every recipe."""
+"""Captured launches on a GPU: a linear that replays captured launches has the bits of a linear that never does, in
+every recipe."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_a_program_gives_the_bits_of_the_functions(device: str, recipe: str, cas
 
 @pytest.mark.parametrize("recipe", BY_SCALES)
 def test_inductor_takes_the_ops_as_they_are(device: str, recipe: str):
-    """It holds what an op returns to the strides that were promised: scales lie as GEMMs read them."""
+    """Inductor checks that the results of ops have the declared strides. Scales are stored in the layout that GEMMs
+    read."""
     torch.compiler.reset()
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe=recipe), device=device)
     pair.model[0].compile(fullgraph=True)
@@ -50,7 +52,7 @@ def test_inductor_takes_the_ops_as_they_are(device: str, recipe: str):
 
 @pytest.mark.parametrize("recipe", BY_SCALES)
 def test_no_tokens_are_no_trouble(device: str, recipe: str):
-    """An expert may be given none, in the midst of others that are given some."""
+    """A layer without tokens works, also between calls with tokens, as for an expert that gets no tokens."""
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe=recipe), device=device)
     for seed, tokens in enumerate((M, 0, 0, 0, M)):
         pair.step(lambda model, seed, m=tokens: forward_backward(model, seed, (m,)), seed)
@@ -59,7 +61,8 @@ def test_no_tokens_are_no_trouble(device: str, recipe: str):
 
 
 def test_on_another_stream_and_in_a_graph(device: str):
-    """A program has no stream of its own: recorded on one, it runs on another, and is captured."""
+    """Captured launches are not bound to a stream: launches that were recorded on one stream run on another stream, and
+    in a CUDA graph."""
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_current"), device=device)
     for seed in range(3):
         pair.step(forward_backward, seed)
@@ -84,7 +87,7 @@ def test_on_another_stream_and_in_a_graph(device: str):
 
 
 def kernels(run: Callable[[], object]) -> list[str]:
-    """The names of the kernels that a run starts, without those that copy or set memory."""
+    """The names of the kernels that `run` starts, without kernels that copy or set memory."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
@@ -102,8 +105,9 @@ def kind(kernel: str) -> str:
 
 
 def test_nothing_small_is_launched_between_casts_and_gemms(device: str):
-    """Scales of blocks are cast as GEMMs read them: an iteration is the casts of x and of dy, each of both orientations in
-    one read, and three GEMMs; w is cast at the end of a step, both orientations in one read, too."""
+    """A pass launches only casts and GEMMs. Block scales are cast in the layout that GEMMs read, so one iteration has a
+    cast of x and a cast of dy, each for both orientations with one read, and three GEMMs. The step boundary casts w,
+    also for both orientations with one read."""
     layer = nn.Sequential(dlp.Linear(K, N, recipe="fp8_block", device=device, dtype=torch.bfloat16))
     dlp.attach(layer, torch.optim.SGD(layer.parameters()))
 

@@ -1,4 +1,5 @@
-"""Recipe qat on a GPU: the values and the clipped gradients of a CPU, eager and compiled, and y after export."""
+"""Recipe qat on a GPU: values and clipped gradients equal the results on a CPU, eager and compiled, also y after
+export."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def test_trained_exported_quantized(device: str, dtype: torch.dtype):
     x, w, b, dy = tensors(dtype)
     on_cpu, model = results(layer("qat", w, b), x, dy), layer("qat", w, b).to(device)
     x, dy = x.to(device), dy.to(device)
-    for _ in range(3):  # a call that comes again may be captured
+    for _ in range(3):  # repeated calls may replay captured launches
         model.zero_grad()
         found = results(model, x, dy)
     for name, value in found.items():

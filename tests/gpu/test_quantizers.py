@@ -1,4 +1,4 @@
-"""Quantizers on a GPU give the bits they give on the CPU, through the kernels, whatever view of a matrix they get."""
+"""Quantizers on a GPU give the bits of the CPU for every view of a matrix."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def at(x: Tensor, device: str) -> tuple[Origin, Origin]:
 
 
 def fitting(pair, matrix: Tensor) -> dict[str, Tensor]:
-    """Views of a matrix that both formats hold."""
+    """Views of a matrix that both formats support."""
     unit = max(max(quantizer.format.multiple) for quantizer in pair)
     return {how: x for how, x in views(matrix).items() if all(size % unit == 0 for size in x.shape)}
 
@@ -75,7 +75,7 @@ def test_a_cast_on_the_gpu_is_the_one_on_the_cpu(device, pair, dtype, data):
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_casts_of_matrices_of_any_size(device, pair):
-    """Sizes at random, as far as the formats hold them, both orientations at once."""
+    """Casts of matrices with random sizes that the formats support, for both orientations at once."""
     generator, both = torch.Generator().manual_seed(7), one_read(*pair)
     unit = max(max(quantizer.format.multiple) for quantizer in pair)
     for turn in range(12):
@@ -100,10 +100,10 @@ def test_amax_on_the_gpu_is_the_one_on_the_cpu(device, dtype):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_a_cast_reads_nothing_back(device, recipe):
-    """No cast waits for the device: it can be captured in a CUDA graph and replayed on other values."""
+    """A cast never waits for the device, so it can be captured in a CUDA graph and replayed with other values."""
     x, both = values("gauss", 256, 512, torch.bfloat16), one_read(recipe.dy.rowwise, recipe.dy.columnwise)
     mine, where = x.to(device), at(x, device)
-    both.cast(mine, both.observe(mine), slot=slot(device), at=where)  # loads the kernels
+    both.cast(mine, both.observe(mine), slot=slot(device), at=where)  # the first call loads the kernels
     torch.cuda.synchronize()
     captured, graph = slot(device), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -118,7 +118,7 @@ def test_a_cast_reads_nothing_back(device, recipe):
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_casts_write_where_they_are_told(device, pair):
-    """Into rows of a larger buffer, such as a rank's segment of what is gathered."""
+    """Casts write into the given output, such as a rank's segment of a gathered buffer."""
     x, both = values("gauss", 192, 288, torch.bfloat16).to(device), one_read(*pair)
     expected = both.cast(x, both.observe(x), slot=slot(device), at=at(x, device))
 

@@ -1,4 +1,4 @@
-"""Rowwise FP8 kernels against the reference: amaxes of rows and columns in one read, casts by them in one more."""
+"""Rowwise FP8 kernels against the reference: amaxes of rows and columns with one read, and casts with a second read."""
 
 from __future__ import annotations
 

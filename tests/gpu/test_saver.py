@@ -1,4 +1,5 @@
-"""Copies of a save: on the device where memory is free, else on the host, and never of values that changed since."""
+"""Copies of tensors for a checkpoint: on the device if memory suffices, else on the host, and never of values that
+changed after the copy was requested."""
 
 from __future__ import annotations
 

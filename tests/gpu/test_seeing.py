@@ -1,4 +1,4 @@
-"""On a GPU: a snapshot at the moment of a failed allocation, and a step marked for NVIDIA's profilers."""
+"""On a GPU: a memory snapshot when an allocation fails, and a step with ranges for NVIDIA's profilers."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ SHAPES = [(1, 8), (3, 128), (5, 300), (2, 3, 129), (64, 4096), (7, 1)]
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Gauss with an outlier, zeros, tiny values and, in some blocks, NaN and Inf."""
+    """Gaussian values with an outlier, zeros, tiny values and, in some blocks, NaN and Inf."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     flat = x.view(-1)
     flat[:: max(1, flat.numel() // 5)] *= 1e6
@@ -66,7 +66,7 @@ def test_codes_off_alignment_are_refused_where_they_are_read_by_eight(device, dt
         memory[:, offset:] = x.view(torch.uint8).flatten(1)
         return memory[:, offset:].view(x.dtype).unflatten(1, x.shape[1:])
 
-    for features in (256, 129):  # by eight; one by one
+    for features in (256, 129):  # eight elements per access; one element per access
         packed = [wire.pack_fp8(values((3, features), torch.bfloat16) * (i + 1)) for i in range(2)]
         codes, scale = (torch.stack(parts) for parts in zip(*packed, strict=True))
         expected, own = wire.sum_fp8(codes, scale, dtype), (0, moved(codes[:1], 1)[0], scale[0])

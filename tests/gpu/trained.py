@@ -1,4 +1,4 @@
-"""A few steps of training whose weights are cast at the step boundary."""
+"""A few training steps with weights that are cast at the step boundary."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.gpu.inputs import values
 def trained(
     recipe: str, steps: int = 4, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, features: int = 160
 ) -> tuple[Tensor, Session]:
-    """The losses fp32 [steps] of two linears with weights of `dtype` on bf16 activations, and their runtime; a load halves
-    the weights after two steps."""
+    """Train two linears with weights of `dtype` on bf16 activations; return the losses, fp32 [steps], and the runtime.
+    After two steps a load halves the weights."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(Linear(features, features, recipe=load(recipe)) for _ in range(2))).to(device, dtype)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -1,4 +1,5 @@
-"""Gradient accumulation under FSDP: both ways train alike, keep what the plan says they keep, and send what it says."""
+"""Gradient accumulation under FSDP: both settings of `reduce_gradients` give equal losses, and hold and send as many
+bytes as the plan says."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ WAYS = ("step", "microbatch")
 
 
 def whole_gradients(model: nn.Module) -> Iterator[int]:
-    """Bytes of each gradient that FSDP keeps for a gathered parameter."""
+    """Bytes of each unsharded gradient that FSDP keeps for a gathered parameter."""
     for module in model.modules():
         for param in fsdp._fsdp_params(module) if isinstance(module, torch.distributed.fsdp.FSDPModule) else ():
             kept = param.unsharded_accumulated_grad
@@ -35,8 +36,8 @@ def whole_gradients(model: nn.Module) -> Iterator[int]:
 
 
 def trained(config: Config) -> tuple[list[float], list[int], Accumulation]:
-    """Losses of three steps, of which the last one's bytes are compared with the plan; what waits after each microbatch
-    of the first; what was decided."""
+    """Train three steps. Return the losses; the bytes of gradients that wait after each microbatch of the first step;
+    and the decision of `auto`. In the last step the ledger compares bytes with the plan."""
     trainer, _ = training.trainer(config)
     held: list[int] = []
     losses = []
@@ -68,8 +69,8 @@ def both_ways(ranks, tmp_path, data, world, options):
     ("world", "options"), [(2, CASES[2]), nightly(4, CASES[4]), (2, REPLICAS)], ids=["fsdp", "tp", "replicas"]
 )
 def test_both_ways_train_alike_and_keep_what_was_said(ranks, tmp_path, data, world, options):
-    """Only the order of additions differs: the first loss not at all, after two updates 1e-6 of the loss in fp32, and 1e-3
-    where weights are rounded to bf16 and quantized."""
+    """The two settings differ only by the order of additions: the first loss is equal, and after two updates losses
+    differ by 1e-6 in fp32, and by 1e-3 where weights are rounded to bf16 and quantized."""
     most = 1e-6 if "--train.dtype=fp32" in options else 1e-3
     found = both_ways(ranks, tmp_path, data, world, options)
     for (step, whole, asked), (each, none, decided) in zip(*found.values(), strict=True):

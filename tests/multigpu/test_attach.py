@@ -1,4 +1,5 @@
-"""Arguments of `attach`, checks in the steps of attached optimizers, and backwards of graphs older than the weights."""
+"""Arguments of `dlp.attach`, checks in the steps of attached optimizers, and backwards after the weights of their
+forward have changed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.multigpu.test_grads import Attention, batch, gradients, loss_of, make
 
 
 class Around(nn.Module):
-    """A user's module around a converted model."""
+    """A user's module that contains a converted model."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -32,7 +33,8 @@ class Around(nn.Module):
 
 
 def wrapped() -> dict[str, Tensor]:
-    """The gradients of a converted model that was attached by the module around it, before its step; steps are counted."""
+    """Attach the module that contains a converted model; return the gradients of the converted model before the step,
+    and the number of steps."""
     model = make(2)
     outer = Around(model)
     optimizer = SGD(outer.parameters(), lr=0.1)
@@ -112,7 +114,7 @@ def test_an_optimizer_from_before_convert_is_refused(ranks):
 
 
 def stale_in_part(by: str) -> str:
-    """Message of `attach` about an optimizer that was created between two calls that replace parameters."""
+    """Message of `dlp.attach` about an optimizer that was created between two calls that replace parameters."""
     torch.manual_seed(0)
     model, mesh = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(worker.device()), worker.mesh(tp=1)
     dlp.convert(model, [], mesh)
@@ -245,7 +247,8 @@ def test_a_step_between_forward_and_backward_raises_for_distributed_parameters(r
 
 
 def test_an_optimizer_that_evaluates_a_closure_sees_the_weights_as_they_are():
-    """LBFGS moves weights and evaluates again, many times in a step."""
+    """LBFGS changes the weights and evaluates the closure again, many times in a step. Each evaluation reads the
+    current weights."""
     losses = {}
     for attached in (False, True):
         model = mlp(dtype=torch.float32)
@@ -265,7 +268,8 @@ def test_an_optimizer_that_evaluates_a_closure_sees_the_weights_as_they_are():
 
 
 class Ahead(torch.optim.SGD):
-    """Evaluates where it moved weights to, in a way that torch does not count, then steps from where they were."""
+    """Optimizer that evaluates at changed weights, which torch's version counter does not count, and then steps from
+    the original weights."""
 
     def step(self, closure: Any = None) -> float:
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -298,8 +302,8 @@ def test_weights_are_cast_before_each_evaluation_of_a_closure():
 
 
 def forgotten_norm(closure: bool, zero: bool, steps: int) -> str:
-    """Steps of a model whose q_norm reads cut features without a group that says so. `zero`: o begins at zero, so that q
-    has no gradient in the first step."""
+    """Train a model whose q_norm reads features that tp shards, without a layer group that says so. `zero`: the weight
+    of o is zero initially, so that q has no gradient in the first step."""
     torch.manual_seed(3)
     model = Attention()
     for parameter in model.parameters():

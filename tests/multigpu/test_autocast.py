@@ -1,4 +1,5 @@
-"""autocast: which recipe runs where, when delayed scales change without an optimizer, and what it cannot reach."""
+"""autocast: the recipe of each layer, the time at which delayed scales change without an optimizer, and code that
+autocast does not affect."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def layer(recipe: Any = "bf16") -> Linear:
 
 
 def run(module: nn.Module, seed: int = 1, region: Any = None, recompute: bool = False) -> dict[str, Tensor]:
-    """y, dx and the weights' gradients of one forward inside `region` and one backward outside of it."""
+    """Run one forward inside `region` and one backward outside of it; return y, dx and the weights' gradients."""
     x = matrix("gauss", SIZE, SIZE, seed).requires_grad_()
     module.zero_grad()
     with region or dlp.autocast():
@@ -81,7 +82,7 @@ def test_without_a_recipe_layers_keep_their_own_and_an_error_ends_the_region():
 
 
 def manual(linear: Linear, seed: int) -> dict[str, Tensor]:
-    """One step with the step boundary after it."""
+    """Run one step, and then the step boundary."""
     x = matrix("gauss", SIZE, SIZE, seed).requires_grad_()
     linear.zero_grad()
     y = linear(x)
@@ -158,8 +159,8 @@ def test_a_compiled_layer_says_that_it_cannot_be_reached():
 
 
 def with_groups() -> list[tuple[float, int]]:
-    """After one region, with an amax group of both ranks and with one of each alone: the scale of x, and the number of
-    all-reduces that the region made."""
+    """Run a region with an amax group of both ranks, and a region with one group per rank. Return the scale of x, and
+    the number of all-reduces of the region."""
     groups = [dist.group.WORLD, [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]]
     found = []
     for group in groups:

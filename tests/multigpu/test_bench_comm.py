@@ -1,4 +1,4 @@
-"""The benchmark of collectives runs, and what it says of bytes is what a gather moves."""
+"""The benchmark of collectives runs, and reports the number of bytes that a gather moves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.shared_slot import SharedSlot
 
 pytestmark = pytest.mark.slow
 
-# of bf16, with 8192 features
+# for bf16, with 8192 features
 MOST = {
     "fp8_current": 0.501,
     "fp8_delayed": 0.501,
@@ -58,7 +58,7 @@ def test_a_quantized_gather_moves_the_promised_share_of_bf16(ranks):
 
 
 def moved() -> list[tuple[float, int]]:
-    """For each recipe: the bytes that are said to come from the other rank, and those that are gathered there."""
+    """Return, for each recipe, the reported bytes from the other rank, and the bytes that the gather writes."""
     here, found = bench(), []
     for recipe in RECIPES:
         spec = column(here, recipe, 256)
@@ -89,7 +89,7 @@ def test_every_kind_runs(ranks):
 
 
 def sums_through_memory() -> list[Line]:
-    """The sums of each wire, by collectives and through memory that ranks map, with the same bits."""
+    """The sums of each wire, by collectives and through mapped memory; both must have the same bits."""
     here = bench()
     group = here.mesh.get_group()
     if worker.device().type == "cpu":
@@ -116,7 +116,8 @@ def test_sums_are_measured_through_memory_that_ranks_map(ranks):
 
 
 def every_operator() -> tuple[list[operators.Line], int, int]:
-    """The lines, and how many repetitions were timed and were predicted."""
+    """Run the benchmark of operators; return the lines of the output, and the numbers of timed and predicted
+    repetitions."""
     once, timed = Bench.once, list[Any]()
 
     def counted(here: Bench, run: Any, calls: int) -> float:
@@ -180,7 +181,8 @@ def test_graphs_and_peers_have_their_columns(capsys):
 
 
 def plain_and_ours() -> tuple[float, float]:
-    """How far ours in bf16 is from the plain layer with the same weights; how much that changes its input."""
+    """Relative difference between dlp's bf16 layer and the plain layer with the same weights, and the change of the
+    input by this difference."""
     mesh, shape, tokens = worker.mesh(tp=2), shape_of("64x128x4x2"), 32
     plain, ours = (subject(name, how, shape, tokens, mesh, None) for name, how in ((PLAIN, ""), ("bf16", "serial")))
     renamed = {re.sub(r"\.(norm|linear)\.", ".", name): value for name, value in plain.named_parameters()}

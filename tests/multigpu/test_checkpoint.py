@@ -1,5 +1,8 @@
-"""Checkpoints on 2 and 4 ranks: resumed runs repeat the bits, other meshes get the same whole tensors, what does not fit
-is refused, and what was saved before outlives any failure."""
+"""Checkpoints on 2 and 4 ranks.
+
+Resumed runs repeat the bits, other meshes load the same full tensors, checkpoints that do not fit are refused, and
+earlier checkpoints survive every failure.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ def test_a_resumed_run_repeats_the_bits(ranks, tmp_path, data, world, overrides)
 
 
 def interrupted(config: Config, steps: int) -> None:
-    """Train `steps` steps of a longer run, and leave without a word."""
+    """Train `steps` steps of a longer run, and end without a final checkpoint."""
     trainer, done = training.trainer(config)
     trainer.recorder.begin(done)
     trainer.find_scales(done)
@@ -85,7 +88,7 @@ def interrupted(config: Config, steps: int) -> None:
 
 
 def restored(config: Config) -> dict[str, torch.Tensor]:
-    """Every tensor that the newest checkpoint restores, whole, by name."""
+    """Every tensor that the newest checkpoint restores, unsharded, by name."""
     trainer, done = training.trainer(config)
     assert done > 0
     flat = {}
@@ -185,7 +188,7 @@ def test_a_torn_checkpoint_is_refused_and_the_one_before_is_used_when_asked(rank
 
 
 def refusals(config: Config, paths: list[Path]) -> list[str]:
-    """Why each of these checkpoints is not loaded, "" for one that is."""
+    """Return, for each checkpoint, the message of the refusal, or "" if the checkpoint loads."""
     recipe._import_file.cache_clear()
     trainer, _ = training.trainer(config)
     said = []
@@ -224,7 +227,7 @@ def test_every_flipped_bit_is_found_before_anything_is_used(ranks, tmp_path, dat
 
 
 class Planted:
-    """Its pickle makes a folder where it is loaded."""
+    """Object whose pickle creates a folder when it is loaded."""
 
     def __init__(self, made: Path) -> None:
         self.made = made
@@ -234,7 +237,7 @@ class Planted:
 
 
 def renew(path: Path) -> None:
-    """Give a checkpoint whose files were replaced the hashes they have now: one that a stranger made."""
+    """Update the hashes of a checkpoint after its files were replaced, as in a checkpoint from an untrusted source."""
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"] = {name: hashed(path / name) for name in manifest["files"]}
     (path / "manifest.json").write_text(json.dumps(manifest | {"digest": digest(manifest)}))
@@ -309,7 +312,7 @@ def test_a_recipe_file_that_only_the_checkpoint_names_is_not_imported(ranks, tmp
 
 
 def swapped_in_python(config: Config) -> None:
-    """One step under a recipe that has no name, and a checkpoint."""
+    """Train one step with a recipe that has no name, and save a checkpoint."""
     trainer, _ = training.trainer(config)
     dlp.set_recipe(trainer.built.model, "layers.0.mlp.down_proj", dlp.recipe("mxfp8"))
     trainer.train_step(0)
@@ -328,7 +331,7 @@ def test_a_recipe_made_in_python_cannot_be_resumed_by_settings(ranks, tmp_path, 
 
 
 def killed_while_saving(config: Config) -> None:
-    """Rank 1 dies in its second save, when its file is written and rank 0 does not know it yet."""
+    """Rank 1 dies in the second save, after writing the local file and before rank 0 has received the report."""
     write, calls = dcp.FileSystemWriter.write_data, iter((1, 2))
 
     def dying(*args: Any, **kwargs: Any) -> Any:
@@ -355,7 +358,7 @@ def test_a_rank_killed_during_a_save_leaves_the_checkpoint_before(ranks, tmp_pat
 
 
 class FullDisk:
-    """A stream to a disk that takes `room` bytes more, as Linux has it."""
+    """Stream to a disk with space for `room` more bytes, which fails as on Linux."""
 
     def __init__(self, stream: Any, room: int) -> None:
         self.stream, self.room = stream, room
@@ -381,7 +384,7 @@ class FullDisk:
 
 
 def save_without_room(config: Config) -> list[str]:
-    """Saves on a full disk: of rank 1's tensors, of the index, of the manifest, of the folder; what is raised."""
+    """Error of a save on a full disk, for rank 1's tensors, the index, the manifest and the folder."""
     trainer, _ = training.trainer(config)
     trainer.train_step(0)
     trainer.save(1)
@@ -419,7 +422,7 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(ranks, tmp_path, data):
 
 
 def saved_apart(config: Config) -> str:
-    """A save by ranks that each have a disk of their own."""
+    """Save on ranks that have separate disks."""
     trainer, _ = training.trainer(config)
     with pytest.raises(save_load.SaveError) as caught:
         save_load.save(Path(config.run.dir, f"rank{dist.get_rank()}"), 1, trainer.state, keep=1)
@@ -437,7 +440,7 @@ def test_files_that_do_not_reach_rank_0_are_no_checkpoint(ranks, tmp_path, data)
 
 
 def rng_after(config: Config) -> list[float]:
-    """Two draws: one right after the checkpoint was written or read, one after that."""
+    """Return two random draws: directly after the checkpoint was written or read, and after the first draw."""
     trainer, done = training.trainer(config)
     if not done:
         trainer.train_step(0)
@@ -455,7 +458,7 @@ def test_random_states_are_restored_rank_by_rank(ranks, tmp_path, data):
 
 
 def killed_while_removing(config: Config) -> None:
-    """Rank 0 dies when a first file of an old checkpoint is gone."""
+    """Rank 0 dies after removing the first file of an old checkpoint."""
 
     def dying(path: Path, **options: Any) -> None:
         if "step-" in path.name:
@@ -479,7 +482,7 @@ def test_a_rank_killed_while_old_checkpoints_are_removed_leaves_whole_ones(ranks
 
 
 def trained_beside_what_stays(config: Config) -> None:
-    """A run in whose folder nothing can be renamed for removal."""
+    """Run in a folder in which old checkpoints cannot be renamed for removal."""
 
     def stays(finished: Path) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(finished))
@@ -520,7 +523,7 @@ def test_a_line_of_the_metrics_that_is_no_record_is_named_before_the_run_goes_on
 
 
 def unread(config: Config) -> str:
-    """The file that could not be read, which all ranks know."""
+    """The message about a file that could not be read, which all ranks raise."""
     with pytest.raises(IsADirectoryError) as caught:
         training.trainer(config)
     return str(caught.value.filename)
@@ -534,7 +537,7 @@ def test_only_the_newest_are_kept(ranks, tmp_path, data):
 
 
 def content(run: Path) -> dict[str, bytes]:
-    """All that lies in a run's folder, but for the lock."""
+    """All files in the run's folder except the lock."""
     return {str(path): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.name != ".lock"}
 
 
@@ -554,7 +557,7 @@ def test_a_refused_command_changes_nothing(ranks, tmp_path, data):
 
 
 def unreadable(config: Config) -> None:
-    """A file that cannot be read, before the run began."""
+    """Run with a checkpoint file that became unreadable before the run."""
     run = RunDir(Path(config.run.dir))
     with pytest.raises(OSError), run.logged():
         raise OSError("no such cache")
@@ -589,7 +592,7 @@ def test_another_runs_checkpoint_begins_a_lineage_and_leaves_the_other(ranks, tm
 
 
 def apart(config: Config) -> str:
-    """The refusal of ranks that each have a disk of their own."""
+    """The refusal of ranks that have separate disks."""
     own = replace(config, run=replace(config.run, dir=f"{config.run.dir}{dist.get_rank()}"))
     with pytest.raises(ValueError) as caught:
         training.trainer(own)
@@ -611,7 +614,7 @@ TAKE = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a+'), fcntl.LOCK_EX | 
 
 
 def second(config: Config) -> str:
-    """Error of another process that requests the lock of a running run."""
+    """Error of another process that requests the lock of an active run."""
     trainer, _ = training.trainer(config)
     if not trainer.run.leader:
         return ""
@@ -632,7 +635,7 @@ def test_a_run_holds_its_folder_while_it_lasts(ranks, tmp_path, data, more):
 
 
 def no_room(config: Config, name: str) -> str:
-    """The refusal where the disk has no room for a file of this name."""
+    """The refusal if the disk has no space for the named file."""
     opened = Path.open
 
     def full_open(self: Path, mode: str = "r", *given: Any, **named: Any) -> Any:

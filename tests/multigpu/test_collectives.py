@@ -1,6 +1,6 @@
-"""Collectives over parts: every gather is one launch with exact bytes, every sum is the fp32 sum in rank order.
+"""Collectives over parts: every gather is one launch with exact bytes, and every sum is the fp32 sum in rank order.
 
-1, 2 and 4 ranks. The oracle rebuilds the tensors of all ranks from their seeds, so it uses no collective.
+The tests run on 1, 2 and 4 ranks. The expected values are computed from the seeds of all ranks, without collectives.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_one_part_is_gathered_along_a_dimension(ranks, world, dim, dtype):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_several_parts_are_one_launch_and_shared_parts_stay(ranks, world, device_type):
-    """On gloo a launch each: its grouped all-gather corrupts the heap when two are in flight."""
+    """On gloo each part is a launch, because gloo's grouped all-gather corrupts the heap if two are in flight."""
     shapes, dims = [(4, 6), (), (4, 3), (6, 4), (7,), (2, 3, 2)], [0, None, 1, 1, 0, 1]
     dtypes = [torch.float8_e4m3fn, torch.float32, torch.float32, torch.bfloat16, torch.uint8, torch.float8_e5m2]
     for rank, (whole, names) in enumerate(ranks(world).run(gather, shapes, dtypes, dims)):
@@ -131,7 +131,7 @@ def test_sums_are_fp32_in_rank_order_rounded_once(ranks, world, dtype):
 
 @pytest.mark.ranks(4)
 def test_the_order_of_a_sum_can_be_seen_in_its_bits():
-    """Were the oracle as good in another order, equality with it would show nothing."""
+    """Sums in another order have other bits. Otherwise equality with the expected sum would not test the order."""
     parts = [of_rank(rank, (32, 33), torch.float32) for rank in range(4)]
     assert bit_difference(parts[3] + parts[2] + parts[1] + parts[0], summed(4, (32, 33), torch.float32))
     rounded = parts[0].bfloat16() + parts[1].bfloat16() + parts[2].bfloat16() + parts[3].bfloat16()
@@ -177,7 +177,8 @@ SHAPES: list[list[tuple[int, ...]]] = [[(), (5,), (1, 3), ()], [(3,)], [(each,) 
 
 @pytest.mark.parametrize(("world", "shapes"), [(1, SHAPES[0]), (4, SHAPES[0]), *[(2, shapes) for shapes in SHAPES]])
 def test_agree_is_one_reduction_to_the_elementwise_maximum(ranks, world, shapes):
-    """Agreements on several tensors, of one tensor, and of more tensors than a kernel accepts."""
+    """`agree` reduces several tensors, one tensor, and more tensors than the kernel accepts to the elementwise
+    maximum."""
     for agreed, untouched, launches in ranks(world).run(agree_on, shapes):
         for value, shape in zip(agreed, shapes, strict=True):
             expected = torch.stack([of_rank(rank, shape, torch.float32) for rank in range(world)]).amax(0)
@@ -190,7 +191,7 @@ MIXED = [((4, 6), torch.bfloat16), ((8,), torch.float32), ((4, 3, 5), torch.floa
 
 
 def sum_several() -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[str]]]:
-    """Sums of parts of different dtypes, an exchange of all of them, and the launches of each."""
+    """Sum parts of different dtypes, exchange the parts, and return the results and the number of launches of each."""
     world, seen = dist.get_world_size(), [Collectives() for _ in range(3)]
     parts = [mine((world * shape[0], *shape[1:]), dtype) for shape, dtype in MIXED]
     with seen[0]:
@@ -205,7 +206,7 @@ def sum_several() -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[s
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_sum_is_one_launch_and_so_is_an_exchange_of_several_parts(ranks, world):
-    """An all-reduce ends in a gather."""
+    """A sum of one part, and an exchange of several parts, is one launch. An all-reduce has an additional gather."""
     for rank, (scattered, reduced, exchanged, names) in enumerate(ranks(world).run(sum_several)):
         for i, (shape, dtype) in enumerate(MIXED[:3]):
             whole = (world * shape[0], *shape[1:])
@@ -221,7 +222,8 @@ def test_a_sum_is_one_launch_and_so_is_an_exchange_of_several_parts(ranks, world
 
 
 def gather_in_place() -> tuple[list[bool], list[Tensor]]:
-    """Parts written into their own segments: whether what is gathered is the storage itself, and what it holds."""
+    """Gather parts that were written into their segments of the result. Return whether the result is the same storage,
+    and the values of the result."""
     shapes, dtypes, dims = [(4, 6), (), (4, 3)], [torch.uint8, torch.float32, torch.float32], [0, None, 0]
     storage, own = collectives.room(shapes, dtypes, dims, dist.group.WORLD, worker.device())
     for part, shape, dtype in zip(own, shapes, dtypes, strict=True):
@@ -240,7 +242,8 @@ def test_what_is_written_into_its_segment_is_gathered_in_place(ranks, world):
         assert_bit_equal(scales, concatenated(world, (4, 3), torch.float32, 0))
 
 
-# Random sequences: all ranks draw the same operations, keep several in flight and await them in any order
+# Random sequences: all ranks draw the same operations, keep several operations in flight, and wait for them in any
+# order.
 
 
 def value(rank: int, step: int, shape: tuple[int, ...]) -> Tensor:
@@ -260,7 +263,8 @@ def in_order(x: Tensor) -> Tensor:
 
 
 def start_collective(kind: str, step: int, shared: Tensor) -> Callable[[], bool]:
-    """Start one on `shared` [R, R, 3], whose content is this operation's; what waits for it says whether it is right."""
+    """Start a collective on `shared` [R, R, 3], which holds the input of this operation. The returned function waits,
+    and returns whether the result is correct."""
     world, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     own = value(rank, step, (world, 3)).to(shared.device)
     everything = of_all(step, (world, 3))
@@ -280,7 +284,8 @@ def start_collective(kind: str, step: int, shared: Tensor) -> Callable[[], bool]
 
 
 def random_collectives(seed: int, steps: int) -> list[bool]:
-    """Three buffers in turn; one is written again once what it was given to has been awaited."""
+    """Run random collectives on three buffers in turn. A buffer is written again after the collective that reads it has
+    finished."""
     draw, world = random.Random(seed), dist.get_world_size()
     buffers = [torch.zeros(world, world, 3, device=worker.device()) for _ in range(3)]
     pending: dict[int, Callable[[], bool]] = {}

@@ -1,4 +1,5 @@
-"""torch.compile sees a parallel linear as two opaque ops and computes what eager does; their fake versions are right."""
+"""torch.compile traces a parallel linear as two opaque ops, compiled layers have the results of eager layers, and the
+fake implementations are correct."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def options_of(recipe: str, sequence_parallel: bool) -> dict[str, Any]:
 
 
 class Mlp(nn.Module):
-    """Two siblings in, one row-parallel linear out, on token shards where sequence parallel."""
+    """Two siblings and a row-parallel linear. With sequence parallelism, input and output are token shards."""
 
     def __init__(self, recipe: str, sequence_parallel: bool, features: int = 64) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ def results(module: nn.Module, model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def graph_of(module: nn.Module, x: Tensor) -> tuple[Any, list[str]]:
-    """The compiled module and, once it has run, the names of our ops in its forward and backward graphs."""
+    """Compile and run a module; return the module and the names of dlp's ops in the forward and backward graphs."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
 
@@ -136,7 +137,8 @@ GROUPS = [
 
 
 def compiled_conversion(backend: str, whole: bool) -> tuple[list[float], int]:
-    """Errors of a compiled model (block by block without graph breaks, or `whole` with them), and how many graphs."""
+    """Errors of a compiled model (compiled block by block without graph breaks, or with `whole` as one function with
+    graph breaks), and the number of graphs."""
     world = dist.get_world_size()
     mesh = worker.mesh(tp=world)
     torch.manual_seed(0)
@@ -158,14 +160,16 @@ def compiled_conversion(backend: str, whole: bool) -> tuple[list[float], int]:
     [nightly("aot_eager", False, 2), nightly("aot_eager", True, 2), ("inductor", False, 1)],
 )
 def test_a_converted_model_compiles(ranks, backend, whole, world):
-    """Inductor sums norms in another order, and a bit in x may change a code. Bits of aot_eager on two ranks: the next test."""
+    """Inductor sums norms in another order, and a different bit in x may change a code. The next test compares bits,
+    with aot_eager on two ranks."""
     for errors, graphs in ranks(world).run(compiled_conversion, backend, whole):
         assert max(errors) <= (0 if backend == "aot_eager" else 0.02), errors
         assert whole or graphs == 1, "equal blocks share a graph"
 
 
 class Language(nn.Module):
-    """Embedding, blocks, head and loss. borders: tokens are cut over tp and gathered; else the vocabulary is cut."""
+    """Embedding, blocks, head and loss. With `borders`, tokens are sharded over tp and gathered; else the vocabulary is
+    sharded."""
 
     def __init__(self, borders: bool) -> None:
         super().__init__()
@@ -182,7 +186,7 @@ class Language(nn.Module):
 
 
 def whole_model(recipe: str, borders: bool) -> list[list[float]]:
-    """Errors of loss and gradients of two steps, compiled as one graph beside not compiled."""
+    """Errors of loss and gradients of two steps of a model compiled as one graph, compared with the eager model."""
     mesh = worker.mesh(tp=2)
     tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1)).to(worker.device())
     vocabulary = {"name": "vocabulary", "match": ["embed"], "style": "column"}
@@ -211,7 +215,8 @@ def whole_model(recipe: str, borders: bool) -> list[list[float]]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("recipe", "borders"), [("nvfp4", True), nightly("fp8_current", False)])
 def test_a_whole_model_is_one_graph(ranks, recipe, borders):
-    """With token shards or a cut vocabulary, and with microbatches that are counted for stochastic rounding."""
+    """The model runs with token shards or with a sharded vocabulary, and counts microbatches for stochastic
+    rounding."""
     for steps in ranks(2).run(whole_model, recipe, borders):
         assert max(map(max, steps)) == 0, steps
 
@@ -230,7 +235,7 @@ def test_a_target_outside_of_the_vocabulary_makes_a_compiled_loss_nan(ranks):
 
 
 def moved(kind: type[ops.BasicOperation], fullgraph: bool) -> list[Tensor]:
-    """y and dx of an op that moves tensors, between two linears."""
+    """y and dx of an op that changes the layout of a tensor between two linears."""
     torch.manual_seed(0)
     rows = (1, 2) if kind is ops.AllGather else (2, 1) if kind is ops.ReduceScatter else (1, 1)
     model = ops.Sequential(ops.Linear(HIDDEN, HIDDEN), ops.GELU(), kind(dist.group.WORLD), ops.GELU())
@@ -253,7 +258,7 @@ def test_ops_that_communicate_compile(ranks, kind):
 
 
 def graphs_of_blocks(config: Config) -> int:
-    """Number of graphs of three steps of a run whose blocks are compiled separately."""
+    """Number of graphs in three steps of a run whose blocks are compiled separately."""
     trainer, _ = training.trainer(config)
     for block in trainer.built.model.model.layers:
         block.compile(backend="eager", fullgraph=True)
@@ -267,7 +272,8 @@ def graphs_of_blocks(config: Config) -> int:
 
 @pytest.mark.ranks(1)
 def test_more_blocks_of_a_model_make_no_more_graphs(ranks, tmp_path):
-    """torch stops compiling a function after its eighth graph, and runs what is left of a deep model as it is."""
+    """torch stops compiling a function after eight graphs, and would run the remaining blocks of a deep model
+    eagerly."""
     data, graphs = training.shards(tmp_path), []
     for layers in (2, 3):
         config = training.config(
@@ -282,7 +288,7 @@ def test_more_blocks_of_a_model_make_no_more_graphs(ranks, tmp_path):
 
 
 def steps_within(config: Config, graphs: int) -> str:
-    """Message of the error in two steps of compiled blocks that may have at most `graphs` graphs."""
+    """Message of the error in two steps of compiled blocks if torch may compile at most `graphs` graphs."""
     eager = partialmethod(nn.Module.compile, backend="eager")
     with (
         torch._dynamo.config.patch({}),
@@ -324,13 +330,13 @@ def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, feature
         [torch.randn_like(y)], to_save(x, kept, True), weights, [], bound.spec_id, bound.trace_id, x.dtype, [1, 7],
     )  # fmt: skip
     torch.library.opcheck(torch.ops.dlp.linear_fwd.default, forward)
-    readable = all(part.itemsize > 1 for part in backward[1])  # the check of aliases cannot compare fp8 inputs
+    readable = all(part.itemsize > 1 for part in backward[1])  # opcheck's test of aliases cannot compare fp8 inputs
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.dlp.linear_bwd.default, backward, test_utils=("test_schema",) * readable + checks)
 
 
 COLUMN, ROW = ColumnParallelLinear, RowParallelLinear
-OPS = [  # each style in two recipes, one of which has parts that a check of aliases cannot compare; mxfp8 in odd blocks
+OPS = [  # each style in two recipes, one of which has parts that opcheck cannot compare; mxfp8 with partial blocks
     (Linear, False, "bf16", 64), (Linear, False, "mxfp8", 40), (COLUMN, False, "fp8_current", 64),
     (COLUMN, False, "mxfp8", 40), (COLUMN, True, "bf16", 64), (COLUMN, True, "mxfp8", 40), (ROW, False, "bf16", 64),
     (ROW, False, "fp8_current", 64), (ROW, True, "fp8_current", 64), (ROW, True, "mxfp8", 40), (Linear, False, "qat", 64),
@@ -345,7 +351,8 @@ def test_the_ops_pass_opcheck(ranks, recipe, features, style, sequence_parallel)
 
 
 def kept_and_promised(recipe: str) -> tuple[list[Any], list[Any]]:
-    """Layouts of the tensors that forward saves of a gathered x, and layouts in the plan, with the scale layout of Hopper."""
+    """Layouts of the tensors that forward saves of a gathered x, and the layouts in the plan, with the scale layout of
+    Hopper."""
     with patch("dlp.kernels.registry.kind_of", lambda device: "sm_90"):
         layer = ColumnParallelLinear(160, 64, **options_of(recipe, True)).to(worker.device())
         x = torch.randn(128, 160, device=worker.device()).bfloat16()
@@ -357,6 +364,7 @@ def kept_and_promised(recipe: str) -> tuple[list[Any], list[Any]]:
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2)])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8"])
 def test_what_is_kept_of_an_x_that_is_sent_lies_as_the_plan_promised(ranks, world, recipe):
-    """Compiled code refuses other strides: scales are compact where what travels is written by the same read."""
+    """Compiled code requires the strides of the plan. Scales are compact if one read produces both the saved and the
+    sent operand."""
     for kept, promised in ranks(world).run(kept_and_promised, recipe):
         assert kept == promised

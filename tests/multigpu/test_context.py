@@ -1,7 +1,8 @@
-"""Context parallelism against one rank: parts of sequences, attention, raw gradients, losses, weights after steps, codes.
+"""Context parallelism compared with one rank: shards of sequences, attention, gradients, losses, weights after steps,
+codes.
 
-The runs are those of the training loop, with uneven targets, a z-loss and the ledger on. Faults are
-planted (a missing sum over cp, a wrong end of the keys), and the comparison must notice.
+The runs use the training loop, with uneven targets, a z-loss and the ledger. Other tests plant faults (a missing sum
+over cp, a wrong last key), which the comparison must detect.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def attended(fault: str, dtype: torch.dtype = torch.float64) -> float:
-    """Largest relative error of attention over cp, forward and backward, against whole sequences."""
+    """Largest relative error of attention over cp, forward and backward, compared with attention over full
+    sequences."""
     context = Context.of(worker.mesh(cp=dist.get_world_size()))
     generator, worst = torch.Generator().manual_seed(0), 0.0
     made = [torch.randn(2, heads, 24, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4)]
@@ -121,7 +123,7 @@ class Found(NamedTuple):
 
 
 def uneven(batch: Callable[..., tuple[Tensor, Tensor]], *place: Any) -> tuple[Tensor, Tensor]:
-    """A batch in which the first 0, 8 or 16 targets of a sequence count."""
+    """Batch in which only the first 0, 8 or 16 targets of each sequence count."""
     tokens, targets = batch(*place)
     counted = tokens.sum(1, keepdim=True) % 3 * (LENGTH // 2)
     return tokens, torch.where(torch.arange(LENGTH) < counted, targets, IGNORED)
@@ -133,7 +135,7 @@ def full(tensor: Tensor) -> Tensor:
 
 def trained(config: Config, fault: str = "none", steps: int = STEPS) -> Found:
     losses: list[float] = []
-    backend = functools.partialmethod(nn.Module.compile, backend="aot_eager")  # inductor compiles for a minute
+    backend = functools.partialmethod(nn.Module.compile, backend="aot_eager")  # inductor would compile for a minute
     with FAULTS[fault](), patch.object(nn.Module, "compile", backend):
         trainer, _ = training.trainer(config)
         trainer.train_data.batch = functools.partial(uneven, trainer.train_data.batch)  # type: ignore[method-assign]
@@ -203,11 +205,11 @@ def test_a_mesh_with_cp_trains_as_one_rank(ranks, one_rank, tmp_path, data, name
     _, mesh, options = MESHES[name]
     own = [option for option in options if option in (*BF16, *FP8)] + [o for o in mesh if o.startswith(FOR_ONE)]
     expected = one_rank(ranks(1), *own)
-    bound = 1e-2 if options == FP8 else 1e-5  # codes flip where sums round otherwise, as on GPUs
+    bound = 1e-2 if options == FP8 else 1e-5  # other sums round to other codes, as on GPUs
     for found in ranks(world).run(trained, config(tmp_path, data, "--mesh.cp=2", *mesh, *options)):
         differ = errors(found, expected)
         assert max(differ[what] for what in ("gradients", "norm", "losses")) < bound, differ
-        assert differ["weights"] < 2 * bound, differ  # AdamW divides small gradients by their own size
+        assert differ["weights"] < 2 * bound, differ  # AdamW divides small gradients by their own magnitude
 
 
 @pytest.mark.ranks(2)
@@ -248,7 +250,8 @@ WIDTH = 64
 
 
 def codes(cp: int, amax_group: str) -> dict[str, Tensor]:
-    """Codes and scales of x, w and dy of a step of two layers in fp8_current, tokens in the order of the sequence."""
+    """Codes and scales of x, w and dy in one step of two fp8_current layers, with tokens in the order of the
+    sequence."""
     recipe, seen = recording(load("fp8_current"))
     mesh = worker.mesh(cp=cp, tp=1)
     context = Context.of(mesh)

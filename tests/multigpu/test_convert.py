@@ -1,7 +1,7 @@
-"""Conversion of a user's own model: plain modules in, the same model on several ranks out.
+"""Conversion of a user's model: plain modules become a model that computes the same on several ranks.
 
-The GPT below knows nothing of dlp but, for sequence parallelism, where tokens are scattered and gathered. It has what
-users' models have: norms with biases, a position table, a raw parameter, a tied or untied head, frozen parameters.
+The GPT below depends on dlp only in the scatter and gather of tokens for sequence parallelism. It has typical features
+of users' models: norms with biases, a position table, a raw parameter, a tied or untied head, frozen parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
-        self.k = nn.Linear(HIDDEN, HIDDEN, bias=False)  # the gradient of its bias would be zero
+        self.k = nn.Linear(HIDDEN, HIDDEN, bias=False)  # the gradient of a bias would be zero
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (p(x).view(BATCH, SEQUENCE, -1, HEAD).transpose(1, 2) for p in (self.q, self.k, self.v))
@@ -46,7 +46,8 @@ class Block(nn.Module):
         self.ln1, self.ln2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
         self.attn = Attention()
         self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
-        self.gain = nn.Parameter(torch.ones(HIDDEN))  # used by plain code, on a token shard under sequence parallelism
+        # Used by code between modules, on a token shard under sequence parallelism
+        self.gain = nn.Parameter(torch.ones(HIDDEN))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.gain
@@ -421,7 +422,7 @@ def test_siblings_that_read_different_tensors_are_refused(ranks):
 
 
 class HandMade(nn.Module):
-    """Built from parallel layers and a plain norm; conversion takes care of the norm only."""
+    """Model of explicitly constructed parallel layers and a plain norm; conversion changes only the norm."""
 
     def __init__(self, tp: DeviceMesh) -> None:
         super().__init__()
@@ -436,7 +437,7 @@ class HandMade(nn.Module):
 
 
 def hand_made(way: str) -> dict[str, float]:
-    """Errors of the gradients of a model made by hand against one made of plain modules."""
+    """Errors of the gradients of a model with explicitly constructed layers, compared with a model of plain modules."""
     mesh = worker.mesh(tp=2)
     model = HandMade(mesh["tp"])
     plain = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).to(worker.device())
@@ -446,14 +447,14 @@ def hand_made(way: str) -> dict[str, float]:
             theirs.bias.copy_(ours.bias.full_tensor())
     if way == "convert":
         dlp.convert(model, [{"name": "sp", "match": ["norm"], "sequence_parallel": True}], mesh, batch=(1, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)  # plain parameters beside DTensors
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)  # plain parameters and DTensors
     dlp.attach(model, optimizer)
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).to(worker.device())
     plain(x).square().sum().backward()
     model(dlp.scatter_tokens(x, mesh)).square().sum().backward()
     if way == "convert":
         optimizer.step()
-    else:  # nobody said that the norm sees token shards
+    else:  # no group says that the norm reads token shards
         alone = r"^norm.weight is replicated on tp, but its gradient differs .* with sequence_parallel = True"
         with pytest.raises(RuntimeError, match=alone):
             optimizer.step()

@@ -1,4 +1,5 @@
-"""Users' quantizers and formats in parallel layers: what travels, what is decoded, what is rounded, and what is said."""
+"""Users' quantizers and formats in parallel layers: formats of transfers, decoded operands, rounded results, and notes
+of the plan."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ OPERANDS = ("linear_input", "linear_weight", "linear_grad_output")
 
 @dataclass(frozen=True)
 class Silent(Format):
-    """bf16 values in blocks of 8 rows and 16 columns that say nothing of how they concatenate."""
+    """Format of bf16 values in blocks of 8 rows and 16 columns, which does not declare how parts concatenate."""
 
     name = "silent"
     block = (8, 16)
@@ -66,7 +67,7 @@ def trained(recipe: str, sizes: dict[str, int], fsdp: bool) -> tuple[dict[str, T
 
 
 def mixed(role: str, layer: str) -> Any:
-    """Per-tensor FP8 in the first block, delayed in the second; dx rounded in both."""
+    """Recipe with per-tensor FP8 in the first block, delayed scaling in the second block, and rounded dx in both."""
     if role == "linear_grad_input":
         return CurrentScaling("e5m2")
     if role not in OPERANDS:
@@ -95,7 +96,8 @@ def test_a_custom_recipe_trains_under_tp_sp_and_fsdp_as_on_one_rank(ranks, recip
 
 
 def travelling(recipe: Any, tokens: int) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Both sequence-parallel styles on 2 ranks against one: what differs in gradients, what was said, what was launched."""
+    """Train both sequence-parallel styles on 2 ranks and on one; return the differences of gradients, the notes and the
+    launches."""
     tp = worker.mesh(tp=2)["tp"]
     device = worker.device()
     x, w, dy = (matrix("gauss", rows, 64, seed).to(device) for rows, seed in ((tokens, 1), (64, 2), (tokens, 3)))
@@ -133,7 +135,7 @@ def test_odd_tokens_travel_in_high_precision_alike_on_every_rank_and_it_is_said(
     recipe = load(name, amax_scope="all", **({"disable_stochastic_rounding": True} if name == "nvfp4" else {}))
     for errors, said, _ in ranks(2).run(travelling, recipe, 2 * 43):
         for what, error in errors.items():
-            assert error < 2**-13, f"{name} {what}: {error}"  # what FP8 units keep of a sum, on two ranks
+            assert error < 2**-13, f"{name} {what}: {error}"  # FP8 units on two ranks keep this many bits of a sum
         expected = [
             f"{t} columnwise ({name}) is gathered in high precision: 43 tokens per rank are not a multiple of {unit}"
             for t in ("x", "dy")

@@ -1,6 +1,7 @@
-"""Delayed scaling in layers and models: when scales change, what enters them, and that they survive a checkpoint.
+"""Delayed scaling in layers and models: when scales change, which amaxes they depend on, and checkpoints.
 
-Most tests need no rank: a hand-made layer has its own slots. The rest run a small converted network on 2 and 4 ranks.
+Most tests need no ranks, because an explicitly constructed layer has its own table of scales. The other tests run a
+small converted network on 2 and 4 ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def layer(**options: Any) -> Linear:
 
 
 def scales(module: nn.Module) -> dict[str, float]:
-    """The scale of each slot of a module's layers."""
+    """The delayed scales of the layers of a module, by name."""
     found = {}
     for core in (each.core for each in module.modules() if isinstance(each, Linear)):
         table = core.session.scaling.table
@@ -109,7 +110,7 @@ def test_recomputation_quantizes_alike_and_counts_once(reentrant):
 
 
 class Branches(nn.Module):
-    """Two layers of which one may rest."""
+    """Two layers, one of which does not run in every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,12 +231,14 @@ def test_slots_are_equal_on_all_ranks_after_one_all_reduce_and_close_to_those_of
             for key, tensor in of_ranks[0][0].items():
                 assert_bit_equal(state[key], tensor, key)
         for key, tensor in of_ranks[0][0].items():
-            if key.startswith("slots.") and (".dy." not in key or "dp_shard" not in sizes):  # FSDP wants a larger loss
+            # FSDP averages gradients, so the loss is larger
+            if key.startswith("slots.") and (".dy." not in key or "dp_shard" not in sizes):
                 assert torch.allclose(tensor, one[key], rtol=0.03), f"{sizes} {key}: {tensor} {one[key]}"
 
 
 def saved_and_loaded(own: bool) -> tuple[float, float, Any]:
-    """The scale of x on this rank before and after a checkpoint, and its shape there. `own`: of this rank alone."""
+    """The scale of x on this rank before and after a checkpoint, and the shape of the scale in the checkpoint. `own`:
+    the rank does not share the scale."""
     recipe = dlp.recipe("fp8_delayed", reduce_amax=not own, amax_history_len=2)
     models = []
     for _ in range(2):
@@ -259,7 +262,7 @@ def test_a_checkpoint_holds_the_scales_of_every_rank_that_has_its_own(ranks, own
 
 
 class Experts(nn.Module):
-    """A layer for each rank, every rank holds all and runs its own."""
+    """One layer per rank: every rank has all layers and runs one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +295,7 @@ def test_layers_that_run_on_some_ranks_hang_nobody(ranks):
 def save_with(sizes: dict[str, int], group: str) -> dict[str, Tensor]:
     mesh = worker.mesh(**sizes)
     model = net(SHORT, mesh, amax_group=group)
-    model.optimizer.param_groups[0]["lr"] = 0.0  # nothing averages gradients over dp_shard, so weights stay
+    model.optimizer.param_groups[0]["lr"] = 0.0  # gradients are not averaged over dp_shard, so weights must not change
     train(model, mesh, range(3))
     return dlp.state_dict(model)
 

@@ -1,4 +1,4 @@
-"""delay_wgrad: gradients that wait for `dlp.backward_dw` have the bits of those that do not."""
+"""delay_wgrad: delayed gradients, computed by `dlp.backward_dw`, have the bits of ordinary gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.metrics import assert_bit_equal
 from tests.net import Net, batch, gradients, net
 
 DELAY = {"name": "delay", "match": ["blocks.**"], "delay_wgrad": True}
-LINEARS = 2 * 3  # of two blocks
+LINEARS = 2 * 3  # linears in two blocks
 
 
 def grads(model: Net) -> dict[str, Tensor | None]:
@@ -26,8 +26,8 @@ def grads(model: Net) -> dict[str, Tensor | None]:
 
 
 def two_microbatches(recipe: Any, sizes: dict[str, int], delay: bool, each: bool, **options: Any) -> dict[str, Any]:
-    """The gradients of two microbatches, those before `backward_dw`, and how many wgrads had waited. `each`: it is
-    called after each microbatch."""
+    """The gradients of two microbatches, the gradients that exist before `backward_dw`, and the number of delayed
+    wgrads. With `each`, `backward_dw` is called after each microbatch."""
     mesh = worker.mesh(**sizes)
     model = net(recipe, mesh, *([DELAY] if delay else []), dtype=torch.bfloat16, **options)
     waited, before = [], {}

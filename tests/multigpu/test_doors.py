@@ -1,4 +1,4 @@
-"""Every entry point refuses unsupported weights and modules with the same sentence."""
+"""Every entry point refuses unsupported weights and modules with the same message."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ HISTORY = (
     "fp8_current or another"
 )
 NOT_FINITE = "(up|head): the weight has NaN or Inf, which codes would hide: restore a checkpoint from before"
-# what is done to a model, the recipe, the doors, the sentence
+# change of the model, recipe, entry points, message
 TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
     (tie_embedding, "fp8_current", CODES, f"embedding and head {SHARED}"),
     (tie_linear, "mxfp8", CODES, f"up and head {SHARED}"),
@@ -137,7 +137,7 @@ TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
 
 
 def through_all_doors() -> list[str]:
-    """The cases that are not refused as they should be."""
+    """The cases that an entry point does not refuse with the expected message."""
     wrong = []
     for change, recipe, doors, said in TABLE:
         for door in doors:
@@ -159,7 +159,8 @@ def test_doors_refuse_the_same_with_the_same_words(ranks):
 
 
 def a_region_around_convert() -> tuple[dict[str, str], str, list[bool]]:
-    """The recipes of a model whose groups set that of the head, the plan, and which weights are held."""
+    """Convert inside a `quantized_model_init` region; return the recipes of a model whose groups set the recipe of the
+    head, the plan, and the names of quantized-only weights."""
     model = Model().to(worker.device())
     with dlp.quantized_model_init(recipe="fp8_current"):
         plan = dlp.convert(model, [{"name": "edges", "match": ["head"], "recipe": "bf16"}], worker.mesh())
@@ -181,7 +182,8 @@ def test_a_layer_group_decides_inside_of_a_region(ranks):
 
 
 def adopted() -> tuple[bool, bool]:
-    """Whether a layer that was made by hand, held, computes the same within a converted model, and trains there."""
+    """Whether an explicitly constructed quantized-only layer computes the same inside a converted model, and trains
+    there."""
     model = Model().to(worker.device())
     with dlp.quantized_model_init():
         model.head = dlp.Linear(64, 64, recipe="mxfp8", device=worker.device())

@@ -1,6 +1,7 @@
-"""Vocab-parallel embedding and cross entropy against torch's own on the full vocabulary.
+"""Vocabulary-parallel embedding and cross entropy compared with torch on the full vocabulary.
 
-1, 2 and 4 ranks; every worker builds the full tensors from seeds and compares its own part of the vocabulary.
+The tests run on 1, 2 and 4 ranks. Every worker builds the full tensors from seeds and compares the local shard of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 4e-3}
 
 
 class Loss(NamedTuple):
-    """The loss, its own gradient [M, V] as far as this rank has it, and torch's of the same."""
+    """The loss, this rank's shard of the gradient [M, V], and both results of torch."""
 
     value: float
     expected: float
@@ -36,7 +37,7 @@ class Loss(NamedTuple):
 
 
 def logits_and_targets(tokens: int, dtype: torch.dtype, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor]:
-    """Logits far from zero, so that a missing maximum overflows; every fourth target is ignored."""
+    """Logits far from zero, so that a missing subtraction of the maximum overflows. Every fourth target is ignored."""
     generator = torch.Generator().manual_seed(tokens)
     logits = (torch.randn(tokens, vocabulary, generator=generator) * 4 + 100).to(worker.device(), dtype)
     targets = torch.randint(0, vocabulary, (tokens,), generator=generator).to(worker.device())
@@ -77,7 +78,7 @@ def test_cross_entropy_equals_torch(ranks, world, tokens, dtype):
 def test_z_loss_keeps_logits_from_drifting(ranks, world, dtype):
     for result in ranks(world).run(cross_entropy, 37, dtype, 1e-3):
         assert result.value == pytest.approx(result.expected, rel=2e-6)
-        assert result.gradient_error <= 2 * ROUNDING[dtype]  # one of the elements is rounded twice
+        assert result.gradient_error <= 2 * ROUNDING[dtype]  # one of the two results is rounded twice
         assert result.gradient_dtype == dtype
 
 
@@ -136,7 +137,8 @@ def refused(function: Any, *args: Any, **options: Any) -> str:
 
 
 def out_of_range(token: int) -> list[str]:
-    """Messages about an out-of-range token: of the cross entropy over tp and on one rank, and of the embedding."""
+    """Messages about an out-of-range token, from the cross entropy over tp, the cross entropy on one rank, and the
+    embedding."""
     logits, targets = logits_and_targets(8, torch.float32)
     targets[3] = token
     tp = worker.mesh(tp=dist.get_world_size())["tp"]
@@ -160,7 +162,8 @@ def test_tokens_outside_of_the_vocabulary_are_refused(ranks, token):
 
 
 def read_late() -> tuple[list[str], list[bool]]:
-    """As on a GPU: the token is refused one call late, and what belongs to it is NaN meanwhile."""
+    """Read the check one call late, as on a GPU: the next call raises for the token, and the results of the token are
+    NaN until then."""
     logits, targets = logits_and_targets(8, torch.float32)
     group, mine = dist.group.WORLD, columns_of_rank(logits).requires_grad_()
     tp = worker.mesh(tp=dist.get_world_size())["tp"]
@@ -189,7 +192,7 @@ def test_a_gpu_refuses_them_one_call_late(ranks):
 
 
 def ignored_rows(z_loss: float) -> tuple[float, float, Tensor, Tensor]:
-    """Loss and gradient where ignored rows have NaN logits, and those of the other rows alone by torch."""
+    """Loss and gradient with NaN logits in ignored rows, and the results of torch on the other rows alone."""
     logits, targets = logits_and_targets(9, torch.float32)
     targets[targets == IGNORED] = 7
     logits[targets == 7] = torch.nan
@@ -215,7 +218,7 @@ def test_logits_of_ignored_rows_may_be_anything(ranks, z_loss):
 
 
 def other_rows_are_nan() -> Tensor:
-    """A NaN in row 0 of this rank's part, which no token of the text reads."""
+    """Put a NaN in row 0 of this rank's shard of the embedding, which no token reads."""
     tp = worker.mesh(tp=2)["tp"]
     weight = torch.ones(VOCABULARY, HIDDEN, device=worker.device())
     weight[:: VOCABULARY // 2] = torch.nan
@@ -263,13 +266,14 @@ def largest_fp32(tokens: int, vocabulary: int) -> int:
 @pytest.mark.ranks(2)
 def test_fp32_logits_exist_for_a_chunk_only(ranks, device_type):
     tokens, vocabulary = 3 * CHUNK, 64
-    of_both_ranks = 2 * 2 * tokens  # a kernel stores two numbers a row
+    of_both_ranks = 2 * 2 * tokens  # the kernel stores two numbers per row
     largest = CHUNK * vocabulary // 2 if device_type == "cpu" else of_both_ranks
     assert ranks(2).run(largest_fp32, tokens, vocabulary) == [largest] * 2
 
 
 class Embedded(NamedTuple):
-    """Output and weight gradient of the vocab-parallel embedding, and torch's of the same rows and vocabulary."""
+    """Output and weight gradient of the vocabulary-parallel embedding, and of torch with the same rows and
+    vocabulary."""
 
     y: Tensor
     expected_y: Tensor
@@ -316,7 +320,7 @@ def repeated_token() -> Tensor:
 
 @pytest.mark.ranks(2)
 def test_gradients_of_a_repeated_token_are_summed_in_fp32(ranks):
-    """A bf16 sum of ones stops at 256."""
+    """A bf16 sum of ones would stop at 256."""
     for gradient in ranks(2).run(repeated_token):
         assert gradient.tolist() == [1000.0] * HIDDEN
 

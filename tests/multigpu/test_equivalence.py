@@ -1,7 +1,8 @@
-"""A Llama on several ranks against one rank, from bit-equal weights: every gradient by name, the global norm, the losses.
+"""A Llama on several ranks compared with one rank, from bitwise equal weights: every gradient by name, the global norm,
+the losses.
 
-The model has biases, so that each kind of gradient sum is needed. The last tests take one of those sums away, and the
-comparison must notice: a bound that a missing sum stays under would be worth nothing.
+The model has biases, so that each kind of gradient sum is needed. The last tests remove each of these sums, which the
+comparison must detect.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ BATCH, SEQUENCE, STEPS, FEW = 4, 32, 8, 2
 
 
 class Kind(NamedTuple):
-    """How layers compute, and how far many ranks may be from one: gradients (relative Frobenius error), losses (nats)."""
+    """Recipe and dtype of a comparison, and the allowed differences from one rank: gradients (relative Frobenius error)
+    and losses (nats)."""
 
     dtype: torch.dtype
     recipe: str
@@ -57,8 +59,9 @@ class Kind(NamedTuple):
     family: str = "llama"
 
 
-# Scales that are agreed over the world are those of one rank, so with fp32 activations the codes are as well. Scales of
-# shards round otherwise, and bf16 roundings flip codes: that run is as far from one rank as one rank is from fp32.
+# Scales that all ranks share equal the scales of one rank, so with fp32 activations the codes are equal, too. Scales of
+# shards round differently, and bf16 roundings change codes. The difference of such a run from one rank is as large as
+# the difference of one rank from fp32.
 KINDS = {
     "fp32": Kind(torch.float32, "bf16", "auto", 1e-5, 1e-5),
     "bf16": Kind(torch.bfloat16, "bf16", "auto", 2e-2, 5e-3),
@@ -70,7 +73,7 @@ KINDS = {
 }
 
 
-MANY = ("fp32", "fp8")  # compared over all steps in one layout; what lies between them over a few
+MANY = ("fp32", "fp8")  # kinds that are compared over all steps in one layout; other kinds run a few steps
 
 
 class Run(NamedTuple):
@@ -99,11 +102,12 @@ class Layout(NamedTuple):
 
 
 ONE = Layout()
-LONG = Layout(tp=2, dp_shard=2, sequence_parallel=True)  # compared over all steps, the others over a few
+# The layout that is compared over all steps; others run a few steps
+LONG = Layout(tp=2, dp_shard=2, sequence_parallel=True)
 EVERY_KIND = [Layout(tp=2, sequence_parallel=True)]
-# beyond fp32, the strictest: what is fused sums whole tokens, too; the world is more than those that agree anyway. On 4 ranks
-# fp8 is compared where both axes and replicas meet it: that gathers and sums keep its bits there is for test_linear.py,
-# test_fsdp_gather.py and test_hsdp.py
+# Cases in addition to fp32, the strictest kind. The fused model also sums complete tokens, and with the amax group
+# "world" more ranks share scales than necessary. On 4 ranks fp8 runs in the layouts with both axes and with replicas;
+# test_linear.py, test_fsdp_gather.py and test_hsdp.py check that gathers and sums keep the bits of fp8.
 KINDS_OF = {
     Layout(tp=2): ("fp32", "fp8", "fused"),
     Layout(tp=4, sequence_parallel=True): ("fp32",),
@@ -133,12 +137,12 @@ LAYOUTS = [
 
 
 def runs(layout: Layout, kind: str) -> bool:
-    """Whether a layout is compared in a kind without `--all-cases`."""
+    """Whether a layout runs in a kind without `--all-cases`."""
     return kind in CHOSEN.get(layout, ())
 
 
 def initial(name: str, shape: torch.Size) -> Tensor:
-    """A parameter's full initial value, from its name alone."""
+    """The full initial value of a parameter, which depends only on the name."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(shape, generator=generator)
     if name.endswith("norm.weight"):
@@ -147,7 +151,7 @@ def initial(name: str, shape: torch.Size) -> Tensor:
 
 
 def llama(kind: str) -> Llama:
-    """The model with biases, on meta."""
+    """The model with biases, on the meta device."""
     with torch.device("meta"):
         model = Llama(replace(CONFIG, fused=KINDS[kind].fused, family=KINDS[kind].family), KINDS[kind].dtype)
         for module in model.model.layers.modules():
@@ -165,7 +169,7 @@ def materialise(model: nn.Module) -> None:
 
 
 def build(layout: Layout, kind: str) -> tuple[nn.Module, Any]:
-    """The converted, sharded, initialised model and its mesh."""
+    """Return the converted, sharded and initialized model, and the mesh."""
     mesh = worker.mesh(dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp)
     model = llama(kind)
     recipe = LayerGroup("recipe", ["layers.**.*_proj"], recipe=KINDS[kind].recipe)
@@ -183,7 +187,7 @@ def build(layout: Layout, kind: str) -> tuple[nn.Module, Any]:
 
 
 def batches(layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's tokens and targets [B, S], one microbatch a step."""
+    """This rank's tokens and targets [B, S], one microbatch per step."""
     generator = torch.Generator().manual_seed(5)
     dp = layout.dp_replicate * layout.dp_shard
     for _ in range(STEPS):
@@ -211,14 +215,14 @@ def train(layout: Layout, kind: str, mutation: str = "none", steps: int = STEPS)
                 norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)).item()
             optimizer.step()
             optimizer.zero_grad()
-            total = loss.detach() / layout.tp  # tp ranks hold the same loss
+            total = loss.detach() / layout.tp  # all tp ranks have the same loss
             dist.all_reduce(total)
             losses.append(total.item())
     return Run(gradients, norm, losses)
 
 
 def train_plain() -> Run:
-    """One fp32 step of the model as it is, without dlp."""
+    """Run one fp32 step of the unconverted model, without dlp."""
     model = llama("fp32")
     materialise(model)
     x, targets = next(batches(ONE))
@@ -230,8 +234,8 @@ def train_plain() -> Run:
 
 @contextmanager
 def without_sums(kind: type[nn.Module] | None, model: nn.Module) -> Iterator[None]:
-    """Leaves the partial gradients of linears, or (None) of all other modules, as they are; and nobody looks at replicas,
-    which would say so in the first step."""
+    """Remove the sum over tp of the partial gradients of linears, or (None) of all other modules, and the check of
+    replicas, which would raise in the first step."""
     partial: PartialGradients = model.partial_gradients
     before = partial.slots
     partial.slots = [slot for slot in before if isinstance(slot.module, ParallelLinear) != (kind is ParallelLinear)]
@@ -242,7 +246,8 @@ def without_sums(kind: type[nn.Module] | None, model: nn.Module) -> Iterator[Non
 
 
 def without_reduction(model: nn.Module) -> Any:
-    """layers.0.self_attn.o_proj keeps its own rows of its own partial result."""
+    """Remove the reduction of layers.0.self_attn.o_proj, so that each rank keeps the local rows of its partial
+    result."""
     name, original, skipped = "model.layers.0.self_attn.o_proj", linear_fn.token_gemm, []
 
     def token_gemm(spec: Any, reduce: Any, operands: Any, gemms: Any, wire: Any) -> Pending[Tensor]:
@@ -269,7 +274,7 @@ MUTATIONS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.fixture(scope="module")
 def one_rank(pools: Any) -> Callable[[Any, str], Run]:
-    """The run of each kind on one rank, once, of as many steps as any layout is compared over."""
+    """The run of each kind on one rank, cached, with as many steps as the longest comparison needs."""
 
     def run(ranks_of_one: Pool, kind: str) -> Run:
         return ranks_of_one.run(train, ONE, kind, "none", STEPS if kind in MANY else FEW)[0]

@@ -1,4 +1,5 @@
-"""Frozen layers over two ranks: column and row, codes that are those of the whole, on another mesh, and under FSDP2."""
+"""Frozen layers over two ranks: column and row layers, codes that equal the codes of unsharded weights, loads on
+another mesh, and FSDP2."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests import pool as worker
 from tests.metrics import assert_bit_equal
 from tests.test_flows import FLOWS, LARGEST, batch, error, net
 
-WIDTH = 256  # whole blocks of every format on each of two ranks
+WIDTH = 256  # complete blocks of every format on each of two ranks
 
 
 def on_mesh(sequence_parallel: bool, **sizes: int) -> nn.Module:
@@ -30,7 +31,7 @@ def on_mesh(sequence_parallel: bool, **sizes: int) -> nn.Module:
 
 
 def quantized(model: nn.Module, recipe: Any, mode: str, x: torch.Tensor) -> nn.Module:
-    """A converted model frozen, a plain one quantized; static scales are those of x."""
+    """Freeze a converted model, and quantize a plain model. Static scales are calibrated on x."""
     if mode == "static":
         with dlp.calibrate(model):
             model(x)
@@ -48,7 +49,8 @@ def sharded(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def saved_and_loaded(recipe: Any, mode: str, folder: str) -> None:
-    """From tp 2 to FSDP over 2, one rank, and tp 2 again; whoever reads was quantized from values and scales of its own."""
+    """Save on tp 2 and load with FSDP over 2 ranks, on one rank, and on tp 2 again. Every loading model was quantized
+    from other values and scales."""
     x, file = batch(width=WIDTH).to(worker.device()), Path(folder, "codes.pt")
 
     def other(model: nn.Module) -> nn.Module:
@@ -108,8 +110,8 @@ def test_static_scales_of_y_are_those_of_the_unsharded_y(ranks):
 
 @torch.no_grad()
 def on_both_axes(recipe: str) -> list[str]:
-    """The names of codes that are not those of the whole, of weights cut by tp, then by FSDP; what they are loaded as; and of a
-    plain parameter whose shards are not equal."""
+    """Shard weights over tp and then FSDP. Return the names of wrong tensors: codes that differ from the codes of the
+    unsharded weights, also after a load, and a plain parameter with unequal shards."""
     mesh, wrong = worker.mesh(tp=2, dp_shard=2), []
     whole = dlp.quantized_state_dict(dlp.quantize_(net(WIDTH), recipe))
 
@@ -210,7 +212,8 @@ def test_frozen_layers_compile(ranks):
 
 @torch.no_grad()
 def padded_codes() -> None:
-    """K = 48 in groups of 32: cut by tp along N, and whole on each rank; plain, decoded where FSDP cuts the weight."""
+    """Codes with K = 48 in groups of 32: sharded over tp along N, and unsharded on each rank. If FSDP shards the plain
+    weight, values are decoded."""
 
     def up() -> nn.Module:
         torch.manual_seed(0)

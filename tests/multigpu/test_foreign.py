@@ -1,4 +1,5 @@
-"""Conversion of modules that are more than linears and norms: what users' models have, and what they hang on modules."""
+"""Conversion of modules besides linears and norms, with the features of users' models: attributes, hooks and unusual
+modules."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ SIZE, HEADS, TOKENS, VOCABULARY, PAD = 16, 2, 8, 12, 3
 
 
 class Scaled(nn.Embedding):
-    """Gemma's."""
+    """Embedding that scales the output, as in Gemma."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) * 4.0
 
 
 class Mixer(nn.Module):
-    """Reads the weights of its linears, as Mamba does."""
+    """Module that reads the weights of its linears, as Mamba does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class Mixer(nn.Module):
 
 
 class Zoo(nn.Module):
-    """x [B, S] -> [B, S, SIZE]; the same linear goes by two names."""
+    """Various modules, x [B, S] -> [B, S, SIZE]. One linear has two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ def tokens() -> Tensor:
 
 
 def results(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients, the loss, and y in evaluation, where torch's layers take paths of their own."""
+    """Gradients, the loss, and y in evaluation, for which torch's layers have separate code paths."""
     loss = model(tokens()).square().mean()
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"loss": loss}
@@ -125,7 +126,8 @@ def test_a_module_that_reads_another_ones_weight_is_named(ranks):
 
 
 def kept() -> dict[str, Any]:
-    """Hooks and attributes of a linear, its weight and an embedding that exist after conversion."""
+    """Hooks and attributes of a linear, the weight of the linear, and an embedding that still exist after
+    conversion."""
     model = nn.ModuleDict({"table": nn.Embedding(VOCABULARY, SIZE), "up": nn.Linear(SIZE, SIZE)}).to(worker.device())
     called: list[str] = []
     up, table = model["up"], model["table"]
@@ -159,7 +161,7 @@ def test_hooks_and_attributes_stay(ranks):
 
 
 def initialised(way: str) -> tuple[dict[str, Tensor], bool]:
-    """A model without memory, converted, given memory and initialised in a user's way. Ranks draw other numbers."""
+    """Allocate a meta model and initialize it with user code. Ranks draw different random numbers."""
     with torch.device("meta"):
         model = nn.ModuleDict({"table": nn.Embedding(VOCABULARY, SIZE, PAD), "up": nn.Linear(SIZE, SIZE)})
         model["local"] = nn.Linear(SIZE, SIZE)
@@ -181,7 +183,7 @@ def initialised(way: str) -> tuple[dict[str, Tensor], bool]:
             module.reset_parameters()
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch, of random numbers of DTensors on the CPU
+        warnings.simplefilter("ignore")  # a warning of torch about random numbers of DTensors on CPUs
         model.apply(by_class if way == "apply" else by_reset)
     mine = model["local"].weight.to_local()
     return {name: p.full_tensor() for name, p in model.named_parameters()}, bool((mine == mine).all())
@@ -202,7 +204,7 @@ def test_models_without_memory_are_initialised_as_plain_ones_are(ranks, way):
 
 
 class ByHand(nn.Module):
-    """Layers of dlp among plain ones; one has two weights, one no mesh."""
+    """Explicitly constructed layers of dlp among plain modules. One layer has two weights, another has no mesh."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +307,7 @@ def test_what_is_parallel_already_is_refused_by_name(ranks):
 
 
 class Pretrained(nn.Module):
-    """With what Hugging Face's models have; two tied weights and a buffer."""
+    """Model with the attributes of Hugging Face models, two tied weights and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +321,8 @@ class Pretrained(nn.Module):
 
 
 def saved() -> tuple[bool, bool, bool]:
-    """Whether this rank wrote, whether what it wrote are the values, and whether ties are one tensor."""
+    """Whether this rank wrote files, whether the files have the right values, and whether tied weights are one
+    tensor."""
     before = Pretrained().state_dict()
     model = Pretrained().to(worker.device())
     dlp.convert(model, [{"name": "cut", "match": ["table", "head"], "style": "column"}], worker.mesh(tp=2))
@@ -334,7 +337,7 @@ def test_save_pretrained_writes_whole_tensors(ranks):
 
 
 def test_an_untied_head_is_not_saved_under_a_tied_configuration(monkeypatch):
-    """Whoever loads the folder would have the embedding in the place of the head."""
+    """A program that loads the folder would use the embedding as the head."""
     model = Pretrained()
     model.config = SimpleNamespace(tie_word_embeddings=True)
     model.get_input_embeddings, model.get_output_embeddings = lambda: model.table, lambda: model.head
@@ -384,7 +387,8 @@ def test_a_layer_names_itself_where_its_x_or_its_weight_is_another(ranks):
 
 
 class Relative(nn.Module):
-    """As DeBERTa-v2: the module around reads the table of an embedding, and passes it on to others."""
+    """Relative positions as in DeBERTa-v2: the outer module reads the table of an embedding, and passes the table on to
+    other modules."""
 
     def __init__(self, normed: bool) -> None:
         super().__init__()
@@ -419,7 +423,8 @@ def test_who_reads_a_parameter_and_passes_it_on_is_named(ranks):
 
 
 def loaded_whole() -> list[bool]:
-    """Whether whole plain tensors are loaded into all kinds of modules, with tp, with FSDP as well, attached or not."""
+    """Whether plain unsharded tensors load into all kinds of modules, with tp, also with FSDP, before and after
+    `dlp.attach`."""
     found = []
     for fsdp in (False, True):
         torch.manual_seed(3)
@@ -478,7 +483,8 @@ def test_a_head_that_was_added_is_named_with_what_will_fail(ranks):
 
 
 def clipped(mesh: Any) -> tuple[list[float], list[Tensor], str]:
-    """Norms and gradients clipped, where a plain head stands beside DTensors, and torch's error; mesh None: in plain torch."""
+    """Norms and clipped gradients of a model with a plain head and DTensors, and the error of torch's function. mesh
+    None: the model in plain torch."""
     torch.manual_seed(4)
     model, head = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)), nn.Linear(SIZE, 4)
     model, head = model.to(worker.device()), head.to(worker.device())

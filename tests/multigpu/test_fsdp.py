@@ -1,5 +1,7 @@
-"""FSDP2 over tensor-parallel layers: which axes it works on, uneven shards, initial weights on every mesh, and when
-weights are cast: once per step, whole or shard by shard. What FSDP gathers is in test_fsdp_gather.py.
+"""FSDP2 over tensor-parallel layers: combinations of axes, uneven shards, initial weights on every mesh, and casts of
+weights once per step, unsharded or by shard.
+
+The file test_fsdp_gather.py tests gathers.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from tests.cases import nightly
 from tests.metrics import assert_bit_equal, assert_close
 from tests.paired_models import without_programs
 
-# Uneven everywhere: 9 rows over 4 shards leave none to the last, and tp=2 leaves 11 rows of the MLP to two shards.
+# The sizes are not divisible: with 4 shards of 9 rows the last shard is empty, and with tp = 2 two shards divide 11
+# rows of the MLP.
 ODD = Model(layers=2, hidden=9, ffn=22, heads=4, kv_heads=2, head_dim=2, vocab=30)
 MESHES = [
     {"tp": 1, "dp_shard": 1}, {"tp": 2, "dp_shard": 1}, {"tp": 1, "dp_shard": 2}, {"tp": 1, "dp_shard": 4},
@@ -58,7 +61,7 @@ def sharded(config: Model, axes: dict[str, int], *, sequence_parallel: bool = Fa
 
 
 def initial_weights(axes: dict[str, int], tied: bool) -> tuple[dict[str, Tensor], int]:
-    """All full parameters, and the elements this rank holds."""
+    """All unsharded parameters, and the number of elements on this rank."""
     config = Model(**{**vars(ODD), "tie_embeddings": tied})
     model, _ = sharded(config, axes)
     return (
@@ -85,7 +88,7 @@ def test_initial_weights_are_the_same_on_every_mesh(ranks, axes, world, tied):
 
 
 def two_steps(axes: dict[str, int], sequence_parallel: bool) -> list[Tensor]:
-    """The full parameters after two steps on the same four sequences."""
+    """The unsharded parameters after two steps on the same four sequences."""
     model, mesh = sharded(ODD, axes, sequence_parallel=sequence_parallel)
     dp = axes["dp_shard"] * axes.get("dp_replicate", 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -93,7 +96,8 @@ def two_steps(axes: dict[str, int], sequence_parallel: bool) -> list[Tensor]:
     text = torch.randint(0, ODD.vocab, (4, 9), generator=torch.Generator().manual_seed(1)).to(worker.device())
     mine = text.chunk(dp)[dist.get_rank() // axes["tp"]]
     for _ in range(2):
-        for tokens in mine.split(2) if dp < 4 else [mine]:  # 2 sequences a microbatch, 4 ranks have one each
+        # 2 sequences per microbatch; with 4 ranks, each rank has one sequence
+        for tokens in mine.split(2) if dp < 4 else [mine]:
             loss = dlp.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:].reshape(-1), mesh) / 32
             (loss * dp).backward()
         optimizer.step()
@@ -133,7 +137,7 @@ def test_fsdp_replicates_where_the_mesh_does(ranks):
 
 
 class Casts:
-    """Inside it, `weights` counts how many weights were quantized."""
+    """Context that counts quantized weights in `weights`."""
 
     def __init__(self) -> None:
         self.weights = 0
@@ -163,7 +167,8 @@ class Casts:
 
 
 def casts_per_step(under_fsdp: bool) -> list[int]:
-    """Weights cast in the forwards and backwards of a step of three microbatches, and in its step boundary; twice."""
+    """Number of casts of weights in the forwards and backwards of a step with three microbatches, and in the step
+    boundary, for two steps."""
     mesh = worker.mesh(tp=1, dp_shard=dist.get_world_size())
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).to(worker.device())
     dlp.convert(model, [{"name": "all", "match": ["*"], "recipe": "fp8_current"}], mesh)
@@ -192,7 +197,7 @@ def test_weights_are_cast_once_per_step(ranks):
 
 
 def after_loading() -> tuple[Tensor, Tensor, Tensor]:
-    """y of cached weights, after other weights were loaded, and of those weights in a fresh model."""
+    """Load other weights after weights were cast; return y, and y of a new model with the loaded weights."""
     mesh = worker.mesh(tp=dist.get_world_size())
 
     def make(seed: int) -> nn.Module:
@@ -220,8 +225,8 @@ def test_loaded_weights_replace_cached_operands(ranks):
 
 
 def casts_of_one_shard(weight_cache: str) -> tuple[list[int], list[Tensor], list[Tensor]]:
-    """Steps of the README's model: the casts of weights in forwards and backwards, by step; the losses, and those of the
-    model without FSDP."""
+    """Train the model of the README. Return the number of weight casts in forwards and backwards by step, the losses,
+    and the losses of the model without FSDP."""
     losses: dict[bool, list[Tensor]] = {}
     counts = []
     for sharded in (False, True):
@@ -252,7 +257,7 @@ def casts_of_one_shard(weight_cache: str) -> tuple[list[int], list[Tensor], list
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("weight_cache", "used"), [("step", 0), ("forward", 6)])
 def test_weights_of_one_shard_are_cast_once_a_step(ranks, weight_cache, used):
-    """Where dp_shard is 1, FSDP gathers nothing, and the step boundary casts as without it."""
+    """With dp_shard = 1, FSDP gathers nothing, and the step boundary casts weights as without FSDP."""
     for counts, found, expected in ranks(2).run(casts_of_one_shard, weight_cache):
         assert counts[1:] == [used, used]
         assert torch.equal(torch.stack(found), torch.stack(expected))

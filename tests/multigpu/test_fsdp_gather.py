@@ -1,5 +1,5 @@
-"""FSDP gathers weights as codes and scales: the bits of casting the whole weight, half the bytes or less, for every
-recipe; what cannot travel so says why."""
+"""FSDP gathers weights as codes and scales: the bits of casting the unsharded weight, with at most half of the bytes,
+for every recipe; a message says why other weights are gathered as values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SIZES = {world: sizes for sizes, world in MESHES}
 
 
 class GatheredBytes(TorchDispatchMode):
-    """Inside it, `total` counts the bytes that all-gathers of more than `least` bytes leave on this rank."""
+    """Context that counts, in `total`, the bytes that all-gathers of more than `least` bytes write on this rank."""
 
     def __init__(self, least: int = 1 << 14) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ class GatheredBytes(TorchDispatchMode):
 
 
 def trained(recipe: Any, sizes: dict[str, int], keywords: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], int]:
-    """Losses, whole parameters and gradients after two steps and two more microbatches, and the bytes gathered in the
-    last."""
+    """Losses, unsharded parameters and gradients after two steps and two more microbatches, and the bytes gathered in
+    the last step."""
     mesh = worker.mesh(**sizes)
     model = shardnet(recipe, mesh, **keywords)
     losses = [*train(model, mesh, range(2)), backward(model, mesh, 98)]
@@ -81,12 +81,12 @@ def test_losses_and_gradients_do_not_depend_on_what_travels(ranks, recipe, world
         for name, value in expected.items():
             assert_bit_equal(found[name], value, name)
         share = {"bf16": 1.0, "nvfp4": 0.285, "int4 in groups": 0.34}.get(str(recipe), 0.52)
-        if sizes == MESHES[0][0]:  # under sequence parallelism activations are gathered too
+        if sizes == MESHES[0][0]:  # with sequence parallelism, activations are gathered too
             assert gathered <= share * gathered_off, "of what would be gathered in bf16"
 
 
 def spoil(model: Net, how: str, rank: int) -> None:
-    """Shards that differ: rows of growing size, and on one rank nothing but zeros, or a NaN."""
+    """Make shards differ: rows of growing magnitude, and on one rank only zeros, or a NaN."""
     for parameter in model.parameters():
         local = parameter.to_local()
         local.mul_((1 + rank * torch.rand(local.shape[:1], device=local.device)).view(-1, *[1] * (local.dim() - 1)))
@@ -97,7 +97,7 @@ def spoil(model: Net, how: str, rank: int) -> None:
 
 
 def arrivals(recipe: Any, sizes: dict[str, int], how: str) -> int:
-    """Compare what forward's and backward's gathers bring with the cast of the whole weight, part by part."""
+    """Compare the operands that forward and backward gather with the cast of the unsharded weight, part by part."""
     mesh = worker.mesh(**sizes)
     model = shardnet(recipe, mesh)
     train(model, mesh, range(1))
@@ -162,7 +162,7 @@ Scenario = Callable[[Net, DeviceMesh], list[float]]
 
 
 def scenario(name: str, recipe: Any, sizes: dict[str, int], on: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """Run one of SCENARIOS with a model of these options; what came out of it."""
+    """Run one of SCENARIOS with a model with these options, and return the results."""
     mesh = worker.mesh(**sizes)
     model = shardnet(recipe, mesh, quantized_gather=on, **options)
     losses = SCENARIOS[name](model, mesh)
@@ -174,7 +174,7 @@ def scenario(name: str, recipe: Any, sizes: dict[str, int], on: bool, options: d
 def both_ways(
     ranks: Any, world: int, name: str, recipe: Any, sizes: dict[str, int], **options: Any
 ) -> list[dict[str, Any]]:
-    """The scenario with weights gathered quantized, whose bits are those of the one without."""
+    """Run a scenario with quantized gathers and with gathers of values; the results must have equal bits."""
     quantized, plain = (ranks(world).run(scenario, name, recipe, sizes, on, options) for on in (True, False))
     for found, expected in zip(quantized, plain, strict=True):
         assert found["losses"] == expected["losses"]
@@ -185,17 +185,17 @@ def both_ways(
 
 
 def plain_training(model: Net, mesh: DeviceMesh) -> list[float]:
-    """Two steps, and two microbatches of a third."""
+    """Run two steps, and two microbatches of a third step."""
     return [*train(model, mesh, range(2)), backward(model, mesh, 98), backward(model, mesh, 99)]
 
 
 def one_step(model: Net, mesh: DeviceMesh) -> list[float]:
-    """Enough where nothing is compared."""
+    """Run one step, for tests without a comparison."""
     return train(model, mesh, range(1))
 
 
 def accumulation(model: Net, mesh: DeviceMesh) -> list[float]:
-    """Three microbatches, between which weights stay gathered and gradients are not reduced."""
+    """Run three microbatches. In between, weights stay gathered and gradients are not reduced."""
     losses = []
     for step in range(2):
         for i in range(3):
@@ -225,7 +225,7 @@ def frozen(model: Net, mesh: DeviceMesh) -> list[float]:
 
 
 def swaps(model: Net, mesh: DeviceMesh) -> list[float]:
-    """The recipe changes after every step, with an evaluation and a pass without gradients before."""
+    """Change the recipe after every step, each time after an evaluation and a pass without gradients."""
     losses = []
     for step, recipe in enumerate(("fp8_current", "nvfp4", "mxfp8", "bf16", "fp8_delayed", "bf16", "fp8_block")):
         losses += train(model, mesh, range(step, step + 1))
@@ -247,7 +247,8 @@ def backward_free(model: Net, mesh: DeviceMesh) -> float:
 
 
 def swaps_in_flight(model: Net, mesh: DeviceMesh) -> list[float]:
-    """Between a forward and its backward; the gradients are those of the forward's recipe."""
+    """Change the recipe between a forward and the backward; gradients must be computed with the recipe of the
+    forward."""
     losses = train(model, mesh, range(1))
     for recipe in ("nvfp4", "bf16", "fp8_current", "mxfp8"):
         x = torch.full(
@@ -261,7 +262,7 @@ def swaps_in_flight(model: Net, mesh: DeviceMesh) -> list[float]:
 
 
 def regions(model: Net, mesh: DeviceMesh) -> list[float]:
-    """Forwards under other recipes than the layers', and in high precision."""
+    """Run forwards with other recipes than the recipes of the layers, and in high precision."""
     losses = []
     for i, asked in enumerate(
         ({"recipe": dlp.recipe("mxfp8")}, {}, {"recipe": dlp.recipe("nvfp4")}, {"enabled": False})
@@ -272,7 +273,7 @@ def regions(model: Net, mesh: DeviceMesh) -> list[float]:
 
 
 def loading(model: Net, mesh: DeviceMesh) -> list[float]:
-    """Weights are loaded between steps, and once written by hand."""
+    """Load weights between steps, and write weights directly once."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     losses = train(model, mesh, range(2))
     model.load_state_dict(before)
@@ -312,7 +313,8 @@ def test_weights_that_stay_gathered_through_forward_and_backward(ranks, recipe):
 
 
 def late_gathers(recipe: str) -> list[int]:
-    """Weights gathered when they were read, step by step, where they stay gathered from forward to backward."""
+    """Count the weights that are gathered at the first read, by step, if weights stay gathered from forward to
+    backward."""
     mesh = worker.mesh(dp_shard=2)
     model = shardnet(recipe, mesh, reshard_after_forward=False)
     counts = []
@@ -339,7 +341,7 @@ def test_what_was_missing_once_travels_with_the_rest(ranks, recipe, first):
 )
 @pytest.mark.slow
 def test_recipe_swaps(ranks, name, sizes, world):
-    both_ways(ranks, world, name, "bf16", sizes, size=256)  # whole blocks of every recipe
+    both_ways(ranks, world, name, "bf16", sizes, size=256)  # complete blocks for every recipe
 
 
 @pytest.mark.ranks(2)
@@ -359,7 +361,8 @@ def test_regions_under_other_recipes_gather_values(ranks):
     ),
 )
 def test_uneven_and_empty_shards(ranks, recipe, world):
-    """9 rows over 4 ranks leave none to the last. What is in blocks is refused, and travels as values in any case."""
+    """The 9 rows leave an empty shard on the last of 4 ranks. Block formats are refused for such shards, and the
+    weights are gathered as values."""
     travels = recipe in ("fp8_current", "fp8_delayed")
     if travels:
         first, *_ = both_ways(ranks, world, "plain", recipe, {"dp_shard": world}, size=9)
@@ -372,9 +375,9 @@ def test_uneven_and_empty_shards(ranks, recipe, world):
 
 
 def compiled_training(on: bool) -> tuple[list[float], dict[str, Tensor], int]:
-    """Blocks compiled before they are sharded, as the launcher does; and the graphs that this took. On the CPU graphs run as
-    they were captured, with eager's bits: inductor's code takes ten seconds to compile, and what travels as values is not
-    compiled at all."""
+    """Train with blocks that are compiled before they are sharded, as in the launcher; return results and the number of
+    graphs. On CPUs the captured graphs run without inductor, with the bits of eager code, because inductor compiles for
+    ten seconds. Weights that are gathered as values are not compiled."""
     torch._dynamo.utils.counters.clear()
     mesh = worker.mesh(dp_shard=2)
     backend = "inductor" if worker.device().type == "cuda" else "aot_eager" if on else ""
@@ -388,7 +391,7 @@ def compiled_training(on: bool) -> tuple[list[float], dict[str, Tensor], int]:
 @pytest.mark.ranks(2)
 @pytest.mark.slow
 def test_compiled_blocks_read_gathered_weights(ranks):
-    """Inductor's own sums differ, but not by what travels."""
+    """The sums of inductor differ from eager sums, but are equal for both kinds of gathers."""
     quantized, plain = (ranks(2).run(compiled_training, on) for on in (True, False))
     for (losses, found, graphs), (losses_off, expected, graphs_off) in zip(quantized, plain, strict=True):
         assert losses == losses_off and graphs == (graphs_off or 4), "as many as where values travel"
@@ -411,10 +414,10 @@ VARIANTS: list[Any] = [
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("recipe", "options", "why"), VARIANTS, ids=str)
 def test_options_that_concern_weights(ranks, recipe, options, why):
-    world = 4 if options else 2  # tp too, where the group that agrees is in question
+    world = 4 if options else 2  # tests of the amax group also need tp
     if why is None:
         first, *_ = both_ways(ranks, world, "plain", recipe, SIZES[world], options=options)
-    else:  # what travels are values in any case
+    else:  # weights are gathered as values in any case
         first, *_ = ranks(world).run(scenario, "one step", recipe, SIZES[world], True, {"options": options})
     assert set(first["why"].values()) == {why}
 
@@ -427,8 +430,8 @@ def test_delayed_scales_of_weights_are_shared_though_ranks_share_no_others(ranks
 
 
 def staged_after_loading() -> tuple[dict[str, float], dict[str, float]]:
-    """Staged amaxes of delayed scaling after a first microbatch, and after a second microbatch with a tenth of the input.
-    Halved weights are loaded in between."""
+    """Staged amaxes of delayed scaling after a first microbatch, and after a second microbatch with a tenth of the
+    input. Between the two, halved weights are loaded."""
     mesh = worker.mesh(dp_shard=2)
     model = shardnet({"name": "fp8_delayed", "amax_history_len": 2}, mesh)
     train(model, mesh, range(1))
@@ -455,7 +458,7 @@ def test_late_casts_leave_what_others_have_staged_and_replace_the_amaxes_of_weig
 @pytest.mark.parametrize("recipe", few(["fp8_current", "nvfp4"], ("fp8_current",)))
 @pytest.mark.slow
 def test_casts_from_the_master_weights(ranks, recipe):
-    """Not rounded before the cast; neither where the values travel, which of 17 rows they do for nvfp4."""
+    """Weights are cast without rounding them first, also where the values are gathered, as for nvfp4 with 17 rows."""
     first, _ = both_ways(ranks, 2, "plain", recipe, {"dp_shard": 2}, quantize_from_master=True)
     rounded = ranks(2).run(scenario, "plain", recipe, {"dp_shard": 2}, True, {})[0]
     assert first["losses"] != rounded["losses"], "the option does something"
@@ -471,7 +474,7 @@ def test_several_recipes_in_one_unit(ranks, down, sizes, world):
 
 
 class Tied(nn.Module):
-    """Embedding, a linear, and a head that shares the embedding's weight."""
+    """Embedding, a linear, and a head that shares the weight of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -509,7 +512,7 @@ def test_a_tied_weight_travels_in_high_precision(ranks):
 
 
 def saved(recipe: str, path: str) -> dict[str, Tensor]:
-    """Train on all ranks as dp_shard, save with torch's own means; the tensors as they were."""
+    """Train with all ranks on dp_shard, and save with torch's functions. Return the saved tensors."""
     mesh = worker.mesh(dp_shard=dist.get_world_size())
     model = shardnet(recipe, mesh, adamw=True)
     train(model, mesh, range(2))
@@ -522,7 +525,7 @@ def saved(recipe: str, path: str) -> dict[str, Tensor]:
 
 
 def loaded(recipe: str, path: str) -> tuple[dict[str, Tensor], list[float]]:
-    """Load into a model that has run and holds casts of other weights; then go on."""
+    """Load into a model that has run and has casts of other weights; then train on."""
     mesh = worker.mesh(dp_shard=dist.get_world_size())
     model = shardnet(recipe, mesh, adamw=True)
     train(model, mesh, range(5, 6))

@@ -1,4 +1,4 @@
-"""Parts of an FSDP unit that are used while its weights are not there: an error that names the layer, and no result."""
+"""Calls of modules inside an FSDP unit while its weights are resharded raise an error that names the layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def said(call: Callable[[], Any]) -> str:
 
 
 class Tokens(nn.Module):
-    """An embedding cut over tp, a norm and a head, with a parameter of its own beside them."""
+    """An embedding that tp shards, a norm and a head, with a separate parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,16 +49,16 @@ def of_converted(recipe: str, replicate: int) -> dict[str, str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dlp.attach(model, optimizer)
     tokens = torch.arange(64, device=worker.device())
-    x = torch.randn(64, 64, device=worker.device(), requires_grad=True)  # so that calls are like those of training
+    x = torch.randn(64, 64, device=worker.device(), requires_grad=True)  # in training x needs a gradient
     for _ in range(2):
         model(tokens).sum().backward()
         optimizer.step()
     model.unshard()
-    model.head(x)  # with the tensor that it gets below
+    model.head(x)  # x is the tensor that the head gets in the model
     model.reshard()
     found = {name: said(lambda name=name: model.get_submodule(name)(x)) for name in ("norm", "head")}
     found["embed"] = said(lambda: model.embed(tokens))
-    with FlopCounterMode(display=False):  # the head as opaque ops
+    with FlopCounterMode(display=False):  # FlopCounterMode is a dispatch mode, under which the head is opaque ops
         found["head "] = said(lambda: model.head(x))
     model.unshard()
     assert model.head(x).shape == (64, 64)
@@ -68,14 +68,14 @@ def of_converted(recipe: str, replicate: int) -> dict[str, str]:
 @pytest.mark.parametrize(("recipe", "replicate"), [("bf16", 1), ("fp8_current", 1), ("fp8_current", 2)])
 @pytest.mark.ranks(2)
 def test_a_resharded_layer_is_named(ranks, recipe, replicate):
-    """Also where the shard is the whole, and only its gradient would be another than that of the replicas."""
+    """The error occurs also if the shard is the full tensor, and only its gradient would differ between replicas."""
     for found in ranks(2).run(of_converted, recipe, replicate):
         for name, message in found.items():
             assert message.startswith(f"{name.strip()}: {RESHARDED}"), (name, message)
 
 
 def by_hand() -> list[str]:
-    """A layer without a mesh, whose parameters are plain until FSDP shards them."""
+    """A layer without a mesh. Its parameters are plain until FSDP shards them."""
     mesh = worker.mesh(dp_shard=2)
     model = nn.Sequential(dlp.Linear(64, 64, bias=True, recipe="fp8_current")).to(worker.device())
     dlp.fully_shard(model, mesh=mesh)
@@ -93,7 +93,7 @@ def test_a_resharded_layer_made_by_hand_is_named(ranks):
 
 
 def from_inside(recipe: str) -> str:
-    """Backward from the output of a part of a unit, which has been resharded since."""
+    """Start a backward at the output of a module inside an FSDP unit that has been resharded."""
     model = shardnet(recipe, worker.mesh(dp_shard=2))
     train(model, worker.mesh(dp_shard=2), range(2))
     kept: list[Tensor] = []
@@ -103,7 +103,8 @@ def from_inside(recipe: str) -> str:
     return said(lambda: kept[0].float().sum().backward())
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "nvfp4"])  # values, one cast both ways, two casts
+# Recipes that gather values, one cast for both orientations, and two casts
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "nvfp4"])
 @pytest.mark.ranks(2)
 def test_a_backward_that_begins_inside_a_unit_reads_no_freed_memory(ranks, recipe):
     for message in ranks(2).run(from_inside, recipe):
@@ -137,7 +138,7 @@ def integers() -> list[str]:
 
 
 def trained(reshard: bool | int) -> str:
-    """Two nested units, two steps of each: the loss."""
+    """Train two nested FSDP units for two steps each, and return the loss."""
     torch.manual_seed(0)
     mesh, model = worker.mesh(dp_shard=4), nn.Sequential(plain(), dlp.Linear(64, 64, device=worker.device()))
     dlp.fully_shard(model[0], mesh=mesh, reshard_after_forward=reshard)

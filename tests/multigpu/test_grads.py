@@ -1,7 +1,9 @@
-"""tp-partial gradients: summed over tp exactly once per backward, however gradients are accumulated, in one all-reduce.
+"""tp-partial gradients are summed over tp exactly once per backward, in one all-reduce, for every kind of gradient
+accumulation.
 
 The model is sequence-parallel and has each kind of partial gradient: a norm, the bias of a row-parallel linear, and the
-weight and bias of a local linear on token shards. The oracle is the same model on one rank, without conversion.
+weight and bias of a local linear on token shards. The expected gradients are from the same model on one rank, without
+conversion.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """x [B, S, H] -> [B, S, H]; `tp` is set once the block works on token shards."""
+    """A block: x [B, S, H] -> [B, S, H]. `tp` is set if the block works on token shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +81,7 @@ def make(world_tp: int = 1, fsdp: bool = False, frozen: tuple[str, ...] = ()) ->
 
 
 def batch(index: int) -> Tensor:
-    """Microbatch `index`, the same on all ranks: with FSDP the average over equal batches is the batch's own."""
+    """Microbatch `index`, equal on all ranks, so that FSDP's average over ranks equals the gradient of the batch."""
     generator = torch.Generator().manual_seed(index)
     return torch.randn(BATCH, SEQUENCE, HIDDEN, generator=generator).to(worker.device())
 
@@ -99,7 +101,7 @@ def three_backwards(model: nn.Module) -> None:
 
 
 def three_backwards_one_reduction(model: nn.Module) -> None:
-    """FSDP keeps the first two gradients to itself."""
+    """Accumulate three backwards, of which FSDP reduces only the last."""
     assert isinstance(model, FSDPModule)
     for i in range(3):
         model.set_requires_gradient_sync(i == 2)
@@ -107,7 +109,7 @@ def three_backwards_one_reduction(model: nn.Module) -> None:
 
 
 def three_backwards_unsharded(model: nn.Module) -> None:
-    """As above, and parameters stay whole between the backwards."""
+    """As `three_backwards_one_reduction`, with parameters that stay gathered between the backwards."""
     assert isinstance(model, FSDPModule)
     model.set_reshard_after_backward(False)
     three_backwards_one_reduction(model)
@@ -118,7 +120,7 @@ def three_forwards_one_backward(model: nn.Module) -> None:
 
 
 def after_zeroing(model: nn.Module) -> None:
-    """Gradients that were zeroed and not dropped count for nothing."""
+    """Gradients that were set to zero, but not to None, do not contribute."""
     three_backwards(model)
     model.zero_grad(set_to_none=False)
     three_backwards(model)
@@ -129,7 +131,7 @@ def with_evaluations_between(model: nn.Module) -> None:
         loss = loss_of(model(batch(i)))
         with torch.no_grad():
             model(batch(9))
-        loss_of(model(batch(8)))  # a forward nobody differentiates
+        loss_of(model(batch(8)))  # a forward without a backward
         loss.backward()
 
 
@@ -146,7 +148,7 @@ FSDP_WAYS = [three_backwards, three_backwards_one_reduction, three_backwards_uns
 
 def run(way: Callable[[nn.Module], None], tp: int, fsdp: bool, frozen: tuple[str, ...] = ()) -> dict[str, Tensor]:
     model = make(tp, fsdp, frozen)
-    parameters = dict(model.named_parameters())  # what an optimizer holds
+    parameters = dict(model.named_parameters())  # the parameters that an optimizer would hold
     way(model)
     return gradients(parameters)
 
@@ -186,7 +188,7 @@ def test_frozen_parameters_have_no_gradient(ranks, frozen):
 
 
 def count_sums() -> list[tuple[int, ...]]:
-    """The shapes summed over tp by the end of two backwards."""
+    """The shapes of the tensors that are summed over tp in two backwards."""
     model, shapes = make(2), []
 
     def all_reduce(x: Tensor, group: Any) -> Any:
@@ -204,11 +206,11 @@ def count_sums() -> list[tuple[int, ...]]:
 def test_all_partial_gradients_travel_in_one_all_reduce(ranks):
     norm, down_bias, mix = 2 * HIDDEN, HIDDEN, HIDDEN * HIDDEN + HIDDEN
     for shapes in ranks(2).run(count_sums):
-        assert shapes == [(norm + down_bias + mix + 5,)] * 2  # and a word for each of 5 parameters
+        assert shapes == [(norm + down_bias + mix + 5,)] * 2  # and one number for each of 5 parameters
 
 
 class OnSomeTokens(nn.Module):
-    """A norm that only the first half of the tokens passes: on two ranks only rank 0 calls it."""
+    """A norm that reads only the first half of the tokens: of two ranks only rank 0 calls the norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +228,8 @@ class OnSomeTokens(nn.Module):
 
 
 def nodes_that_outlive_a_backward() -> list[str]:
-    """Parameters whose AccumulateGrad node of one backward is that of the next, although no graph keeps it alive."""
+    """Parameters for which the next backward finds the same AccumulateGrad node, although no graph keeps the node
+    alive."""
     model = make(2)
     for step in range(2):
         loss_of(model(batch(step))).backward()
@@ -238,8 +241,8 @@ def nodes_that_outlive_a_backward() -> list[str]:
 
 @pytest.mark.ranks(2)
 def test_no_node_outlives_a_backward(ranks):
-    """A node accumulates on the stream of its creation. One that lived on raced with later steps on another stream, and left
-    gradients of norms that were other memory's."""
+    """A node accumulates on the stream on which it was created. A node that outlived its backward raced with later
+    steps on another stream, and left gradients of norms in memory of other tensors."""
     assert ranks(2).run(nodes_that_outlive_a_backward) == [[], []]
 
 
@@ -275,7 +278,7 @@ def from_elsewhere() -> str:
     optimizer.step()
     optimizer.zero_grad()
     for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)  # by no backward of this model
+        parameter.grad = torch.ones_like(parameter)  # a gradient that was not computed by a backward of this model
     try:
         optimizer.step()
     except RuntimeError as error:
@@ -309,7 +312,7 @@ def test_two_optimizers_may_share_a_model(ranks):
 
 
 class Attention(nn.Module):
-    """x [B, S, H] -> [B, S, H], with a norm over the features of each head behind q, as in Qwen3."""
+    """A block, x [B, S, H] -> [B, S, H], with a norm over the features of each head after q, as in Qwen3."""
 
     heads, head_dim = 4, 4
 
@@ -328,7 +331,8 @@ class Attention(nn.Module):
 
 
 def head_norm(tp: int, sequence_parallel: bool, told: bool) -> tuple[str, dict[str, Tensor]]:
-    """Message of the first step, and the gradients before it. told: a group declares that the norm reads sharded features."""
+    """Message of the first step, and the gradients before the step. told: a group declares that the norm reads sharded
+    features."""
     torch.manual_seed(3)
     model = Attention()
     for parameter in model.parameters():
@@ -373,7 +377,8 @@ def test_a_norm_on_cut_features_that_nobody_declared_stops_the_first_step(ranks,
 
 
 class CutByHand(nn.Module):
-    """A plain norm before layers made by hand, and behind them features that the user cut over tp, as this rank scales them."""
+    """A plain norm before explicitly constructed layers, and after the layers a plain parameter with the features that
+    the user sharded over tp."""
 
     def __init__(self, tp: DeviceMesh, cut: float) -> None:
         super().__init__()
@@ -403,7 +408,8 @@ def cut_by_hand(values: Sequence[float]) -> str:
 
 @pytest.mark.ranks(2)
 def test_plain_parameters_beside_layers_made_by_hand_are_compared_where_ranks_begin_with_equal_ones(ranks):
-    """The norm's gradients are equal without sequence parallelism. A scale of other values is what the user cut over tp."""
+    """Without sequence parallelism the gradients of the norm are equal on all ranks. The scale has different initial
+    values on each rank, because the user sharded it over tp."""
     assert ranks(2).run(cut_by_hand, (1.0, 0.5)) == ["", ""]
     for said in ranks(2).run(cut_by_hand, (1.0, 1.0)):
         assert said.startswith("scale is replicated on tp, but its gradient differs between tp ranks (norms ")

@@ -1,7 +1,7 @@
-"""Steps as a CUDA graph on a mesh: the losses of steps that are launched, over a resume and swaps.
+"""Steps as a CUDA graph on a mesh have the losses of launched steps, after a resume and recipe changes.
 
-On GPUs graphs are real. On CPU ranks a graph is played, for what is decided around it: which steps are replayed, that they are
-captured anew behind a swap, and that the ledger counts a capture once for each replay.
+GPUs run real graphs. CPU ranks simulate a graph, to test the surrounding decisions: which steps are replayed, that a
+step is captured again after a recipe change, and that the ledger counts a capture once for each replay.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.ranks(2)
 
 
 class PlayedGraph:
-    """A graph on the CPU. The capture runs the step, which the first replay would have; later replays run it again, and are
-    seen by nobody."""
+    """Simulated graph on the CPU. The capture runs the step, in place of the first replay. Later replays run the step
+    again, hidden from observers."""
 
     def __init__(self, work: Work, like: Sequence[Batch]) -> None:
         self._work, self._batches, self._fresh = work, [tuple(t.clone() for t in batch) for batch in like], True
@@ -59,12 +59,12 @@ class PlayedReplays(Replays):
         (session,) = self.sessions
         steps = session.steps
         numbers = super().__call__(batches)
-        session.steps = steps + 1  # the host counts in a replay that is played
+        session.steps = steps + 1  # the host counts steps in a simulated replay
         return numbers
 
 
 def run(config: Config, graph: bool) -> int:
-    """A run; how many graphs were made where they are played."""
+    """Run a training, and return the number of graphs if graphs are simulated."""
     made, done = training.trainer(config)
     if graph:
         made.built, made.replays = replace(made.built, graph=True), PlayedReplays([made.recipes], None)
@@ -86,7 +86,8 @@ SWAP = "[{at_step = 6, recipe = 'fp8_current'}]"
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [nightly("tp"), "dp_shard"])
 def test_a_swap_is_a_step_as_it_is_and_steps_are_captured_anew(ranks, data: Path, tmp_path: Path, mesh: str):
-    """Two microbatches and the ledger in every step: what a capture sends is counted with each replay."""
+    """Steps have two microbatches, and the ledger runs in every step: the bytes sent in a capture are counted for each
+    replay."""
     if ranks(2).device_type != "cpu":
         pytest.skip("graphs are emulated on CPU ranks only")
     sizes = ["--mesh.tp=2"] if mesh == "tp" else ["--mesh.tp=1", "--mesh.dp_shard=2"]
@@ -134,7 +135,7 @@ REAL = {  # "mapped": tp ranks map each other's memory
 
 
 def real(config: Config, mapped: bool) -> None:
-    """A run on GPUs, whose tp ranks map each other's memory where that is asked for."""
+    """Run on GPUs. The tp ranks map each other's memory if requested."""
     sizes = config.mesh
     mesh = worker.mesh(dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp)
     if mapped:
@@ -148,7 +149,7 @@ def real(config: Config, mapped: bool) -> None:
 
 @pytest.mark.parametrize("case", REAL)
 def test_a_graph_on_a_mesh_has_the_losses_of_launches(ranks, data: Path, tmp_path: Path, case: str):
-    """50 steps, of which the last 20 are those of a run that goes on from a checkpoint."""
+    """Compare 50 steps, the last 20 of which belong to a run that resumes from a checkpoint."""
     if ranks(2).device_type != "cuda":
         pytest.skip("needs 2 GPUs")
     found = []

@@ -1,4 +1,5 @@
-"""GroupedLinear: bits of a loop of linears for every recipe, on tp and FSDP, with empty experts; experts of transformers."""
+"""GroupedLinear: the bits of a loop of linears for every recipe, on tp and FSDP, with empty experts; experts of
+transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def run(call: Any, parameters: list[Tensor], x: Tensor) -> list[Tensor]:
 
 
 def by_hand(style: str, recipe: str, tp: int) -> list[tuple[Tensor, Tensor]]:
-    """Results of a bank beside results of linears that are called one after the other; tp > 1: inside a worker."""
+    """Results of a bank of experts, and of linears that are called one after the other. tp > 1: inside a worker."""
     mesh, device = (worker.mesh(tp=tp)["tp"], worker.device()) if tp > 1 else (None, torch.device("cpu"))
     torch.manual_seed(0)
     bank = dlp.GroupedLinear(len(SIZES), K, N, True, style=style, recipe=recipe, tp=mesh).to(device)
@@ -71,7 +72,7 @@ def test_tp_shards_have_the_bits_of_linears(ranks: Any, style: str) -> None:
 
 
 class Net(nn.Module):
-    """A bank behind a linear, or the same experts called one after the other."""
+    """A bank of experts after a linear, or the same experts called one after the other."""
 
     def __init__(self, grouped: bool) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class Net(nn.Module):
 
 
 def trained(recipe: str, grouped: bool) -> list[Tensor]:
-    """Inside a worker: parameters after three steps under FSDP, with other empty experts on each rank."""
+    """Parameters after three steps under FSDP, with other empty experts on each rank. Runs inside a worker."""
     mesh, model = worker.mesh(dp_shard=2), Net(grouped).to(worker.device())
     dlp.convert(
         model,
@@ -142,7 +143,7 @@ ARCHITECTURES: dict[str, dict[str, int]] = {
 
 
 def logits(architecture: str, tp: int, recipe: str) -> list[Tensor]:
-    """Inside a worker: of a model of transformers, and with banks, converted."""
+    """Logits of a model of transformers, and of the converted model with banks of experts. Runs inside a worker."""
     made = hf_models.make(architecture, num_experts_per_tok=2, **ARCHITECTURES[architecture]).eval().to(worker.device())
     ids = hf_models.tokens(0).to(worker.device())
     with torch.no_grad():

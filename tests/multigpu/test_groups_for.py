@@ -1,4 +1,5 @@
-"""groups_for: tiny random models of transformers, converted by their own tensor-parallel plans, train as they did before.
+"""groups_for: tiny random models of transformers, converted with their tensor-parallel plans, train like the
+unconverted models.
 
 The default run has a few architectures; `--all-cases` runs all of ARCHITECTURES.
 """
@@ -33,7 +34,7 @@ ON_TP = (
     "CwmForCausalLM", "Gemma2ForCausalLM", "GraniteForCausalLM", "MistralForCausalLM", "Olmo2ForCausalLM",
     "Qwen2ForCausalLM", "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
 )  # fmt: skip
-NEAR = 1e-6  # of a loss
+NEAR = 1e-6  # bound on the difference of losses
 
 
 def some(names: tuple[str, ...], few: int) -> list[Any]:
@@ -41,7 +42,7 @@ def some(names: tuple[str, ...], few: int) -> list[Any]:
 
 
 def trained(architecture: str, tp: int, dp_shard: int, recipe: Any = None) -> list[list[float]]:
-    """Losses of a model as it is, and converted on a mesh."""
+    """Losses of an unconverted model, and of the model converted on a mesh."""
     logging.getLogger("dlp").setLevel(logging.ERROR)
     mesh = worker.mesh(dp_shard=dp_shard, tp=tp)
     before = hf_models.losses(hf_models.make(architecture).to(worker.device()))
@@ -76,7 +77,7 @@ def test_a_model_trains_on_two_tp_ranks(ranks, architecture: str):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("architecture", some(FEW, 1))
 def test_a_model_trains_on_two_fsdp_ranks(ranks, architecture: str):
-    """All ranks read the same tokens, so that the mean of their gradients is that of one rank."""
+    """All ranks read the same tokens, so the mean of their gradients equals the gradient of one rank."""
     for before, after in ranks(2).run(trained, architecture, 1, 2):
         assert_near(before, after)
 
@@ -89,7 +90,8 @@ def test_a_recipe_reaches_the_linears_of_blocks(ranks):
 
 
 def exported(folder: str) -> list[float]:
-    """The largest difference of logits between a trained model and what save_pretrained wrote of it, on tp ranks."""
+    """The largest difference between the logits of a trained model and of the folder that save_pretrained wrote, on tp
+    ranks."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     model = hf_models.make("LlamaForCausalLM").to(worker.device())
     dlp.convert(model, dlp.groups_for(model, tp=2), mesh)
@@ -109,7 +111,8 @@ def test_save_pretrained_writes_what_was_trained(ranks, tmp_path):
 
 
 def streamed(folder: str, tp: int, dp_shard: int) -> list[float]:
-    """The largest difference of logits between a model in memory and one whose weights were streamed into shards."""
+    """The largest difference between the logits of a model in memory and of a model whose weights were streamed into
+    shards."""
     mesh = worker.mesh(dp_shard=dp_shard, tp=tp)
     model = dlp.meta_model(folder)
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
@@ -129,7 +132,7 @@ def streamed(folder: str, tp: int, dp_shard: int) -> list[float]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("tp", "dp_shard"), [(2, 1), (1, 2)])
 def test_weights_of_a_folder_are_streamed_into_shards(ranks, tmp_path, tp: int, dp_shard: int):
-    """In several files, with tied embeddings."""
+    """The folder has several files and tied embeddings."""
     hf_models.make("Qwen2ForCausalLM", tie_word_embeddings=True).save_pretrained(tmp_path, max_shard_size="20KB")
     for difference, largest in ranks(2).run(streamed, str(tmp_path), tp, dp_shard):
         assert difference <= 1e-6 * largest
@@ -175,7 +178,8 @@ def test_groups_are_those_of_the_plan_of_the_model():
 
 
 def test_a_parent_with_an_entry_without_style_stays_local():
-    """DeepSeek's kv_a_proj_with_mqa has a gradient that its heads share: its attention is not cut, and the reason is listed."""
+    """The heads share a gradient of DeepSeek's kv_a_proj_with_mqa: this attention is not sharded, and the reason is
+    listed."""
     with torch.device("meta"):
         plan = tp_plan(hf_models.make("DeepseekV2ForCausalLM"), tp=2)
     cut = {pattern for group in plan.groups for pattern in group.match}

@@ -1,4 +1,4 @@
-"""Ranks that hang are noticed, with the place of each, and ranks that wait for one that works are not taken for it."""
+"""A hanging rank ends the run with the place of each rank. A slow rank for which others wait does not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ AFTER = 0.5  # seconds
 
 
 def watched(name: str, works: bool) -> list[str] | None:
-    """Rank 0 waits in a barrier for rank 1, which has told where it is and then hangs, or works on; what rank 0 says."""
+    """Rank 0 waits in a barrier for rank 1, which has reported its place and then hangs, or is slow; return the output
+    of rank 0."""
     told: list[list[str]] = []
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store().clone())
     places = iter(range(10**6))
@@ -86,7 +87,8 @@ def test_waiting_for_a_rank_that_works_is_no_hang(ranks, tmp_path):
 
 
 def killed_inside(file: Path) -> None:
-    """Rank 1 is killed within a transfer; rank 0, to which torchrun then sends a SIGTERM, writes what it says to a file."""
+    """Rank 1 is killed within a transfer. Rank 0, which then gets a SIGTERM from torchrun, writes its output to a
+    file."""
     with emulation():
         moves = Transport(dist.group.WORLD, worker.device(), SimulatedSlot, SimulatedLane())
         transport.use(dist.group.WORLD, moves)

@@ -1,4 +1,5 @@
-"""Replicas of what FSDP shards, in every recipe: two replicas that read the same tokens train with the bits of one."""
+"""Replicas of FSDP shards, in every recipe: two replicas that read the same tokens train with the bits of one
+replica."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ STEPS = 2
 
 
 def trained(recipe: str, replicas: int) -> tuple[int, list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """This rank among those that share weights; losses and gradient norms of a few steps; its part of the weights behind
-    them."""
+    """Train a few steps. Return the position of this rank on dp_shard, losses and gradient norms, and this rank's
+    shards of the weights."""
     options = "".join(f", {key} = {str(value).lower()}" for key, value in OPTIONS.get(recipe, {}).items())
     config = load("tiny", [
         *SMALL, f"--recipe={{ name = '{recipe}'{options} }}", "--mesh.tp=1", "--mesh.dp_shard=2",
@@ -49,7 +50,7 @@ def trained(recipe: str, replicas: int) -> tuple[int, list[tuple[float, float]],
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", CASES)
 def test_replicas_that_read_the_same_train_as_one(ranks, recipe):
-    """Averages of equal gradients are exact; a norm sums squares of more ranks."""
+    """The average of equal gradients is exact; the norm sums squares of more ranks."""
     one = {place: found for place, *found in ranks(2).run(trained, recipe, 1)}
     replicas = ranks(4).run(trained, recipe, 2)
     assert [place for place, *_ in replicas] == [0, 1, 0, 1]

@@ -40,11 +40,11 @@ BLOCKS = (
     "heads=4",
     "kv_heads=4",
     "head_dim=128",
-)  # whole blocks of 128 on 4 ranks
+)  # complete blocks of 128 on 4 ranks
 
 
 EIGHTHS = (*QWEN3, "heads=8", "kv_heads=8")
-BATCH = 4  # sequences and microbatches of a step
+BATCH = 4  # sequences and microbatches per step
 
 
 class Bits(NamedTuple):
@@ -56,7 +56,7 @@ class Bits(NamedTuple):
 
 @functools.cache
 def mesh_of(sizes: tuple[int, ...], kind: str = "") -> DeviceMesh:
-    """The mesh of these sizes, in equal copies."""
+    """The mesh with these sizes. If the run has more ranks, the mesh runs as equal copies."""
     shape = (dist.get_world_size() // prod(sizes), *sizes)
     return init_device_mesh(kind or worker.device().type, shape, mesh_dim_names=("copies", *AXES))[AXES]
 
@@ -68,7 +68,7 @@ def bits(tensor: Tensor) -> str:
 
 
 def trained(name: str, recipe: str, model: tuple[str, ...], steps: int) -> Bits:
-    """In a worker: a run on a mesh of that name."""
+    """Train on the mesh with this name. Runs in a worker."""
     case = MeshCase.parse(name)
     sizes = (case.dp_replicate, case.dp_shard, case.tp)
     settings = [f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True)]
@@ -129,7 +129,7 @@ EIGHT = ("tp8+sp", "tp4xdp2+sp", "tp2xhsdp2x2+sp")
 @pytest.mark.parametrize(
     ("recipe", "model", "world", "names"),
     [
-        pytest.param("fp8_current", SMALL, 2, TWO, marks=pytest.mark.full),  # as the runs below
+        pytest.param("fp8_current", SMALL, 2, TWO, marks=pytest.mark.full),  # represented by the runs below
         pytest.param("bf16", QWEN3, 2, TWO, marks=pytest.mark.full),
         pytest.param("fp8_block", BLOCKS, 2, TWO, marks=pytest.mark.full),
         ("nvfp4", SMALL, 2, ("tp2+sp", "dp2")),  # stochastic rounding
@@ -145,7 +145,7 @@ def test_every_mesh_has_the_bits_of_one_rank(ranks, recipe, model, world, names)
 
 
 def recorded(folder: Path, data: Path, name: str, *overrides: str) -> tuple[dict[int, Any], ...]:
-    """In a worker: what a run of launch.train records."""
+    """The records of a run of launch.train. Runs in a worker."""
     config = training.config(folder / name, data, *overrides, "--train.invariant", "true")
     training.run(config)
     return tuple(training.metrics(config, key) for key in ("loss", "gradient_norm", "validation_loss"))
@@ -180,8 +180,8 @@ def test_runs_record_equal_numbers(ranks, tmp_path):
 
 
 def resumed(folder: Path, data: Path) -> tuple[Any, Any, list[str]]:
-    """In a worker: what a run on a tp mesh records, and a run that ends on a dp mesh after 2 steps and continues on the tp mesh
-    with recomputed blocks; and what the latter said."""
+    """Records of a run on a tp mesh; of a run that ends on a dp mesh after 2 steps and continues on the tp mesh with
+    recomputed blocks; and the log of the second run. Runs in a worker."""
     common = (
         "--train.steps",
         "4",
@@ -220,7 +220,7 @@ def test_a_run_continues_on_another_mesh_with_recomputed_blocks_and_keeps_its_bi
 
 
 class Mixes(nn.Module):
-    """A vector that is added to sums over tokens, which no segment of tokens has."""
+    """Adds a vector to sums over tokens, which segments of tokens do not have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ def converted(mesh: DeviceMesh, *between: nn.Module, **options: Any) -> nn.Modul
 
 
 def refused() -> dict[str, str]:
-    """In a worker: the message of each refusal."""
+    """The message of each refusal. Runs in a worker."""
     tp, dp = mesh_of((1, 1, 2), "cpu"), mesh_of((1, 2, 1), "cpu")
     x = torch.randn(16, 64)
 

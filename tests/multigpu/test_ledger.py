@@ -1,5 +1,5 @@
-"""Planned and counted bytes of whole training steps, on every mesh and in every case that the plan predicts: equal; and
-what is not in the plan raises on all ranks. Shares of bf16 are of counted bytes."""
+"""Planned and counted bytes of complete training steps are equal on every mesh and in every case that the plan
+predicts. Bytes that are not in the plan raise on all ranks. Shares of bf16 refer to counted bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests import pool as worker
 from tests import training
 from tests.cases import BY_SCALES, RECIPES, few, nightly, of_these
 
-# of bf16, of one gathered orientation; recipes that are not here have none
+# Largest share of the bf16 bytes for one gathered orientation. Recipes that are not listed have no limit.
 MOST = {
     "fp8_current": 0.501,
     "fp8_delayed": 0.501,
@@ -39,7 +39,7 @@ MOST = {
 
 
 def steps(config: Config, count: int = WARM + 1) -> Trainer:
-    """A trainer that has done so many steps; raises where the ledger does."""
+    """Train this number of steps and return the trainer. Raises if the ledger raises."""
     made, _ = training.trainer(config)
     for step in range(count):
         made.say_remarks(made.watched_step(step))
@@ -48,14 +48,15 @@ def steps(config: Config, count: int = WARM + 1) -> Trainer:
 
 
 def shares(config: Config) -> tuple[list[float], list[float]]:
-    """Return the shares of bf16 bytes of the gathers of x and dy over tp, and of weights over dp_shard."""
+    """Return the gathered bytes as shares of the bytes in bf16, for x and dy over tp, and for weights over dp_shard."""
     made = steps(config)
     seen, plan, load = made.wire.seen(), plan_of(made.built.model), made.wire.load()
     ours, bf16 = planned(plan, load), planned(in_bf16(plan), load)
     return gather_shares(seen, bf16, "tp"), weight_share(seen, ours, bf16, "dp_shard")
 
 
-WHOLE_BLOCKS = ["--model.hidden=128", "--model.ffn=256", "--model.head_dim=32"]  # of 128, in every operand
+# Complete blocks of 128 in every operand
+WHOLE_BLOCKS = ["--model.hidden=128", "--model.ffn=256", "--model.head_dim=32"]
 OVER_DP = ["--mesh.tp=1", "--mesh.dp_shard=2", "--train.micro_batch=2"]  # two microbatches
 
 
@@ -65,14 +66,15 @@ def test_every_recipe_sends_what_its_plan_says_and_gathers_its_share_of_bf16(ran
     config = training.config(tmp_path, data, "--groups.default.recipe", recipe, *WHOLE_BLOCKS)
     for found, _ in ranks(2).run(shares, config):
         assert max(found, default=0.0) <= MOST.get(recipe, 0.0)
-        assert len(found) >= 6 or recipe not in MOST  # x of qkv and gate/up twice, dy of o and down
+        assert len(found) >= 6 or recipe not in MOST  # x of qkv and of gate/up twice, dy of o and of down
         print(f"{recipe}: {len(found)} gathers of {sorted(set(found))} of bf16")
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", few(BY_SCALES, ("nvfp4",)))
 def test_every_recipe_gathers_its_share_of_weights_over_dp_shard(ranks, tmp_path, data, recipe):
-    """Counted bytes, without the embedding, the head and the norms. Shards have complete blocks under every recipe."""
+    """The test counts bytes without the embedding, the head and the norms. Shards have complete blocks in every
+    recipe."""
     wide = [option.replace("hidden=128", "hidden=256").replace("head_dim=32", "head_dim=64") for option in WHOLE_BLOCKS]
     config = training.config(
         tmp_path, data, "--groups.default.recipe", recipe, *wide, *OVER_DP, "--train.micro_batch=4"
@@ -83,7 +85,7 @@ def test_every_recipe_gathers_its_share_of_weights_over_dp_shard(ranks, tmp_path
 
 CHUNKED = "--groups.default.overlap=chunked"
 IN_FP8 = "--groups.default.recipe={name='fp8_current', wire={fprop='fp8', dgrad='fp8'}}"
-TWO_BLOCKS = "--model.layers=2"  # FSDP gathers the next one while a block computes
+TWO_BLOCKS = "--model.layers=2"  # FSDP gathers the next block while a block computes
 OVER_TP = {
     "fp8 sums of microbatches": [IN_FP8, "--train.micro_batch=2"],
     "fp8 sums of whole tokens": [IN_FP8, "--mesh.sequence_parallel=false"],
@@ -194,7 +196,7 @@ def test_cases_on_four_ranks_send_what_their_plan_says(ranks, tmp_path, data, ca
 
 
 class Stray(Trainer):
-    """Its third step sends something that nobody planned, from one rank."""
+    """Trainer in which one rank sends bytes in the third step that are not in the plan."""
 
     def train_step(self, step: int) -> Step:
         if step == WARM:
@@ -223,7 +225,7 @@ def test_a_stray_collective_raises_on_all_ranks_with_both_numbers(ranks, tmp_pat
 
 
 class Silent(Trainer):
-    """In its third step fprop gathers in bf16, whatever the recipe says."""
+    """Trainer whose fprop gathers in bf16 in the third step, instead of in the format of the recipe."""
 
     def train_step(self, step: int) -> Step:
         start = quantization.start_gather
@@ -238,7 +240,7 @@ class Silent(Trainer):
 
 @pytest.mark.ranks(2)
 def test_a_silent_gather_in_bf16_raises(ranks, tmp_path, data):
-    x = 256 * 64 * 2  # this rank's tokens x hidden, of qkv and of gate/up
+    x = 256 * 64 * 2  # this rank's tokens x hidden, for qkv and for gate/up
     expected = (
         f"counted bytes differ from planned bytes: on rank 0, tp fprop: planned {x:,} bytes, counted {2 * x:,} (first "
         f"in model.layers.0.mlp.gate_proj)"
@@ -247,7 +249,7 @@ def test_a_silent_gather_in_bf16_raises(ranks, tmp_path, data):
 
 
 class SilentWeights(Trainer):
-    """In its third step FSDP gathers one weight in bf16, whatever its recipe says."""
+    """Trainer in which FSDP gathers one weight in bf16 in the third step, instead of in the format of the recipe."""
 
     def train_step(self, step: int) -> Step:
         if step == WARM:
@@ -262,7 +264,7 @@ class SilentWeights(Trainer):
 def test_a_weight_that_silently_travels_in_bf16_raises(ranks, tmp_path, data):
     config = training.config(tmp_path, data, *OVER_DP)
     made = ranks(2).run(by_dp_shard, config)[0]
-    # half of [64, 128] is on a rank; a byte an element more, two passes, 2 microbatches
+    # A rank has half of [64, 128]; one byte per element more, two passes, 2 microbatches.
     more = made + 64 * 128 // 2 * 2 * 2
     told = ranks(2).run(message_of, config, SilentWeights)
     assert told[0] == told[1]
@@ -270,13 +272,13 @@ def test_a_weight_that_silently_travels_in_bf16_raises(ranks, tmp_path, data):
 
 
 def by_dp_shard(config: Config) -> int:
-    """The bytes of the gathers of weights."""
+    """The bytes of gathers of weights over dp_shard."""
     seen = steps(config).wire.seen()
     return sum(n for key, n in seen.sent.items() if (key.group, key.direction) == ("dp_shard", "weights"))
 
 
 def untold(config: Config) -> tuple[str, int, dict[str, int]]:
-    """A run whose strategy does not say what it sends: its warning, bytes counted, bytes planned."""
+    """Run with a strategy that does not define `sent`; return the warning, the counted bytes and the planned bytes."""
     with patch.object(Serial, "sent", None):
         made = steps(config)
         return made.wire.said(), sum(made.wire.seen().sent.values()), made.wire.bytes()
@@ -312,7 +314,7 @@ def test_one_rank_watches_nothing(ranks, tmp_path, data):
 
 
 def watched(config: Config) -> tuple[list[int], list[int]]:
-    """The steps of eight that were watched, and the planned bytes of each."""
+    """The steps, out of eight, in which the ledger counts bytes, and the planned bytes of each."""
     made, _ = training.trainer(config)
     seen, sent = [], []
     for step in range(8):
@@ -335,7 +337,8 @@ def test_which_steps_are_watched(ranks, tmp_path, data, mode, steps):
 @pytest.mark.ranks(2)
 @pytest.mark.slow
 def test_steps_after_a_swap_of_weights_over_dp_shard(ranks, tmp_path, data):
-    """Its first steps gather apart what a forward that runs again needs; by the third it travels with the rest."""
+    """In the first steps after a recipe change, the orientation that recomputation needs is gathered separately. From
+    the third step on it is part of the regular gather."""
     swap = "[{at_step = 4, recipe = 'mxfp8'}]"
     options = [*OVER_DP, *WHOLE_BLOCKS, "--train.checkpointing=full", "--train.steps=8", "--train.ledger=always"]
     config = training.config(tmp_path, data, *options, "--groups.default.swap", swap)
@@ -373,7 +376,7 @@ def test_the_report_has_bytes_by_layer_and_pass(ranks, tmp_path, data):
         assert sum(sum(passes.values()) for passes in found.values()) == total
         m, k = 256, 64
         down = found["model.layers.0.mlp.down_proj"]
-        quantized = m * k + m * 4  # a scale for each row of 64, one block
+        quantized = m * k + m * 4  # one scale for each row of 64 elements, which is one block
         assert down == {"fprop": m * k * 2, "dgrad": quantized, "wgrad": m * k + 2 * k * 4}
 
 

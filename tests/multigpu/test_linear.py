@@ -1,8 +1,8 @@
-"""A sharded linear against the same layer on one rank: y, dx, dw, db, for every style and recipe.
+"""A sharded linear compared with the same layer on one rank: y, dx, dw, db, for every style and recipe.
 
-Each worker builds the unsharded LOCAL layer itself, from the same seeds, runs it on the full tensors, and compares its
-own parts. `lattice` data makes all products and sums exact and all scales equal, so there the bits must agree wherever
-no sum crosses ranks; `gauss` data bounds the error by the recipe's own, measured against high precision.
+Each worker builds the unsharded LOCAL layer from the same seeds, runs the layer on the full tensors, and compares the
+local shards. `lattice` data makes all products and sums exact and all scales equal, so bits must be equal for results
+without sums over ranks. `gauss` data bounds the error by the error of the recipe, measured against high precision.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Full(NamedTuple):
 
 
 class Error(NamedTuple):
-    """One result on one rank. `squared`, `norm`: sums of squares of the difference and of what was expected."""
+    """Error of one result on one rank. `squared`, `norm`: sums of squares of the difference and of the expected
+    result."""
 
     equal: bool
     squared: float
@@ -78,12 +79,12 @@ def make_full(case: LinearCase) -> Full:
 
 
 def cut(full: Tensor, dim: int | None, tp: int) -> Tensor:
-    """This rank's part of a tensor that tp cuts along `dim`."""
+    """This rank's shard of a tensor that tp shards along `dim`."""
     return full if dim is None or tp == 1 else full.chunk(tp, dim)[dist.get_rank()].contiguous()
 
 
 def build(case: LinearCase, tp: Any, full: Full) -> Linear:
-    """The layer of a case (`tp` None: unsharded LOCAL) with this rank's part of the full weights."""
+    """The layer of a case (`tp` None: unsharded LOCAL) with this rank's shards of the full weights."""
     style_name, sequence_parallel = case.style_key if tp is not None else ("local", False)
     sizes = case.out_features[0] if case.siblings == 1 else case.out_features
     layer = CLASSES[style_name](
@@ -104,7 +105,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def run(layer: Linear, x: Tensor, dys: list[Tensor], *, recompute: bool = False) -> dict[str, Tensor]:
-    """y_i, dx, dw_i, db_i by name."""
+    """Run forward and backward; return y_i, dx, dw_i and db_i by name."""
     x = x.detach().clone().requires_grad_()
     output = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
     ys = output if isinstance(output, tuple) else (output,)
@@ -119,7 +120,7 @@ def run(layer: Linear, x: Tensor, dys: list[Tensor], *, recompute: bool = False)
 
 
 def whole_partials(layer: Linear, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients the layer calls partial, summed over tp as the end of a converted model's backward does."""
+    """Sum the partial gradients of the layer over tp, as at the end of a converted model's backward."""
     names = {m.weight: f"dw{i}" for i, m in enumerate(layer.core.members)}
     names |= {m.bias: f"db{i}" for i, m in enumerate(layer.core.members)}
     for parameter in layer.tp_partial:
@@ -130,7 +131,7 @@ def whole_partials(layer: Linear, results: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def dimension_cut(case: LinearCase, result: str) -> int | None:
-    """The dimension of y, dx, dw or db that this rank holds a part of."""
+    """The dimension of y, dx, dw or db that is sharded on this rank."""
     style = case.style
     cuts = {"y": style.cut_dy, "dx": style.cut_x, "dw": style.shard_dim, "db": 0 if style.shard_dim == 0 else None}
     return cuts[result.rstrip("012")]
@@ -150,7 +151,7 @@ def unsharded(case: LinearCase, full: Full) -> dict[str, Tensor]:
 
 
 def by_hand(case: LinearCase, full: Full) -> dict[str, Tensor]:
-    """The results in fp64, by plain matrix products."""
+    """The expected results in fp64, by plain matrix products."""
     x, ws, bs, dys = full.x.double(), *([t.double() for t in ts] for ts in full[1:])
     results = {"dx": sum((dy @ w for dy, w in zip(dys, ws, strict=True)), torch.zeros_like(x))}
     for i, (w, b, dy) in enumerate(zip(ws, bs, dys, strict=True)):
@@ -174,7 +175,7 @@ def compare(case: LinearCase, actual: dict[str, Tensor], expected: dict[str, Ten
 
 
 def against_one_rank(cases: list[LinearCase]) -> list[tuple[dict[str, Error], dict[str, float]]]:
-    """Per case: the errors against the unsharded layer, and the unsharded layer's own."""
+    """Return, for each case, the errors compared with the unsharded layer, and the error of the unsharded layer itself."""
     results = []
     for case in cases:
         full = make_full(case)
@@ -185,12 +186,12 @@ def against_one_rank(cases: list[LinearCase]) -> list[tuple[dict[str, Error], di
 
 
 def over_ranks(errors: list[Error]) -> float:
-    """The relative Frobenius error of the whole tensor."""
+    """The relative Frobenius error of the unsharded result."""
     return math.sqrt(sum(error.squared for error in errors) / sum(error.norm for error in errors))
 
 
 def crosses_ranks(case: LinearCase, result: str) -> bool:
-    """Whether a sum over ranks makes this result."""
+    """Whether this result is a sum over ranks."""
     style, kind = case.style, result.rstrip("012")
     comm = {"y": style.fprop, "dx": style.dgrad, "dw": style.wgrad}
     return style.partial_bias_grad if kind == "db" else comm[kind].reduce is not None
@@ -223,8 +224,9 @@ def test_sharded_equals_unsharded(ranks, world, recipe, style_key):
 
 
 def gathered_operands(recipe: str | Recipe, tokens: int) -> list[tuple[bool, list[str | None]]]:
-    """For x of COLUMN_SP and dy of ROW_SP, both orientations: whether what arrives, quantized on each rank and
-    gathered, equals the quantized whole, part by part; a rank's tokens are all zero, and amaxes differ 16-fold."""
+    """Compare x of COLUMN_SP and dy of ROW_SP, quantized on each rank and gathered, with the quantized unsharded
+    tensor, part by part in both orientations. The tokens of one rank are all zero, and amaxes of ranks differ by a
+    factor of 16."""
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = worker.mesh(tp=world)["tp"]
     full = matrix("gauss", tokens, 64, 3).to(worker.device(), torch.bfloat16)
@@ -261,7 +263,7 @@ def test_gathered_codes_are_the_codes_of_the_whole(ranks, world, recipe):
 
 
 def forget_the_group(recipe: str) -> tuple[float, float]:
-    """Errors of y against one rank, as agreed and with the agreement taken away."""
+    """Errors of y compared with one rank, with the agreement on amaxes and without it."""
     case = LinearCase(("column", True), recipe, torch.bfloat16)
     full = make_full(case)
     expected = unsharded(case, full)
@@ -279,15 +281,15 @@ def test_a_forgotten_amax_group_is_noticed(ranks, world):
 
 
 class Counts(NamedTuple):
-    """Collectives of one forward and backward: (gathers, exchanges, agreements) of each. An all-reduce is an exchange
-    and a gather."""
+    """Number of collectives in one forward and backward: (gathers, exchanges, agreements) of each direction. An
+    all-reduce counts as an exchange and a gather."""
 
     forward: tuple[int, int, int]
     backward: tuple[int, int, int]
 
 
 TRAIN_ALL, FREEZE_WEIGHT, FREEZE_INPUT, BIAS_ONLY = "all", "frozen weight", "frozen input", "bias only"
-#                            forward     all        fr. weight fr. input  bias only
+# forward; backward of all, with frozen input, with frozen weight, of the input only, of the bias only
 COMMUNICATION = {
     ("local", False): ((0, 0), (0, 0), (0, 0), (0, 0), (0, 0)),
     ("local", True): ((0, 0), (0, 0), (0, 0), (0, 0), (0, 0)),
@@ -296,12 +298,13 @@ COMMUNICATION = {
     ("column", True): ((1, 0), (1, 1), (0, 1), (1, 0), (0, 0)),
     ("row", True): ((0, 1), (1, 0), (1, 0), (1, 0), (0, 0)),
 }
-# fp8_current agrees on x of COLUMN_SP in forward, and on dy of ROW_SP in backward unless nothing reads it
+# fp8_current agrees on x of COLUMN_SP in forward, and on dy of ROW_SP in backward unless no GEMM reads dy.
 AGREES_FORWARD, AGREES_BACKWARD = ("column", True), ("row", True)
 
 
 def count_collectives(case: LinearCase, what: str) -> tuple[Counts, dict[str, bool]]:
-    """The collectives of a layer of which only some tensors need gradients, and whether those have them."""
+    """The collectives of a layer if only some tensors need gradients, and the names of the gradients that were
+    computed."""
     mesh = worker.mesh(tp=dist.get_world_size())["tp"]
     full = make_full(case)
     layer = build(case, mesh, full)
@@ -365,7 +368,7 @@ def test_recomputation_repeats_the_bits(ranks, recipe):
 
 
 def unused_sibling() -> dict[str, bool]:
-    """q is used, k is not, v is: dx is the sum of two dgrads and k's weight has no gradient."""
+    """q and v are used and k is not: dx is the sum of two dgrads, and the weight of k has no gradient."""
     case = LinearCase(("column", True), "fp8_current", torch.bfloat16, bias=True, siblings=3)
     full = make_full(case)
     mesh = worker.mesh(tp=dist.get_world_size())["tp"]
@@ -429,7 +432,7 @@ def test_impossible_layers_and_inputs_are_refused(ranks):
 
 
 def made_on_meta() -> list[str]:
-    """Layers made under torch.device("meta"), then given memory, work as any other."""
+    """Layers constructed under torch.device("meta") and then allocated work like other layers."""
     tp = worker.mesh(tp=2)["tp"]
     with torch.device("meta"):
         layer = ColumnParallelLinear(8, 8, bias=True, tp=tp, recipe="fp8_current")
@@ -448,7 +451,7 @@ def test_layers_may_be_made_on_meta(ranks):
 
 
 def without_tokens(recipe: str) -> list[tuple[str, bool]]:
-    """For every style, a forward and backward of no tokens at all: shapes are right and gradients are zero."""
+    """Run forward and backward without tokens in every style: shapes are right, and gradients are zero."""
     tp = worker.mesh(tp=dist.get_world_size())["tp"]
     found = []
     for key in STYLE_KEYS:
@@ -466,6 +469,6 @@ def without_tokens(recipe: str) -> list[tuple[str, bool]]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 def test_no_tokens_are_no_trouble(ranks, recipe):
-    """A rank may have none, and yet joins every collective."""
+    """A rank without tokens joins every collective."""
     for found in ranks(2).run(without_tokens, recipe):
         assert all(right for _, right in found), found

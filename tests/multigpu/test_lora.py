@@ -1,4 +1,4 @@
-"""Adapters over tp with sequence parallelism, and over FSDP2 with a base of codes, beside one rank."""
+"""Adapters under tp with sequence parallelism, and under FSDP2 over a base of codes, are compared with one rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def inputs() -> Tensor:
 
 
 def trained(model: nn.Module, x: Tensor, steps: int = 3) -> dict[str, Tensor]:
-    """Gradients of the first step, and adapters after all."""
+    """Train adapters; return the gradients of the first step, and the adapters after the last step."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
     if any(hasattr(module, "core") for module in model.modules()):
@@ -57,7 +57,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest relative difference of a tensor; AssertionError for a tensor that is not finite, or zero."""
+    """The largest relative difference of a tensor. Raises AssertionError for a tensor that is not finite, or zero."""
     assert found.keys() == expected.keys()
     assert all(bool(each.isfinite().all()) and float(each.norm()) > 0 for each in [*found.values(), *expected.values()])
     return max(float((found[k] - expected[k]).norm() / expected[k].norm()) for k in expected)

@@ -1,5 +1,5 @@
-"""Averages in few bits in whole runs: resumed ones repeat the bits, other meshes and other optimizers take what the codes
-stand for, and a step whose gradients are not finite changes nothing."""
+"""Low-bit averages in complete runs: resumed runs repeat the bits, other meshes and other optimizers load the decoded
+values, and a step with non-finite gradients changes nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.metrics import assert_bit_equal
 
 SMALL = ("hidden=256", "ffn=512", "head_dim=64", "layers=1", "kv_heads=4")
 VALUES = " values"
-O_PROJ = "model.layers.0.self_attn.o_proj.weight"  # its rows are half a block of 256 where tp is 2
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"  # with tp = 2, the rows have half a block of 256 elements
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def config(folder: Path, data: Path, optimizer: str, *overrides: str) -> Config:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """float8 as bytes, of which gloo and pickles know."""
+    """View float8 as bytes, because gloo and pickle do not support float8."""
     if tensor.dtype == torch.float8_e4m3fn:
         local, meta = local_values(tensor).view(torch.uint8), torch.empty(tensor.shape, device="meta")
         places = {"run_check": False, "shape": meta.shape, "stride": meta.stride()}
@@ -64,7 +64,7 @@ def state_of(trainer: Any) -> dict[str, dict[str, Tensor]]:
 
 
 def trained(config: Config, until: int) -> tuple[list[float], dict[str, dict[str, Tensor]]]:
-    """Go on to so many steps, and save: losses, and the optimizer's state."""
+    """Continue up to step `steps` and save; return the losses and the optimizer's state."""
     trainer, done = training.trainer(config)
     trainer.recorder.begin(done)
     losses = [trainer.train_step(step).numbers.read()[0] for step in range(done, until)]
@@ -100,8 +100,8 @@ def losses(config: Config, steps: int) -> list[float]:
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("optimizer", ["adamw8bit", nightly("adamwfp8")])
 def test_codes_of_eight_bits_train_as_fp32_does(ranks, tmp_path, data, optimizer):
-    """Within 0.1 % over the last half of 12 steps. adamw4bit is 1.3 % away by then: docs/optimizers.md has that, and 200
-    steps of `tiny`."""
+    """The losses of the last 6 of 12 steps are within 0.1 %. The loss of adamw4bit differs by 1.3 % at that point: see
+    docs/optimizers.md, which also has 200 steps of `tiny`."""
 
     def last(optimizer: str) -> float:
         settings = ["--mesh.tp=1", "--recipe=bf16", "--train.lr=3e-4", "--train.steps=12", "--model.ffn=256"]
@@ -134,14 +134,15 @@ def test_other_meshes_and_optimizers_get_the_values(
         for key, signed in AVERAGES.items():
             expected = old[name][key + VALUES]
             if key not in new[name] and not (before == after and key not in old[name]):
-                average = ENCODINGS[after].zeros(expected)  # of whole rows: the blocks of every mesh
+                average = ENCODINGS[after].zeros(expected)  # complete rows, which contain the blocks of every mesh
                 write(average, expected, signed)
                 expected = decoded(average, signed)
             assert_bit_equal(new[name][key + VALUES], expected, f"{name} {key}")
 
 
 def skipped(config: Config) -> list[bool]:
-    """After two steps one whose gradients hold a NaN: whether every bit of parameters and optimizer stayed."""
+    """Run two steps, then a step whose gradients contain a NaN; return whether every bit of parameters and optimizer
+    states is unchanged."""
     trainer, _ = training.trainer(config)
     for step in range(2):
         trainer.train_step(step)

@@ -1,4 +1,5 @@
-"""attach(main_grads="grad") on 2 ranks: under tp wgrads add with the bits of autograd; what FSDP has is left to autograd."""
+"""attach(main_grads="grad") on 2 ranks: under tp, wgrad GEMMs accumulate with the bits of autograd; for weights that
+FSDP shards, autograd accumulates."""
 
 from __future__ import annotations
 

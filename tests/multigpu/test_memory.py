@@ -1,5 +1,5 @@
-"""The memory that a rank holds between steps equals the plan, tensor by tensor; `bench.memory` measures the rest
-on GPUs."""
+"""The memory that a rank holds between steps equals the plan, tensor by tensor. `bench.memory` measures other memory on
+GPUs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_stays_was_planned(ranks, mesh, recipe):
 
 
 def mapped(config: Config) -> int:
-    """Bytes of the slots of a run, as GPUs map them."""
+    """Bytes of the peer buffers of a run, rounded as GPUs map memory."""
     mesh = worker.mesh(tp=2)
     moves = Transport(mesh["tp"].get_group(), worker.device(), SharedSlot)
     transport.use(moves.group, moves)
@@ -54,7 +54,8 @@ def mapped(config: Config) -> int:
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_no_more_is_mapped_than_was_planned(ranks, device_type):
-    """The run needs every peer buffer: dy is sent in both orientations, one is read in chunks, and scales are agreed."""
+    """The run uses every kind of peer buffer: dy is sent in both orientations, one orientation is read in chunks, and
+    ranks agree on scales."""
     if device_type == "cuda":
         pytest.skip("emulated on CPU ranks")
     options = ["--mesh.transport=mapped", "--recipe=nvfp4", "--groups.default.overlap=chunked:4", "--model.layers=1"]

@@ -1,4 +1,5 @@
-"""build_mesh: sizes that do not fit the world are refused with the numbers, tp is innermost, axes are named."""
+"""build_mesh: errors about sizes that do not fit the world contain the numbers, tp is the innermost axis, and axes have
+names."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def test_names_of_axes_are_spelled_in_one_file():
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant) and node.value in AXES
     }
-    keywords = "dlp/te_arguments.py"  # "tp" is an argument of a layer there
+    keywords = "dlp/te_arguments.py"  # in this file "tp" is an argument of a layer
     settings = "launch/config/sections.py"  # does not import torch
     assert sections.AXES == AXES
     assert {place.partition(":")[0] for place in spelled} - {keywords, settings} == {"dlp/comm/mesh.py"}, sorted(
@@ -153,7 +154,7 @@ def test_a_real_world_is_checked(ranks):
 
 
 def cpu_and_device_tensors() -> list[float]:
-    """Groups of a mesh carry tensors of the host as well as of the device."""
+    """Groups of a mesh send tensors of the host and of the device."""
     group = worker.mesh(tp=2)["tp"].get_group()
     tensors = [torch.ones((), device=device) for device in ("cpu", worker.device())]
     for tensor in tensors:
@@ -167,7 +168,7 @@ def test_groups_carry_host_and_device_tensors(ranks):
 
 
 def layers_of_a_mesh() -> tuple[list[tuple[int, ...]], list[str]]:
-    """Shards of layers that are given a mesh of three axes, and what a mesh without an axis of tp is refused with."""
+    """Shards of layers that get a mesh of three axes, and the error about a mesh without the axis tp."""
     mesh = worker.mesh(tp=2)
     made = [
         dlp.ColumnParallelLinear(8, 6, tp=mesh, device=mesh.device_type),

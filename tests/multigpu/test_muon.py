@@ -1,4 +1,4 @@
-"""Muon in whole runs: torch's own on one rank, the same matrices on shards, resumed, and refused where states differ."""
+"""Muon in complete runs: torch's Muon on one rank, the same matrices on shards, a resumed run, and refused states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rank with a non-finite value reports the value: ranks agree on scales, not on flags."""
+"""The rank with a non-finite value reports the value, because ranks share scales but not flags."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import dlp
 from tests import pool as worker
 from tests.emulated import emulation
 
-TOKENS, HIDDEN, FFN = 128, 64, 256  # of a rank; whole blocks of 128, so that everything travels as it is cast
+# Sizes on each rank; complete blocks of 128, so that every operand is gathered as codes
+TOKENS, HIDDEN, FFN = 128, 64, 256
 CULPRIT = 1  # the rank with the Inf
 
 
 class Net(nn.Module):
-    """x [M, 64] -> [M, 64], by a column and a row."""
+    """A column layer and a row layer: x [M, 64] -> [M, 64]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class Net(nn.Module):
 
 
 def made(recipe: str, held: str, on_nonfinite: str) -> tuple[Net, torch.optim.Optimizer]:
-    """Under tensor and sequence parallelism, or FSDP."""
+    """The network under tensor and sequence parallelism, or under FSDP."""
     torch.manual_seed(0)
     model, sizes = Net().to(worker.device()), {"dp_shard": 2} if held == "fsdp" else {"tp": 2}
     mesh, groups = worker.mesh(**sizes), [dlp.LayerGroup("all", "**", recipe=recipe)]
@@ -49,7 +50,7 @@ def made(recipe: str, held: str, on_nonfinite: str) -> tuple[Net, torch.optim.Op
 
 
 def step(model: Net, optimizer: torch.optim.Optimizer, into: str, value: float) -> None:
-    """One step, with this value in x, in dy or in the gradient of a weight on one rank."""
+    """Run one step with this value in x, in dy or in the gradient of a weight on one rank."""
     x, dy = (torch.randn(TOKENS, HIDDEN, device=worker.device()) for _ in range(2))
     mine = dist.get_rank() == CULPRIT
     if mine and into in ("x", "dy"):
@@ -84,9 +85,9 @@ def test_the_rank_that_has_it_tells(ranks, recipe: str, held: str, into: str, of
 
 
 def raised(into: str) -> tuple[str, int]:
-    """The message, if there is one, and how many steps were begun."""
+    """The message, if there is one, and the number of steps that began."""
     model, optimizer = made("fp8_current", "fsdp", "raise")
-    for i in range(3):  # a rank that goes on waits for the one that stopped, until torchrun ends it
+    for i in range(3):  # a rank that continues waits for the stopped rank, until torchrun ends it
         try:
             step(model, optimizer, into if i == 1 else "", torch.inf)
         except FloatingPointError as error:

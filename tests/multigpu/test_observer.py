@@ -1,5 +1,8 @@
-"""The observer of the wire: bytes a rank sends, by formulas written out here, for whatever torch executes: own
-collectives, functional ones, DTensor, inside opaque and compiled ops and in backward. 2 and 4 ranks."""
+"""The observer of the wire counts the bytes that a rank sends, compared with formulas in this file, on 2 and 4 ranks.
+
+The tests cover all code that torch executes: dlp's collectives, functional collectives, DTensor, collectives inside
+opaque and compiled ops and in backward.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def observed(**sizes: int) -> tuple[Any, observer.Observer]:
 
 
 def sent(fn: Any, *, world: int) -> dict[str, int]:
-    """Bytes by kind of what `fn(group)` does on this rank; group: all ranks."""
+    """Bytes that `fn(group)` sends on this rank, by kind of collective; group: all ranks."""
     mesh, seen = observed(tp=world)
     with seen:
         fn(mesh["tp"].get_group())
@@ -36,7 +39,7 @@ def sent(fn: Any, *, world: int) -> dict[str, int]:
 
 
 def each_kind(world: int) -> dict[str, dict[str, int]]:
-    """By name of a call: bytes by kind. x has 4*world fp32 elements."""
+    """Bytes by kind of collective, for each call by name. x has 4*world fp32 elements."""
     x = torch.ones(4 * world, device=worker.device())
     small, rank = x[:4].clone(), dist.get_rank()
     many = [torch.empty_like(small) for _ in range(world)]
@@ -99,7 +102,7 @@ def test_bytes_of_every_kind(ranks, world):
             "agree": {"all_reduce": 2 * others * -(-(4 * world + 1) // world) * 4},
             "our gather": {"all_gather": others * (shard + shard // 2)},
             "our scatter": {"all_to_all": others * shard},
-            "our scatter in fp8": {"all_to_all": others * 2 * 256},  # 4 codes and a scale, each in 256 bytes
+            "our scatter in fp8": {"all_to_all": others * 2 * 256},  # 4 codes and a scale, each padded to 256 bytes
             "our reduce": {"all_to_all": others * shard, "all_gather": others * shard},
         }
 
@@ -163,7 +166,8 @@ class CompileCounter:
 
 
 def opaque_and_dtensor() -> tuple[dict[str, int], bool]:
-    """A layer of ours, which is an opaque op; the same compiled; and a DTensor redistribution. Bytes; equal results."""
+    """Bytes sent by a layer of dlp, which is an opaque op, by the compiled layer, and by a DTensor redistribution; and
+    whether results are equal."""
     mesh, _ = observed(tp=2)
     layer = dlp.ColumnParallelLinear(
         64, 64, tp=mesh["tp"], sequence_parallel=True, recipe="fp8_current", device=worker.device()
@@ -246,5 +250,5 @@ def test_a_collective_that_cannot_be_counted_is_refused(ranks):
 def test_every_collective_of_this_torch_is_in_the_table():
     names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     theirs = {name for name in names if name.partition("::")[0] in ("c10d", "_c10d_functional")}
-    # two batches of sends in one op, new in torch 2.13; the observer refuses it
+    # Two batches of sends in one op, which is new in torch 2.13. The observer refuses the op.
     assert theirs - observer._OPS.keys() - observer._SILENT <= {"_c10d_functional::batch_p2p_ops"}

@@ -1,5 +1,8 @@
-"""A whole fuser as captured launches on tp ranks: one native call a direction through mapped memory, a few with collectives
-between; the bits of its ops. On the CPU the device is emulated."""
+"""Captured directions of a fuser on tp ranks, with the bits of the basic ops.
+
+Through mapped memory a direction is one native call; with collectives it is a few native calls with the collectives in
+between. On the CPU the device is emulated.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from tests.paired_models import K, M, values, without_programs
 from tests.restored_tables import restored_fusions
 
 pytestmark = pytest.mark.ranks(2)
-SEGMENTS = {  # L launches, C the start of a collective, A its answer
+SEGMENTS = {  # L: launches; C: start of a collective; A: wait for the collective
     ("fp8_current", False): {"forward": ["LCALCLALCAL"], "backward": ["LCALCLALCLCALAL"]},
     ("bf16", True): {"forward": ["LCALCAL"], "backward": ["CALCLCAAL"]},
 }
@@ -31,7 +34,7 @@ Found = tuple[dict[str, list[str]], str, list[Tensor]]
 
 
 def mlp(recipe: str, group: Any, overlap: str) -> ops.Sequential:
-    """norm, gate and up, SwiGLU, down; column- and row-parallel, with sequence parallelism."""
+    """norm, gate and up, SwiGLU, down; with tp and sequence parallelism."""
     torch.manual_seed(0)
     more: dict[str, Any] = {
         "tensor_parallel_group": group,
@@ -48,7 +51,8 @@ def mlp(recipe: str, group: Any, overlap: str) -> ops.Sequential:
 
 
 def between_collectives(recipe: str, group: Any) -> ops.Sequential:
-    """The same of linears that are whole here, between collectives of a group that no linear knows."""
+    """The same model with linears that are not sharded, between collectives over a group that the linears do not
+    know."""
     torch.manual_seed(0)
     more: dict[str, Any] = {"recipe": recipe, "dtype": torch.bfloat16, "bias": False}
     return ops.Sequential(
@@ -58,7 +62,7 @@ def between_collectives(recipe: str, group: Any) -> ops.Sequential:
 
 
 def states(model: ops.Sequential) -> dict[str, list[str]]:
-    """For each direction the segments of captured launches, or the reason why nothing is captured."""
+    """Return, for each direction, the segments of captured launches, or the reason why the direction is not captured."""
     found: dict[str, list[str]] = {}
     for plan in model._groups_now()[0].plans.values():
         for direction in plan.captured:
@@ -70,7 +74,7 @@ def states(model: ops.Sequential) -> dict[str, list[str]]:
 
 
 def on_ranks(recipe: str, overlap: str, delay: bool, basic: bool, explicit: bool) -> list[Found]:
-    """Through mapped memory, by collectives, and by collectives with nothing captured."""
+    """Run the model with mapped memory, with collectives, and with collectives without captured launches."""
     mesh, found = worker.mesh(dp_shard=1, tp=2), list[Found]()
     for mapped, off in ((True, nullcontext()), (False, nullcontext()), (False, without_programs())):
         with device(), off, restored_fusions(none=basic), moved_by(mesh["tp"].get_group(), mapped):  # type: ignore[attr-defined]
@@ -87,7 +91,8 @@ def on_ranks(recipe: str, overlap: str, delay: bool, basic: bool, explicit: bool
                 y.backward(values(100 + seed + dist.get_rank(), *y.shape).to(worker.device()))
                 if delay:
                     for linear in linears:
-                        vars(linear)["dlp_session"] = linear.core.session  # of a layer by itself
+                        # The linear now looks like a layer that belongs to no model
+                        vars(linear)["dlp_session"] = linear.core.session
                         assert dlp.backward_dw(linear) == len(linear.core.members)
                 results += [y.detach(), x.grad]
                 for weight in model.parameters():
@@ -100,7 +105,7 @@ def on_ranks(recipe: str, overlap: str, delay: bool, basic: bool, explicit: bool
 def check(
     ranks: Any, recipe: str, overlap: str = "serial", delay: bool = False, basic: bool = False, explicit: bool = False
 ) -> Any:
-    """The bits of all three; returns the states and plans of a rank by way."""
+    """Compare the bits of all three runs; return the states and plans of a rank for each run."""
     for found in ranks(2).run(on_ranks, recipe, overlap, delay, basic, explicit):
         (*_, through_memory), (*_, by_calls), (*_, expected) = found
         for results in (through_memory, by_calls):
@@ -116,7 +121,8 @@ def check(
     "recipe", few(["bf16", "fp8_current", "fp8_delayed", "fp8_block"], ("fp8_delayed", "fp8_block"))
 )
 def test_a_fuser_that_communicates(ranks, recipe: str, delay: bool):
-    """An agreement on x and its gather before fprop, and the sum of the row; backward, what dgrad reads is on its way first."""
+    """Forward: an agreement on x and the gather of x before fprop, and the sum over tp of the row layer. Backward: the
+    gather of the operand of dgrad starts first."""
     (mapped, said), (calling, by_calls) = check(ranks, recipe, delay=delay)
     assert "L" in mapped["forward"] and "L" in mapped["backward"], mapped
     assert "captured: forward, native calls: 1" in said and "captured: backward, native calls: 1" in said

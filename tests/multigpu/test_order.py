@@ -1,4 +1,4 @@
-"""The search for races (tests/launch_order.py) finds what is missing between launches that are in order as they are."""
+"""The search for races (tests/launch_order.py) reports missing waits in launches that are otherwise in order."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.simulated_transport import SimulatedLane, SimulatedSlot
 
 
 def moved() -> list[Launch]:
-    """A gather in two pieces and an agreement, then sums, one in each direction, of what kernels made, which read what came: no
-    other transfer orders the uses of the slot of sums."""
+    """Run a gather in two pieces with an agreement, and then sums that read the gathered tensor, once per direction. No
+    other transfer orders the uses of the slot of the sums."""
     with emulation():
         moves = Transport(dist.group.WORLD, worker.device(), SimulatedSlot, SimulatedLane())
         x = torch.ones(moves.world, 64)
@@ -45,7 +45,7 @@ def without(name: str, lane: bool) -> Callable[[list[Launch]], list[Launch]]:
 
 
 def early(name: str) -> Callable[[list[Launch]], list[Launch]]:
-    """Those of a name directly behind what their stream has awaited last."""
+    """Move the launches with this name forward in their stream, directly behind the last wait."""
 
     def moved(launches: list[Launch]) -> list[Launch]:
         found: list[Launch] = []
@@ -58,7 +58,7 @@ def early(name: str) -> Callable[[list[Launch]], list[Launch]]:
 
 
 def renamed(name: str) -> Callable[[list[Launch]], list[Launch]]:
-    """Replace the launches of this name, which wait, by launches that only read."""
+    """Replace the launches with this name, which wait, by launches that only read."""
     return lambda launches: [each._replace(name="reads") if each.name == name else each for each in launches]
 
 

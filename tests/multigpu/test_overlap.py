@@ -1,8 +1,8 @@
-"""chunked against serial: the same layer, for every style and recipe, on 2 and 4 ranks.
+"""`chunked` compared with `serial`: the same layer, for every style and recipe, on 2 and 4 ranks.
 
-On lattice data products and sums are exact, so there the bits are equal whatever the order. On gauss data a GEMM over
-fewer rows may sum in another order, and nothing else differs: the results agree within a few roundings, or where those
-flip a code of what is quantized next, within the recipe's own error.
+On `lattice` data products and sums are exact, so bits are equal in every order. On `gauss` data a GEMM over fewer rows
+may sum in another order, so results agree within a few roundings, or, where these roundings change a code of the next
+operand, within the error of the recipe.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from tests.shared_slot import SharedSlot
 
 
 def strategy(name: str) -> Overlap:
-    """A strategy by name; "mapped" or "mapped serial": through memory that ranks map, as on GPUs."""
+    """A strategy by name. "mapped" and "mapped serial" use mapped memory, as on GPUs."""
     return overlaps.load({"mapped serial": "serial"}.get(name, name.replace("mapped", "chunked")))
 
 
 @contextmanager
 def memory(group: dist.ProcessGroup, *names: str) -> Iterator[None]:
-    """Provide mapped memory for strategies whose names begin with "mapped"; all others send by NCCL or gloo."""
+    """Provide mapped memory for strategies whose names begin with "mapped". Other strategies send by NCCL or gloo."""
     mapped = any(name.startswith("mapped") for name in names)
     if mapped and worker.device().type == "cuda":
         transport.ask_for(group, "cuda")
@@ -76,7 +76,7 @@ def memory(group: dist.ProcessGroup, *names: str) -> Iterator[None]:
 
 
 def results(case: LinearCase, full: Full, fprop: str, dgrad: str, wgrad: str, wire: str = "hp") -> dict[str, Tensor]:
-    """y, dx, dw and db of this rank, under these strategies."""
+    """y, dx, dw and db of this rank, with these strategies."""
     mesh = worker.mesh(tp=dist.get_world_size())["tp"]
     layer = build(case, mesh, full)
     spec = layer.core.spec
@@ -93,7 +93,8 @@ Compared = list[dict[str, tuple[bool, float, float]]]
 
 
 def compare(cases: list[LinearCase], wire: str, *chosen: tuple[str, str, str]) -> list[Compared]:
-    """Per choice of strategies, case and result: equal bits, and squared norms of the difference and of serial's."""
+    """Return, for each choice of strategies, case and result, whether bits are equal, and the squared norms of the difference
+    and of the result of `serial`."""
     found: list[Compared] = [[] for _ in chosen]
     for case in cases:
         full = make_full(case)
@@ -110,12 +111,14 @@ def compare(cases: list[LinearCase], wire: str, *chosen: tuple[str, str, str]) -
 
 
 def fewer(style_key: tuple[str, bool], recipe: str) -> list[LinearCase]:
-    """Three of five, in which every value of a variant is met once: dtypes, bias, siblings, odd tokens, data."""
+    """Three of five cases, which contain every value of each option (dtypes, bias, siblings, odd token counts, data)
+    once."""
     return list(linear_cases(style_key, recipe))[::2]
 
 
 def bound(case: LinearCase, device_type: str) -> float:
-    """FP8 units keep about 14 bits of a sum, so its order shows there."""
+    """Bound on the relative difference. FP8 units keep about 14 bits of a sum, so the order of a sum changes
+    results."""
     native = device_type == "cuda" and case.recipe != "bf16"
     return max(EPSILON[case.dtype], 2.0**-10 if native else 0.0)
 
@@ -135,7 +138,7 @@ def check(cases: list[LinearCase], of_ranks: list[list[Compared]], device_type: 
     ("world", "recipe", "style_key"), in_styles(cell for cell in IN_STYLES if cell[2][0] != "local"), ids=style_id
 )
 def test_chunked_is_serial(ranks, device_type, world, recipe, style_key):
-    """Whole shards, and in three pieces."""
+    """`chunked` with complete shards, and in three pieces, gives the results of `serial`."""
     cases = fewer(style_key, recipe)
     check(cases, ranks(world).run(compare, cases, "hp", ("chunked:3", "chunked", "chunked:3")), device_type)
 
@@ -145,7 +148,8 @@ def test_chunked_is_serial(ranks, device_type, world, recipe, style_key):
     [
         ((4096, 1, 1, 7168, 132), [4096]),
         ((4096, 2, 1), [2048, 4096]),
-        ((4096, 2, 1, 7168, 132), [1792, 4096]),  # 14 * 28 tiles are three waves of 132, nearly; 16 * 28 are 3.4
+        # 14 * 28 tiles are almost three waves of 132; 16 * 28 tiles are 3.4 waves
+        ((4096, 2, 1, 7168, 132), [1792, 4096]),
         ((4096, 4, 1, 4096, 132), [1024, 2048, 3072, 4096]),  # 8 * 16 tiles
         ((1000, 3, 32), [384, 768, 1000]),
         ((96, 4, 32), [32, 64, 96]),
@@ -160,7 +164,7 @@ def test_pieces_end_between_blocks_tiles_and_waves(sizes: tuple[int, ...], cuts:
 
 
 class Noted:
-    """A slot that notes what happens to it."""
+    """A slot that records the calls of its methods."""
 
     def __init__(
         self, log: list[Any], tags: Iterator[int], nbytes: int, group: Any, device: Any, named: Any, lane: Any
@@ -217,7 +221,7 @@ SEQUENCE_PARALLEL = [("column", True), ("row", True)]
     few([(2, "bf16"), (2, "fp8_current"), (2, "fp8_block"), (2, "nvfp4"), nightly(4, "fp8_block")], ("fp8_block",)),
 )
 def test_memory_that_ranks_map_is_serial(ranks, device_type, world, recipe):
-    """Chunked through it, and serial, whose bits are those of collectives."""
+    """`chunked` and `serial` through mapped memory give the results of collectives; `serial` has equal bits."""
     cases = [case for key in STYLE_KEYS if key[0] != "local" for case in fewer(key, recipe)]
     found = ranks(world).run(compare, cases, "hp", ("mapped", "mapped:2", "mapped"), ("mapped serial",) * 3)
     check(cases, found, device_type)
@@ -238,14 +242,14 @@ def test_each_gemm_has_a_strategy_of_its_own(ranks, device_type, names):
 @pytest.mark.parametrize("wire", ["hp", "fp8"])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_block", "nvfp4"])
 def test_rows_that_do_not_divide_over_ranks_are_summed_too(ranks, device_type, world, wire, recipe):
-    """15 tokens, and 3: some ranks have fewer rows of the sum, or none."""
+    """With 15 or 3 tokens, some ranks have fewer rows of the sum, or none."""
     keys, shapes = (("column", False), ("row", False)), ((3, 5), (1, 3))
     cases = [LinearCase(key, recipe, batch=b, sequence=s) for key in keys for b, s in shapes]
     if wire == "hp":
         check(cases, ranks(world).run(compare, cases, wire, ("chunked", "chunked", "chunked")), device_type)
         return
     for (found,) in ranks(world).run(compare, cases, wire, ("chunked", "chunked", "chunked")):
-        for case, errors in zip(cases, found, strict=True):  # blocks of 128 lie along rows, or along the flat result
+        for case, errors in zip(cases, found, strict=True):  # blocks of 128 are in rows, or in the flat result
             assert all(math.sqrt(squared / norm) < 0.06 for _, squared, norm in errors.values()), case
 
 
@@ -289,7 +293,7 @@ def said_and_sent() -> dict[tuple[str, str, str, int], tuple[int, int]]:
                         return chosen.gemm_reduce(a, gemm, group, dtype=torch.bfloat16, **how).wait()
 
                 with memory(group, name):
-                    total()  # the first use of memory that ranks map allocates it
+                    total()  # the first use of mapped memory allocates it
                     with observer.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
                         total()
                 y = torch.empty((rows, 24), dtype=torch.bfloat16, device="meta")

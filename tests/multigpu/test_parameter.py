@@ -38,7 +38,7 @@ def as_dtensor(recipe: str) -> None:
         spread = DTensor.from_local(piece, tp, [Shard(dim)], run_check=False)
         assert spread.shape == weight.shape
         whole = spread.full_tensor()
-        decoded = whole.dequantize() if isinstance(whole, QuantizedParameter) else whole  # a tile would be cut
+        decoded = whole.dequantize() if isinstance(whole, QuantizedParameter) else whole  # tp would cut a tile
         assert isinstance(whole, QuantizedParameter) or recipe == "fp8_block"
         assert_bit_equal(decoded, weight.dequantize())
         given = DTensor.from_local(x, tp, [Replicate()], run_check=False)
@@ -77,7 +77,8 @@ def test_fsdp_gathers_codes(ranks, recipe):
 
 @torch.no_grad()
 def checkpointed(folder: str, factor: float, saves: bool) -> torch.Tensor:
-    """y of a model under FSDP, where there is more than one rank: saved, or made of other values and scales and loaded."""
+    """y of a model under FSDP (if there are several ranks): of the saved model, or of a model with other values and
+    scales that loads the checkpoint."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)), torch.randn(8, 64)
     for parameter in model.parameters():
@@ -102,7 +103,7 @@ def test_torchs_checkpoints_of_codes_go_to_another_mesh(ranks, tmp_path, before,
 
 
 class Adapted(nn.Module):
-    """A linear of codes, and a low-rank update of it, which learns; activations are recomputed."""
+    """A linear with codes, and a trainable low-rank update. Backward recomputes activations."""
 
     def __init__(self, k: int, n: int) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class Adapted(nn.Module):
 
 
 def adapters(recipe: str, spread: bool) -> list[torch.Tensor]:
-    """y and dx of three steps of training."""
+    """y and dx of three training steps with adapters."""
     torch.manual_seed(0)
     model = nn.Sequential(Adapted(128, 256), nn.SiLU(), Adapted(256, 128)).to(worker.device())
     dlp.quantize_(model, recipe, lambda module, name: name.endswith("base"), mode="dynamic")
@@ -142,7 +143,7 @@ def test_adapters_of_codes_train_under_fsdp(ranks):
 
 @torch.no_grad()
 def as_torch_sends(quantizer: Any) -> bool:
-    """Whether torch sends rank 0's weight as codes: in a broadcast, and as shards of a parallel module. An all-reduce of
+    """Whether torch sends rank 0's weight as codes, in a broadcast and as shards of a parallel module. An all-reduce of
     codes is refused."""
     torch.manual_seed(dist.get_rank())
     tp, cast = worker.mesh(tp=2)["tp"], static()
@@ -182,7 +183,7 @@ def test_torchs_own_collectives_send_codes(ranks, quantizer):
 
 
 def by_torchs_tp(recipe: str, compiled: bool) -> tuple[float, float]:
-    """Errors of y and dx beside one rank's."""
+    """Errors of y and dx with torch's tensor parallelism, compared with one rank."""
     model, x = nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128)), torch.randn(16, 128)
     model, x = dlp.quantize_(model.to(worker.device()), recipe, mode="dynamic"), x.to(worker.device())
     for each in (*model.parameters(), x):
@@ -207,13 +208,13 @@ def by_torchs_tp(recipe: str, compiled: bool) -> tuple[float, float]:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.ranks(2)
 def test_torchs_tensor_parallelism_multiplies_codes(ranks, compiled):
-    """mxfp8 has scales of its own on each rank, so that only sums differ."""
+    """With mxfp8 each rank computes the scales of the local blocks, so that results differ only by sums."""
     for y, dx in ranks(2).run(by_torchs_tp, "mxfp8", compiled):
         assert y < 1e-6 and dx < 1e-5
 
 
 def cut_unevenly(rows: int) -> list[str]:
-    """Messages of a rank about unequal shards of codes: in the first forward, and in a save."""
+    """Messages of a rank about unequal shards of codes, in the first forward and in a save."""
     layer = dlp.quantize_(nn.Sequential(nn.Linear(32, rows)), "fp8_rowwise")
     fully_shard(layer, mesh=worker.mesh(dp_shard=dist.get_world_size())["dp_shard"])
     assert isinstance(layer[0].weight.to_local(), QuantizedParameter)
@@ -227,7 +228,8 @@ def cut_unevenly(rows: int) -> list[str]:
 
 @pytest.mark.parametrize(("world", "rows"), [(2, 49), (4, 3)])
 def test_uneven_shards_are_refused_by_all_ranks(ranks, world, rows):
-    """Else ranks with fewer rows would send less than the others wait for. Of 3 rows the last of 4 ranks has none."""
+    """Without the refusal, ranks with fewer rows would send less than other ranks expect. Of 3 rows the last of 4 ranks
+    has none."""
     expected = [
         f"a quantized weight ({rows}, 32) has {rows} rows, which FSDP cannot shard evenly over {world} ranks: exclude the "
         "layer",
@@ -239,7 +241,8 @@ def test_uneven_shards_are_refused_by_all_ranks(ranks, world, rows):
 
 
 def strided_scales() -> tuple[torch.Tensor, torch.Tensor]:
-    """y of a frozen fp8_block linear over FSDP whose scales lie in columns, as Hopper's GEMMs read them."""
+    """y of a frozen fp8_block linear over FSDP whose scales are stored column by column, as Hopper's GEMMs read
+    scales."""
     torch.manual_seed(0)
     layer, x = nn.Sequential(nn.Linear(256, 512)).to(worker.device()), torch.randn(4, 256, device=worker.device())
     dlp.quantize_(layer, "fp8_block", mode="weight_only")
@@ -268,5 +271,5 @@ def cut_blocks() -> None:
 
 @pytest.mark.ranks(2)
 def test_shards_that_cut_blocks_are_of_values(ranks):
-    """24 rows of tiles of 16: said, and right."""
+    """Shards of 24 rows in tiles of 16 are gathered as values: a note says so, and results are right."""
     ranks(2).run(cut_blocks)

@@ -1,4 +1,4 @@
-"""tp-partial gradients that ranks do not have alike, and backwards whose sums would not come: each is refused."""
+"""tp-partial gradients that only some ranks have, and backwards whose sums would be missing, are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.multigpu.test_grads import (
 
 
 def gathered_between() -> dict[str, Tensor]:
-    """Parameters stay gathered between forward and backward, and the first gradients with them."""
+    """Parameters stay gathered between forward and backward, and so do the first gradients."""
     torch.manual_seed(3)
     model, mesh = Net(), worker.mesh(tp=2)
     for parameter in model.parameters():
@@ -55,7 +55,7 @@ def test_gathered_parameters_have_no_part_in_the_sums(ranks, world):
 
 
 class Choosing(nn.Module):
-    """Three norms of the same size on token shards, of which a rank runs one."""
+    """Three norms of the same size on token shards, one of which runs on each rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_gradients_are_paired_by_name(ranks):
 
 @dataclass
 class Wrapped:
-    """Output of a model that pytree treats as a leaf."""
+    """Output of a model. pytree treats the class as a leaf."""
 
     y: Tensor
 
@@ -116,7 +116,7 @@ def of_an_unknown_output(model: Net) -> None:
 
 
 def beside_a_known_output(model: Net) -> None:
-    """One backward after the other, so that there is a sum before the next optimizer step."""
+    """Run two backwards, so that a sum over tp occurs before the next optimizer step."""
     loss_of(model(batch(0))).backward()
     of_a_submodule(model)
 
@@ -165,7 +165,7 @@ def test_a_backward_whose_sums_would_not_come_is_refused_under_fsdp(ranks):
 
 
 def of_inputs_only() -> tuple[float, list[str]]:
-    """A gradient of x takes no partial gradients: from any output, without an error."""
+    """A gradient of x alone leaves partial gradients unchanged, and may start at any output."""
     model, mesh = make(2), worker.mesh(tp=2)
     x = dlp.scatter_tokens(batch(0), mesh["tp"]).requires_grad_()
     (dx,) = torch.autograd.grad(loss_of(model.block(x)), [x])

@@ -1,5 +1,8 @@
-"""Parameters that stand for codes: torch calls that need values are refused by name, moves and casts keep the codes; and memory
-that replaces a parameter's is read."""
+"""Parameters that are placeholders for codes.
+
+Torch calls that need values raise an error with the name of the call. Moves and casts keep the codes. Values that
+replace the memory of a parameter are read.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +122,7 @@ def test_torch_calls_on_held_weights_are_refused():
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
 def test_casts_and_moves_keep_the_codes(recipe, dtype):
-    """Values read in another dtype; training goes on."""
+    """Values can be read in another dtype, and training continues."""
     model, other = held(recipe, True), held(recipe, True)
     expected = [part.clone() for part in model[0].core.weights.parts.parts]
     optimizer = dlp.with_master_weights(other, lambda parameters: torch.optim.SGD(parameters, lr=2**-10))
@@ -132,7 +135,7 @@ def test_casts_and_moves_keep_the_codes(recipe, dtype):
         assert each.to_empty(device="cpu")[0].core.weights.parts.parts[0] is not None
         with pytest.raises(ValueError, match="moving to the meta device would drop the codes"):
             each.to("meta")
-    other[0].bias.data.zero_()  # `to_empty` has left it without values
+    other[0].bias.data.zero_()  # `to_empty` leaves the bias uninitialized
     losses = []
     for _ in range(8):
         losses.append(other(x_of(dtype)).float().square().sum())
@@ -153,7 +156,8 @@ def test_a_gradient_is_cast_along():
 
 
 def test_loading_decoded_values_changes_nothing():
-    """Columnwise codes come from the original values, not from decoded rowwise codes, also in layers that share a core."""
+    """Columnwise codes come from the original values, not from decoded rowwise codes, also in layers that share a
+    core."""
     model = held("mxfp8", True)
     parts = [part.clone() for part in model[0].core.weights.parts.parts]
     initial = next(iter(model[0].core.weights)).initial
@@ -203,7 +207,7 @@ GATHERED = r"0: \w+ needs values of a weight that FSDP has gathered as codes onl
 
 
 def converted(fsdp: bool, **options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """On two ranks, with an optimizer attached, and one step done."""
+    """Converted model on two ranks, after `dlp.attach` and one step."""
     mesh = worker.mesh(tp=1 if fsdp else 2)
     groups = [dlp.LayerGroup(name="all", match="*", recipe="fp8_current")]
     groups += [
@@ -225,7 +229,8 @@ def converted(fsdp: bool, **options: Any) -> tuple[nn.Sequential, torch.optim.Op
 
 
 def gathered() -> tuple[bool, bool, bool]:
-    """FSDP leaves the root gathered after its forward: calls on what stands there; and after reshard()."""
+    """Messages of calls on placeholders. FSDP keeps the root gathered after forward; the calls are repeated after
+    reshard()."""
     model, _ = converted(True)
     x = x_of().to(worker.device())
     with torch.no_grad():
@@ -246,7 +251,7 @@ def gathered() -> tuple[bool, bool, bool]:
     with torch.no_grad():
         model[0].weight.zero_()
         zeroed = not torch.equal(model(x), before)
-    fresh, _ = converted(True)  # and before its second gather
+    fresh, _ = converted(True)  # and before the second gather of a new model
     with pytest.raises(ValueError, match=GATHERED):
         fresh(x)
         fresh[0].weight.square()
@@ -259,7 +264,7 @@ def test_gathered_codes_refuse_calls_that_need_values(ranks):
 
 
 def held_on_tp() -> list[str]:
-    """Messages of a quantized-only weight on tp about calls that need values."""
+    """Messages about calls that need the values of a quantized-only weight on tp."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64)).to(worker.device())
     with dlp.quantized_model_init():
@@ -290,7 +295,7 @@ def test_values_of_held_weights_on_tp_are_refused(ranks):
 
 @torch.no_grad()
 def swapped() -> tuple[bool, bool]:
-    """An average in the place of the weights, by .data, and back, of all parameters of a model on tp."""
+    """Replace the weights by averages through .data, for all parameters of a model on tp, and restore the weights."""
     model, _ = converted(False)
     x = x_of(torch.float32).to(worker.device())
     before, mine = model(x), [p.data for p in model.parameters()]
@@ -306,7 +311,7 @@ def swapped() -> tuple[bool, bool]:
             ValueError, match=r"p.data = t: the parameter is a DTensor .* and is a plain Tensor: assign a"
         ):
             p.data = torch.zeros(p.shape)
-    model.bfloat16()  # torch swaps parameters there
+    model.bfloat16()  # torch swaps parameters in this call
     model[0].weight.data = 0.5 * model[0].weight.data
     assert isinstance(model[0].weight, DTensor) and model[0].weight.dtype == torch.bfloat16
     half = relative_error(model[0].weight.to_local().float(), other[0].weight.to_local().float()) < 0.01

@@ -1,4 +1,5 @@
-"""The pool itself: results come back by rank, a failure carries the right traceback, and the next job works."""
+"""The pool of ranks: results are returned in the order of ranks, a failure has the right traceback, and the next job
+works."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def one_dies() -> None:
 
 
 def one_dies_after_the_other_raised() -> None:
-    dist.barrier()  # of the pool's grace, 0.5 s, a busy machine may have the rest
+    dist.barrier()  # a busy machine may use the rest of the pool's grace, 0.5 s
     if dist.get_rank() == 1:
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -51,7 +52,7 @@ def mesh_is_cached() -> bool:
 
 
 def sent_through_the_host() -> list[float]:
-    """To the next rank, two tensors, from the one before."""
+    """Send two tensors to the next rank, and receive from the previous rank, in host memory."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sent, came = [torch.full((3,), 10.0 * rank + i) for i in range(2)], [torch.zeros(3) for _ in range(2)]
     works = shared_gpu.staged([

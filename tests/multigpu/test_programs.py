@@ -1,5 +1,5 @@
-"""Programs of layers whose weights FSDP gathers, and of those that communicate in one direction: the bits of layers that have
-none. On the CPU the device is emulated."""
+"""Captured launches of layers whose weights FSDP gathers, and of layers that communicate in one direction, give the
+bits of layers without captured launches. On the CPU the device is emulated."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Trained = tuple[list[float], dict[str, Tensor], dict[str, int]]
 
 
 def count(model: torch.nn.Module) -> dict[str, int]:
-    """Number of programs of each direction."""
+    """Number of captured programs of each direction."""
     return {way: sum(not isinstance(made, str) for made in found) for way, found in programs(model).items()}
 
 
@@ -48,11 +48,11 @@ def device() -> object:
 
 
 def trained(recipe: str, quantized: bool) -> list[Trained]:
-    """Two steps of two microbatches, with programs and without."""
+    """Run two steps of two microbatches, with captured launches and without."""
     mesh, found = worker.mesh(dp_shard=2), []
     for off in (nullcontext(), without_programs()):
         with device(), off:  # type: ignore[attr-defined]
-            size = 512 if recipe == "fp8_block" else 128  # scales of tiles fit GEMMs as they are
+            size = 512 if recipe == "fp8_block" else 128  # GEMMs read scales of such tiles without conversion
             model = shardnet(recipe, mesh, size=size, quantized_gather=quantized)
             losses = train(model, mesh, range(2), microbatches=2)
             found.append((losses, tensors(model), count(model)))
@@ -80,8 +80,8 @@ def test_weights_that_are_gathered(ranks, recipe: str, quantized: bool):
 
 @contextmanager
 def moved_by(group: dist.ProcessGroup, mapped: bool, late: float = 0.0) -> Iterator[None]:
-    """Transfers of a group of GPUs through memory that they map, or of CPU ranks as if they were GPUs, with a lane that is
-    `late`, and in order; or by collectives."""
+    """Transport of a group: GPUs use mapped memory; CPU ranks simulate mapped memory, with a side stream that is `late`
+    or in order; or None for collectives."""
     lane, on_gpu = SimulatedLane(late), worker.device().type == "cuda"
     moves = [Transport(group, worker.device(), SimulatedSlot, lane)] if mapped and not on_gpu else []
     if mapped and on_gpu:
@@ -105,8 +105,8 @@ def over_two_ranks(
     late: float = 0.0,
     delay: bool = False,
 ) -> tuple[dict[str, int], dict[str, int], list[tuple[Tensor, Tensor]]]:
-    """A layer over two tp ranks: how many directions are captured through mapped memory and by collectives, and the results of
-    both beside those of collectives with nothing captured. `delay`: its wgrads wait."""
+    """Results of a layer over two tp ranks through mapped memory and by collectives, compared with collectives without
+    captured launches; and the number of captured directions. `delay`: wgrads are delayed."""
     mesh, found, said = worker.mesh(tp=2), [], list[list[str]]()
     for mapped, off in ((True, nullcontext()), (False, nullcontext()), (False, without_programs())):
         with device(), off, moved_by(mesh["tp"].get_group(), mapped, late):  # type: ignore[attr-defined]
@@ -129,7 +129,8 @@ def over_two_ranks(
                 dys = [values(100 + 10 * seed + dist.get_rank(), *y.shape).to(worker.device()) for y in ys]
                 torch.autograd.backward(ys, dys)
                 if delay:
-                    vars(layer)["dlp_session"] = layer.core.session  # of a layer by itself, which has no step boundary
+                    # As for a layer that belongs to no model, which has no step boundary
+                    vars(layer)["dlp_session"] = layer.core.session
                     assert dlp.backward_dw(layer) == len(ys)
                 results += [*(y.detach() for y in ys), x.grad]
                 results += [weight.grad._local_tensor for weight in layer.parameters()]
@@ -145,7 +146,7 @@ Results = list[Tensor]
 
 
 def alone(kind: str, sizes: int | tuple[int, ...], compiled: bool) -> tuple[dict[str, int], Results, Results]:
-    """A layer that is parallel over one rank, with programs and, not compiled, without."""
+    """A parallel layer over one rank, with captured launches, and an uncompiled layer without."""
     mesh, found = worker.mesh(tp=1), []
     for off in (nullcontext(), without_programs()):
         with device(), off:  # type: ignore[attr-defined]
@@ -175,7 +176,7 @@ def test_a_rank_alone_communicates_nothing(ranks, kind: str, sizes: int | tuple[
             assert_bit_equal(result, wanted)
 
 
-# kind and recipe, whose directions are then not run with a side stream in time -> the overlap of the case of a default run
+# (kind, recipe) of the cases that run only with a late side stream by default -> overlap strategy of this run
 LATE = {
     ("siblings", "fp8_current"): "serial", ("column", "bf16"): "chunked:2", ("column", "fp8_delayed"): "serial",
     ("column", "fp8_block"): "chunked:2", ("column", "nvfp4"): "serial", ("siblings", "mxfp8"): "", ("row", "bf16"): "serial",
@@ -196,8 +197,8 @@ DIRECTIONS = [
     ],
 )
 def test_directions_that_communicate(ranks, kind: str, sequence_parallel: bool, recipe: str):
-    """With mapped memory, transfers, agreements and sums are launches, so that each direction is replayed as one call. With
-    collectives, a direction is replayed as a few calls, with the collectives in between. The bits are equal."""
+    """Through mapped memory, transfers, agreements and sums are launches, so each direction is replayed as one call.
+    With collectives, a direction is replayed as a few calls, with the collectives in between. Bits are equal."""
     for mapped, plain, pairs in ranks(2).run(over_two_ranks, kind, recipe, sequence_parallel):
         assert min(mapped.values()) > 0, mapped
         assert min(plain.values()) > 0, plain
@@ -206,8 +207,8 @@ def test_directions_that_communicate(ranks, kind: str, sequence_parallel: bool, 
 
 
 def in_a_graph(kind: str, recipe: str, overlap: str) -> list[tuple[Tensor, Tensor]]:
-    """y, dx and dw of a layer over two tp ranks, replayed by a CUDA graph on other values, beside those of launches; both
-    through one piece of mapped memory, in turns."""
+    """y, dx and dw of a layer over two tp ranks, replayed by a CUDA graph on other values, and of launched calls. Both
+    use the same mapped memory in turns."""
     mesh, found = worker.mesh(tp=2), list[tuple[Tensor, Tensor]]()
     with moved_by(mesh["tp"].get_group(), True), of_any_size():
         torch.manual_seed(0)
@@ -261,9 +262,9 @@ PACKAGE = f"{Path(dlp.__file__).parent}{os.sep}"
 
 
 def made_of(recipe: str, overlap: str) -> tuple[list[str], dict[str, Counter[str]]]:
-    """The forward and backward of a column and of a row that communicate by collectives: L launches, C the start of a
-    collective, A its answer; and what functions of the package a step calls, captured and not: that of the fewest of some
-    steps."""
+    """Forward and backward of a column and a row layer with collectives, as strings: L launches, C the start of a
+    collective, A the wait for the collective; and the smallest number of dlp's functions that a step calls, captured
+    and not captured."""
     mesh, calls, found = worker.mesh(tp=2), dict[str, Counter[str]](), list[str]()
     for name, off in (("captured", nullcontext()), ("not", without_programs())):
         with device(), off, moved_by(mesh["tp"].get_group(), False):  # type: ignore[attr-defined]
@@ -292,12 +293,13 @@ def made_of(recipe: str, overlap: str) -> tuple[list[str], dict[str, Counter[str
 
 
 @pytest.mark.parametrize(("overlap", "segments"), [
-    ("serial", ["CLCALAL", "LCAL", "LCALCLAL"]),  # the row's backward is the column's forward, in this
+    # The backward of the row layer is like the forward of the column layer
+    ("serial", ["CLCALAL", "LCAL", "LCALCLAL"]),
     ("chunked", ["LCALCLAL", "LCLAL", "LCLCLALAL"]),
 ])  # fmt: skip
 def test_collectives_are_called_between_launches(ranks, overlap: str, segments: list[str]):
-    """An agreement on x and its gather before the GEMM; backward, x is on its way under dgrad, whose sum is under wgrad. In
-    chunks, a GEMM is under the gather and before the sum."""
+    """Forward: an agreement on x and the gather of x before the GEMM. Backward: x is gathered during dgrad, and the
+    result of dgrad is summed during wgrad. In chunks, a GEMM runs during the gather and before the sum."""
     for made, calls in ranks(2).run(made_of, "fp8_current", overlap):
         assert made == segments
         totals = {name: each.total() for name, each in calls.items()}
@@ -346,8 +348,8 @@ def test_sums_are_packed_and_unpacked_inside(ranks, kind: str, codec: str):
     + [("column", "bf16", "chunked")],
 )
 def test_a_lane_that_is_late_reads_what_was_there(ranks, kind: str, recipe: str, overlap: str):
-    """Before launches are captured and after: what a lane reads stays until the current stream has waited for it, though it
-    does nothing before somebody waits. The bits are those of what is sent otherwise."""
+    """The side stream runs its work only when another stream waits for it, before launches are captured and after. The
+    memory that it reads is not reused before that. Bits are equal to the bits of collectives."""
     for mapped, plain, pairs in ranks(2).run(over_two_ranks, kind, recipe, True, "hp", overlap, 0.01):
         assert min(mapped.values()) > 0 and min(plain.values()) > 0, (mapped, plain)
         for result, expected in pairs:

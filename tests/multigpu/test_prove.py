@@ -1,4 +1,5 @@
-"""`dlp.prove`: no alarm without a fault, planted faults named by layer, tensor and kind, and what bounds and reports say."""
+"""`dlp.prove` raises no alarm without a fault, and names planted faults by layer, tensor and kind. Tests of bounds and
+reports."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from tests.planted import FAULTS, Fault, built, loss, tokens
 
 pytestmark = pytest.mark.slow
 
-# Every mesh in one kind of model, and what a kind adds (ties, masks, delayed scales) on each axis that concerns it.
+# Every mesh with one kind of model; and the features of other kinds (ties, masks, delayed scales) on each axis that
+# they affect.
 MESHES = {
     ("fp8", 2): ("tp2", "tp2+sp", "dp2", "cp2", "accumulate2", "tp2+sp+accumulate2"),
     ("tied", 2): ("dp2", "tp2+sp+accumulate2"),
@@ -35,7 +37,7 @@ MESHES = {
     ("fp32", 4): ("tp2xdp2", "hsdp2x2", "cp2xtp2+sp", "cp2xdp2"),
     ("delayed", 4): ("tp2xdp2+sp+accumulate2",),
 }
-NIGHTLY = (("fp32", 4), ("dropout", 2), ("delayed", 4))  # without --all-cases, the other kinds stand for these kinds
+NIGHTLY = (("fp32", 4), ("dropout", 2), ("delayed", 4))  # other kinds represent these without --all-cases
 
 
 @functools.cache
@@ -44,7 +46,8 @@ def mesh_of(axes: tuple[str, ...], sizes: tuple[int, ...], device: str) -> Devic
 
 
 def cached_mesh(case: MeshCase, device: str) -> DeviceMesh:
-    """In place of `run.mesh_of`: one mesh for each shape, so that DTensor derives the sharding of each operation once."""
+    """Replacement for `run.mesh_of`: one mesh for each shape, so that DTensor derives the sharding of each operation
+    once."""
     sizes = ParallelDims(case.dp_replicate, case.dp_shard, case.tp, case.cp).sizes
     return mesh_of(tuple(sizes), (dist.get_world_size() // case.ranks, *sizes.values()), device)
 
@@ -55,14 +58,14 @@ def program(kind: str, fault: Fault | None = None, stack: ExitStack | None = Non
 
 
 def results(kind: str, meshes: tuple[str, ...]) -> list[MeshResult]:
-    """In a worker: the meshes without a fault."""
+    """Results of the meshes without a fault. Runs in a worker."""
     with patch.object(run, "mesh_of", cached_mesh):
         bounds = run.Bounds(run.one_rank(program(kind)))
         return [run.on_mesh(program(kind), bounds, MeshCase.parse(name)) for name in meshes]
 
 
 def found(kind: str, names: list[str]) -> list[MeshResult]:
-    """In a worker: the faults of these names, one by one, in one model."""
+    """Plant the faults with these names one by one in one model. Runs in a worker."""
     faults = [fault for fault in FAULTS if fault.name in names]
     every = []
     with patch.object(run, "mesh_of", cached_mesh):
@@ -127,7 +130,7 @@ def test_a_missing_sum_over_cp_is_named(ranks):
 
 
 def of_config(mesh: str, wire: str) -> run.Report:
-    """In a worker: a shrunk config on a mesh whose FSDP sends gradients as `wire`, not as the config says."""
+    """A shrunk config on a mesh whose FSDP sends gradients with `wire`, unlike the config. Runs in a worker."""
     config, _ = launched.provable(load("tiny"), launched.Size(1, 64))
     build = launched.model_on
 
@@ -153,14 +156,14 @@ def test_a_config_is_proved_and_its_bytes_are_counted(ranks):
 
 
 def refused(meshes: list[str]) -> str:
-    """In a worker: what `prove` says of meshes that do not fit."""
+    """Messages of `dlp.prove` about meshes that do not fit. Runs in a worker."""
     with pytest.raises(ValueError, match="mesh") as error:
         dlp.prove(partial(built, kind="fp32"), tokens, loss, meshes=meshes)
     return str(error.value)
 
 
 def uneven() -> str:
-    """In a worker: a batch that no mesh of 4 pieces can be cut from."""
+    """Message about a batch that cannot be divided into 4 pieces. Runs in a worker."""
     given = program("fp32")._replace(batch=lambda step: tokens(step)[:6])
     return run.prove_here(given, [MeshCase.parse("accumulate4")]).meshes[0].error
 

@@ -1,4 +1,4 @@
-"""Recipe qat over ranks: what one rank computes, and the same gradients clipped, under tp, token shards and FSDP2."""
+"""Recipe qat over ranks, under tp, token shards and FSDP2: the results of one rank, with the same gradients clipped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ STYLES = [key for key in STYLE_KEYS if key[0] != "local"]
 
 
 def against_one_rank(cases: list[LinearCase]) -> list[tuple[dict[str, Any], list[str]]]:
-    """Per case: the errors against one rank, and the gradients that are zero elsewhere than there."""
+    """Return, for each case, the errors compared with one rank, and the gradients that are zero at other elements than on one
+    rank."""
     found = []
     for case in cases:
         full = make_full(case)
@@ -50,7 +51,7 @@ def test_tp_computes_what_one_rank_does(ranks):
 
 
 def trained(sizes: dict[str, int], steps: int, keywords: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses, whole parameters and gradients after so many steps and another microbatch."""
+    """Losses, unsharded parameters and gradients after `steps` steps and one more microbatch."""
     mesh = worker.mesh(**sizes)
     model = shardnet("qat", mesh, size=64, **keywords)
     return [*train(model, mesh, range(steps)), backward(model, mesh, 9)], tensors(model)
@@ -80,7 +81,7 @@ def test_fsdp_moves_what_is_clipped_with_the_values(ranks):
 
 
 def launched(config: Any) -> list[list[float]]:
-    """Losses and norms of gradients."""
+    """Losses and gradient norms."""
     trainer, _ = training.trainer(config)
     steps = [trainer.train_step(step).numbers.read() for step in range(3)]
     return [[numbers[i] for numbers in steps] for i in (0, 3)]
@@ -89,7 +90,7 @@ def launched(config: Any) -> list[list[float]]:
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_microbatches_of_a_run_are_one_batch(ranks, tmp_path):
-    """In fp32, where only the order of sums differs, which moves a code here and there after the first update."""
+    """The test uses fp32, where only the order of sums differs, which changes a few codes after the first update."""
     settings = ("--mesh.tp=1", "--train.dtype=fp32", "--recipe=qat")
     data, found = training.shards(tmp_path), []
     for own in (("4", "step"), ("2", "step"), ("2", "microbatch")):
@@ -108,7 +109,8 @@ def mlp() -> nn.Sequential:
 
 
 def exported(sizes: dict[str, int], sequence_parallel: bool) -> str:
-    """QAT on a mesh, its values in a plain model, quantized there: y is what it was; and codes that go to another mesh."""
+    """Train with QAT on a mesh, export the values to a plain model and quantize there: y is unchanged; and load the
+    codes on another mesh."""
     mesh, model = worker.mesh(**sizes), mlp()
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(worker.device())
     styles, options = (("up", "0", "column"), ("down", "2", "row")), {"sequence_parallel": sequence_parallel}
@@ -133,7 +135,7 @@ def exported(sizes: dict[str, int], sequence_parallel: bool) -> str:
         assert relative_error(found, y) < 2e-6
         state, other = dlp.quantized_state_dict(plain), mlp()
         dlp.convert(other, [dlp.LayerGroup("all", "**", recipe="qat"), *groups], mesh, batch=(1, 32))
-        dlp.freeze(other, "**", "qat", mode="dynamic")  # codes of its own first values
+        dlp.freeze(other, "**", "qat", mode="dynamic")  # codes of the model's initial values
         dlp.load_quantized_state_dict(other, state)
         y = other(mine)
         assert relative_error(dlp.gather_tokens(y, mesh["tp"]) if sequence_parallel else y, found) < 2e-6
@@ -171,7 +173,7 @@ def test_tp_does_not_cut_groups(ranks):
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.full  # test_compile.py compiles linears of qat, test_fsdp_gather.py compiles blocks that FSDP shards
+@pytest.mark.full  # test_compile.py compiles linears with qat, test_fsdp_gather.py compiles blocks that FSDP shards
 def test_compiled_blocks_compute_the_same_bits(ranks):
     (losses, found), (same, others) = (
         ranks(2).run(trained, {"dp_shard": 2}, 1, {"compiled": how})[0] for how in ("", "aot_eager")

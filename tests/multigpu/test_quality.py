@@ -1,4 +1,4 @@
-"""Gradient fidelity, small: the program that judges the gradients of recipes."""
+"""Gradient fidelity with a small model: the program that compares the gradients of recipes."""
 
 from __future__ import annotations
 

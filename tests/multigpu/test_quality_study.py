@@ -1,4 +1,4 @@
-"""The quality study, small: subjects, trunks and branches, intervals and verdicts, table and plot."""
+"""The quality study with a small model: subjects, trunks and branches, intervals and verdicts, table and plot."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_interval_by_hand():
     off = differences(losses, ("a", "b"))
     assert off["s"] == pytest.approx({0: 0.001, 1: 0.002, 2: 0.003}) and off["alone"] == {}, "another block"
     found = intervals(off, 2)
-    variance = (2 * 0.001**2 + 2 * 0.0005**2) / 3  # of s around 0.002, of u around 0.0005
+    variance = (2 * 0.001**2 + 2 * 0.0005**2) / 3  # s differs around 0.002, u around 0.0005
     rho = correlation([{0: -0.001, 1: 0.0, 2: 0.001}, {0: -0.0005, 1: 0.0005}])
     assert rho == pytest.approx(2 * (0.001 * 0.0005) / (2 * 0.001**2 + 2 * 0.0005**2)) and rho > 1 / 3
     assert found.keys() == {"s", "u"}
@@ -92,8 +92,8 @@ def test_verdicts_are_those_of_the_interval():
 
 @pytest.mark.parametrize(("shared", "blocks", "subjects"), [(0.0, 3, 12), (0.0, 4, 4), (2.0, 4, 6)])
 def test_how_often_verdicts_are_wrong(shared, blocks, subjects):
-    """Each wrong verdict occurs in about 2.5 % of studies of subjects that lie exactly at the bar, also where the subjects of a
-    block share noise."""
+    """For subjects exactly at the bar, each wrong verdict occurs in about 2.5 % of studies, also where the subjects of
+    a block share noise."""
     draws, sd, bar, tables = np.random.default_rng(0), 0.0005, 0.0015, 400
     wrong, far = {"within": 0, "outside": 0}, {"outside": 0}
     for _ in range(tables):
@@ -163,7 +163,7 @@ def test_a_trunk_has_the_learning_rates_of_branches_or_is_refused(tmp_path):
 
 
 def finish(made: Study, run: Path, steps: int, done: int, loss: float = 2.0) -> None:
-    """The files of a run."""
+    """The files of a finished run."""
     folder = run / "checkpoints" / f"step-{done}"
     folder.mkdir(parents=True)
     first = made.branch_at + 1 if run != made.trunk_folder(0) else 1
@@ -241,11 +241,11 @@ def test_a_branch_that_changes_nothing_is_the_run_without_a_branch(ranks, tmp_pa
     )
 
 
-# --- the report
+# --- report
 
 
 def branch(subject: str, seed: int, loss: float, data: str = "d", **others: object) -> Branch:
-    """Ten steps after the fourth, of equal losses."""
+    """Ten steps after the fourth step, with equal losses."""
     made = Branch(seed, subject, 4, 14, 11, [loss] * 10, loss, 20.0, 9.0, "Board", "2.11", "2026-11-26", data, "s")
     return replace(made, **others)  # type: ignore[arg-type]
 

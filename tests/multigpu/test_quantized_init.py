@@ -1,5 +1,4 @@
-"""Layers whose weights are held quantized only: what they compute, how much memory that takes, how they are trained,
-saved and loaded."""
+"""Layers with quantized-only weights: results, memory, training, saving and loading."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ def resident_bytes(model: nn.Module) -> int:
 
 @pytest.mark.parametrize(("recipe", "most"), [("fp8_current", 1.01), ("mxfp8", 1.05), ("nvfp4", 0.52)])
 def test_memory_is_that_of_two_orientations_of_codes(recipe, most):
-    """Against bf16 weights, without the operands that a step boundary would keep beside those."""
+    """Compared with bf16 weights, without the operands that a step boundary would keep in addition."""
     gc.collect()
     share = resident_bytes(held(recipe)) / resident_bytes(mlp())
     assert share <= most, share
@@ -137,7 +136,8 @@ class Tied(nn.Module):
 
 
 def converted() -> tuple[list[Tensor], list[Tensor], bool]:
-    """A converted model on tp ranks, held and not: y and a whole gradient after a step each."""
+    """A converted model on tp ranks, with quantized-only weights and without: y and an unsharded gradient after one
+    step."""
     mesh = worker.mesh(tp=dist.get_world_size())
     results: list[list[Tensor]] = []
     for hold in (True, False):
@@ -203,11 +203,12 @@ def test_a_step_after_a_load_begins_from_what_was_loaded():
 
 @pytest.mark.parametrize("weights_first", [True, False])
 def test_masters_are_part_of_the_state(weights_first):
-    """A run that goes on from a checkpoint makes the bits of one that was never stopped, whatever is loaded first."""
+    """A run that continues from a checkpoint has the bits of an uninterrupted run, in whatever order parts are
+    loaded."""
     model, optimizer = trainable()
     loss_after_steps(model, optimizer, 3)
     saved, state = optimizer.state_dict(), dlp.state_dict(model)
-    weights = copy.deepcopy(model.state_dict())  # the bias there is the one that learns
+    weights = copy.deepcopy(model.state_dict())  # in this dict the bias is the trained parameter
     assert sorted(key for key in state if key.startswith("masters.")) == ["masters.0", "masters.2"]
     expected = loss_after_steps(model, optimizer, 3)
     second, resumed = trainable()
@@ -231,7 +232,7 @@ def test_masters_are_part_of_the_state(weights_first):
 
 def test_gradients_of_a_skipped_step_are_cleared():
     (model, optimizer), (other, twice) = trainable(), trainable()
-    model(batch()).square().sum().backward()  # and no step, as where a gradient is infinite
+    model(batch()).square().sum().backward()  # without a step, as after an infinite gradient
     optimizer.zero_grad()
     assert_bit_equal(loss_after_steps(model, optimizer, 2), loss_after_steps(other, twice, 2))
     model(batch()).square().sum().backward()

@@ -1,9 +1,9 @@
 """Raw gradients of a training step, before clipping and before the optimizer, against one rank with the full batch.
 
-AdamW and clipping hide a constant factor in the gradients, and a trajectory of losses hides the factor behind them. So the
-gradients themselves are compared here: on every mesh, with every number of microbatches and both kinds of FSDP reduction, with
-a z-loss, and with targets that are ignored unevenly: some sequences count completely, some in part, and some not at all. The
-oracle is written in plain torch.
+AdamW and clipping hide a constant factor in the gradients, and the losses of a run do not show the factor. So these
+tests compare gradients: on every mesh, with every number of microbatches and both kinds of FSDP reduction, with a
+z-loss, and with unevenly ignored targets (some sequences count completely, some in part, and some not at all). The
+expected values are computed in plain torch.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def distributed(config: Config) -> Found:
 
 
 def plain(config: Config) -> Found:
-    """The same in plain torch: one rank, one batch, and no code of the step."""
+    """The expected results in plain torch: one rank, one batch, and none of the code under test."""
     trainer, _ = training.trainer(config, UnevenTrainer)
     model = trainer.built.model
     ((tokens, targets),) = trainer.batches(trainer.train_data, 0)
@@ -95,13 +95,13 @@ def config(folder: Path, data: Path, *options: str) -> Config:
     return training.config(folder, data, *fixed, *options, f"--run.dir={folder}/{len(list(folder.iterdir()))}")
 
 
-# sizes of replicate, shard and tp; whether sequence parallelism is on
+# sizes of dp_replicate, dp_shard and tp; whether sequence parallelism is on
 MESHES = [
     (1, 1, 1, True),
     (1, 1, 2, True), (1, 1, 2, False), (1, 2, 1, True), (2, 1, 1, True),
     (1, 1, 4, True), (1, 2, 2, True), (1, 4, 1, True), (2, 1, 2, True), (2, 2, 1, True),
 ]  # fmt: skip
-CHOSEN = [(1, 1, 2, False), (1, 2, 2, True), (2, 2, 1, True)]  # tp alone, and each axis in a product
+CHOSEN = [(1, 1, 2, False), (1, 2, 2, True), (2, 2, 1, True)]  # tp alone, and combinations of axes
 
 
 def world(mesh: tuple[int, int, int, bool]) -> int:
@@ -109,7 +109,7 @@ def world(mesh: tuple[int, int, int, bool]) -> int:
 
 
 def ways(dp: int) -> list[tuple[int, str]]:
-    """The number of sequences of a microbatch, and where FSDP's gradients wait."""
+    """The number of sequences per microbatch, and the setting of `reduce_gradients`."""
     most = SEQUENCES // dp
     return [(most, "auto"), (most // 4, "step"), *([(most // 2, "microbatch")] if dp > 1 else [])]
 
@@ -150,7 +150,7 @@ OPTIONS = [
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options[0])
 def test_options_that_change_who_computes_gradients_keep_them(ranks, one_rank, tmp_path, data, options):
-    """`main_grads = "grad"` adds into gradients that exist already, so the second microbatch goes another way."""
+    """`main_grads = "grad"` adds to existing gradients, so the second microbatch takes another code path."""
     expected = one_rank(ranks(1))
     asked = config(tmp_path, data, f"--train.micro_batch={SEQUENCES // 4}", *options)
     for found in ranks(2).run(distributed, asked):

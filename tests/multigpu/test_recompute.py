@@ -1,5 +1,5 @@
-"""Blocks that run again in backward, wholly or but for GEMMs and attention, and weights that stay gathered: the same bits,
-and the bytes on the wire that the plan says."""
+"""Recomputed blocks (full or selective checkpointing) and weights that stay gathered: equal bits, and the planned bytes
+on the wire."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CASES = [
 
 
 def watched_steps(config: Config) -> list[float]:
-    """The losses of three steps, of which the ledger watches the last."""
+    """The losses of three steps. The ledger counts the last step."""
     made, _ = training.trainer(config)
     losses = [made.watched_step(step).numbers.read()[0] for step in range(WARM + 1)]
     assert made.wire.watches and made.wire.seen().sent
@@ -53,7 +53,7 @@ def watched_steps(config: Config) -> list[float]:
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Callable[..., list[list[float]]]:
-    """The losses of each rank; equal settings run once."""
+    """The losses of each rank. Equal settings run once."""
 
     @functools.cache
     def run(ranks_of_two: Pool, *settings: str) -> list[list[float]]:
@@ -109,7 +109,7 @@ def test_linears_do_not_run_again_where_their_results_are_kept(ranks, tmp_path, 
 
 @pytest.mark.parametrize(("checkpointing", "compiled"), [("full", 1), ("selective", 0)])
 def test_recomputed_blocks_are_compiled_or_the_plan_says_why_not(monkeypatch, checkpointing: str, compiled: int):
-    """`checkpoint` turns the compiler off for functions that are not compiled yet."""
+    """`checkpoint` disables the compiler for functions that are not compiled yet."""
     given: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda forward: given.append(forward) or forward)
     train = load("tiny", ["--train.compile=true", f"--train.checkpointing={checkpointing}"]).train

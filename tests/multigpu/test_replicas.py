@@ -1,4 +1,5 @@
-"""Ranks that part: what stops a run whose replicas of a parameter differ, or whose ranks do different things."""
+"""Diverging ranks: the checks that stop a run whose replicas of a parameter differ, or whose ranks do different
+things."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def x_of(seed: int) -> Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)).to(worker.device())
 
 
-# ---- parameters that every data-parallel rank has
+# ---- parameters that are replicated over data-parallel ranks
 
 
 def without_fully_shard(sizes: dict[str, int], attached: bool, averages: bool) -> tuple[str, str]:
@@ -77,11 +78,11 @@ def test_dp_ranks_that_train_alone_are_stopped(ranks, sizes, attached):
     assert ranks(2).run(without_fully_shard, sizes, attached, True) == [("", "")] * 2
 
 
-# ---- parameters that tp does not cut
+# ---- parameters that are replicated over tp
 
 
 def partial_step(way: str) -> str:
-    """Message of the first step of a model that is not attached."""
+    """Message of the first step of a model without `dlp.attach`."""
     torch.manual_seed(3)
     model: nn.Module
     if way == "norm behind columns":
@@ -167,7 +168,7 @@ def test_tp_ranks_that_part_are_stopped(ranks, way, expected):
 
 
 def steps_that_compare() -> tuple[list[int], list[int]]:
-    """The steps in which ranks exchange digests, and those in which they exchange what they do, of 102 steps."""
+    """The steps, out of 102, in which ranks exchange digests, and the steps in which ranks exchange what they do."""
     model, _ = two_layers(tp=2)
     optimizer = SGD(model.parameters(), lr=1e-4)
     dlp.attach(model, optimizer)
@@ -211,7 +212,8 @@ def test_a_model_that_dies_inside_of_a_step_does_not_disturb_the_hooks_of_optimi
         gc.collect()
 
     registers = (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
-    handles = [register(hook) for hook in (die, lambda *_: None) for register in registers]  # a hook follows `die`
+    # A hook is registered after `die`
+    handles = [register(hook) for hook in (die, lambda *_: None) for register in registers]
     del model, optimizer
     models[0](torch.ones(4, 16)).sum().backward()
     optimizers[0].step()
@@ -220,7 +222,7 @@ def test_a_model_that_dies_inside_of_a_step_does_not_disturb_the_hooks_of_optimi
     assert died() is None
 
 
-# ---- what ranks do
+# ---- actions of ranks
 
 
 def with_recipes(door: str, own: bool) -> str:
@@ -274,7 +276,7 @@ def test_what_ranks_do_is_compared_in_the_first_step(ranks, attached):
         for said in ranks(2).run(first_step, way, tp, attached):
             assert "rank 0 begins forward 2 of 128 values" in said
             assert f"rank 1 begins forward 2 of {16 * rows} values" in said
-        assert ranks(2).run(first_step, "other tokens", dp, attached) == ["", ""]  # as FSDP allows
+        assert ranks(2).run(first_step, "other tokens", dp, attached) == ["", ""]  # FSDP allows this
 
 
 def test_a_thread_that_waits_inside_of_a_pass_is_named_once():
@@ -283,7 +285,7 @@ def test_a_thread_that_waits_inside_of_a_pass_is_named_once():
 
     session, said, release, inside = Trains(), list[str](), threading.Event(), threading.Event()
     watch = lockstep.WaitWatch(said.append)
-    watch._started = True  # this test looks by hand
+    watch._started = True  # this test calls the check directly
 
     def waits() -> None:
         watch.add(session)
@@ -317,7 +319,7 @@ def test_only_a_thread_inside_of_collectives_autograd_or_layers_waits_for_ranks(
 
 
 class PartOfHeads(nn.Module):
-    """x [B, S, H] -> [B, S, H]: each head of q reads one k; or the result of a gate of one column scales all features."""
+    """A block in which each head of q is multiplied by one feature of k, or all features of q by one feature (`gate`)."""
 
     def __init__(self, gate: bool, dropout: float) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Whole runs whose recipes change on a schedule or are measured: config, log, metrics, plots and resuming. And every
-recipe, a dropped-in one too, trains."""
+"""Complete runs with scheduled recipe changes or with statistics: config, log, metrics, plots and resuming. Every
+recipe trains, also a recipe from a user's file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SWAPS = '[{at_step = 2, recipe = "nvfp4"}, {at_step = 4, recipe = {name = "fp8_d
 
 
 def config(folder: Path, data: Path, *overrides: str, groups: str = "") -> Config:
-    """The small config, with more groups."""
+    """The small config with additional groups."""
     folder.mkdir(exist_ok=True)
     training.config(folder, data)
     path = folder / "small.toml"
@@ -99,7 +99,7 @@ def test_a_resumed_run_finds_the_scales_that_its_checkpoint_has_not(ranks, tmp_p
 
 
 class BadPass(Trainer):
-    """An Inf gets into one value of x of a layer, in the first of the passes that find scales, on rank 1."""
+    """Trainer with an Inf in x of a layer on rank 1, in the first of the passes that find scales."""
 
     def find_scales(self, step: int) -> None:
         def spoil(module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -131,7 +131,7 @@ def test_an_inf_in_a_pass_that_finds_scales_is_located_as_one_in_the_step(ranks,
 
 
 def left_by_passes(config: Config) -> tuple[int, list[str]]:
-    """How many scales passes had to find, and the parameters that they left a gradient."""
+    """Number of scales that passes had to find, and the parameters whose gradient the passes left."""
     trainer, done = training.trainer(config)
     unknown = initial_scales.without_amax(trainer.built.model)
     trainer.find_scales(done)
@@ -146,7 +146,7 @@ def test_passes_that_find_scales_leave_no_gradients(ranks, tmp_path, data):
 
 
 class AskedBefore(Trainer):
-    """SIGTERM reaches rank 1 during the step whose boundary swaps a recipe."""
+    """Trainer in which SIGTERM reaches rank 1 during the step whose boundary changes a recipe."""
 
     def train_step(self, step: int) -> Step:
         self.stop.requested = dist.get_rank() == 1
@@ -181,7 +181,7 @@ def test_the_last_group_with_a_recipe_or_swaps_decides_the_swaps(tmp_path, data)
     two = "--model.layers=2"
     made = config(tmp_path, data, two, "--groups.default.swap", SWAPS, groups=BF16_SECOND)
     text = plan_text(made, 2, "cpu")
-    assert text.splitlines()[-3:-1] == [  # a line on saves comes last
+    assert text.splitlines()[-3:-1] == [  # the last line is about saves
         "after step 2: nvfp4 for model.layers.0.self_attn.q_proj and 6 more layers",
         "after step 4: fp8_delayed(amax_history_len=4) for model.layers.0.self_attn.q_proj and 6 more layers",
     ]

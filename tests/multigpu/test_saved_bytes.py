@@ -1,4 +1,5 @@
-"""Bytes that linears save for backward: at most 0.55 of bf16 in 8-bit recipes, 0.30 in nvfp4; also counted in a full block."""
+"""Bytes that linears save for backward: at most 0.55 of bf16 in 8-bit recipes, and 0.30 in nvfp4; also counted in a
+complete block."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ BLOCK = Model(layers=1, hidden=256, ffn=1024, heads=4, kv_heads=2, head_dim=64, 
 TOKENS = 256
 MOST = {"bf16": 1.0, "nvfp4": 0.30}
 ROOT = Path(__file__).parents[2]
-SMALL = 64  # bytes of tickets
+SMALL = 64  # bytes of small saved tensors that have no tokens
 
 
 @pytest.mark.parametrize("model", [load("bench_8b").model, BLOCK], ids=["8b", "small"])
@@ -35,7 +36,7 @@ def test_a_block_saves_its_share_of_bf16(recipe: str, model: Model):
 
 
 def in_a_real_block(recipe: Any) -> int:
-    """Bytes saved by the linears of a converted Llama's block, as it runs."""
+    """Bytes that the linears in a block of a converted Llama save in a forward."""
     model = Llama(BLOCK).to(worker.device(), torch.bfloat16)
     group = {"name": "recipe", "match": ["layers.**.*_proj"], "recipe": recipe}
     dlp.convert(model, [*parallel_groups(BLOCK, False), group], worker.mesh(dp_shard=1), batch=(1, TOKENS))

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the next steps run: what is in them, what a failing one does, and what is lost."""
+"""Checkpoints that are written while the next steps run: their content, failing saves, and lost steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FSDP = ["--mesh.tp=1", "--recipe=fp8_delayed"]
 
 
 def run_with_slow_disk(config: Config, seconds: float) -> None:
-    """A whole run, in which nothing is written before the next step is done."""
+    """A complete run in which no file is written before the next step has finished."""
     write = save_load.write
 
     def slow(*given: Any) -> Any:
@@ -86,7 +86,7 @@ def test_a_run_saves_only_when_it_is_told_to_and_its_last_line_says_what_is_lost
 
 
 def run_on_full_disk(config: Config, steps: list[int]) -> str:
-    """Saves of these steps fail; what ends the run, if anything does."""
+    """Run in which the saves of the given steps fail; return the error that ends the run, if there is one."""
     write = save_load.write
 
     def fails(folder: Path, taken: Any, *given: Any) -> Any:
@@ -129,7 +129,8 @@ def test_a_save_that_fails_is_said_and_the_second_ends_the_run(ranks, tmp_path, 
 
 
 def run_with_a_nan(config: Config, where: str) -> str:
-    """A row that no token reads, or a state of the optimizer, holds a NaN on one rank behind step 2; what ends the run."""
+    """Run in which a row that no token reads, or an optimizer state, contains a NaN on one rank after step 2; return
+    the error that ends the run."""
     trainer, done = training.trainer(config)
     step = trainer.train_step
 
@@ -138,7 +139,7 @@ def run_with_a_nan(config: Config, where: str) -> str:
         if number == 1 and dist.get_rank() == 1:
             weight = trainer.built.model.model.embed_tokens.weight
             spoiled = weight if where == "weight" else trainer.built.optimizer.state[weight]["exp_avg"]
-            local_values(spoiled)[-1, 3] = torch.nan  # a symbol beyond the vocabulary of bytes
+            local_values(spoiled)[-1, 3] = torch.nan  # a token that is not a byte
         return current
 
     trainer.train_step = spoiling
@@ -160,5 +161,5 @@ def test_a_nan_that_no_token_reads_is_not_saved(ranks, tmp_path, data, where, la
     reason = r"could not be written: rank 1: [0-9]+ elements of {} are NaN or Inf, which no loss has shown; start again"
     assert ended[0] == ended[1] and re.search("step-3 " + reason.format("model.model.embed_tokens.weight"), ended[0])
     warned = [line for line in training.said(config) if re.search("WARNING: .*step-2 " + reason.format(name), line)]
-    assert len(warned) == (not later)  # else the end of the run came before it
+    assert len(warned) == (not later)  # otherwise the run ended before the warning
     assert [path.name for path in complete(folder(config))] == ["step-1"]

@@ -1,5 +1,5 @@
-"""Ranks that share scales hold the same ones: agreed in one reduction, checked on demand and at checkpoints, and a wrong
-group is noticed. 2 and 4 ranks."""
+"""Ranks that share scales have equal scales. They agree in one reduction, checks run on request and before checkpoints,
+and a wrong group is detected. 2 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(recipe: Any, *, sizes: dict[str, int], amax_group: Any = "auto") -> tu
 
 
 def step(made: nn.Module, mesh: Any) -> None:
-    """Ranks see tokens of very different size."""
+    """Run a step in which the tokens of ranks have very different magnitudes."""
     tp = mesh["tp"]
     x = torch.randn(TOKENS // tp.size(), HIDDEN, device=worker.device()) * 4 ** tp.get_local_rank()
     made(x.requires_grad_()).square().mean().backward()
@@ -69,7 +69,7 @@ def test_a_forgotten_agreement_is_noticed_where_the_operand_is_gathered(ranks, r
 
 
 def wrong_group() -> str:
-    """The layers agree over dp_shard in place of tp."""
+    """Make the layers agree over dp_shard instead of tp."""
     made, mesh = model("fp8_current", sizes={"tp": 2, "dp_shard": 2})
     agree, wrong = casts.agree, mesh["dp_shard"].get_group()
     try:
@@ -86,7 +86,7 @@ def test_a_wrong_group_is_noticed(ranks):
 
 
 def kept(recipe: Any, amax_group: str, spoil: bool) -> tuple[int, str]:
-    """check_scales after a step; `spoil`: rank 1's state has parted from that of the others."""
+    """Result of check_scales after a step; `spoil`: the state of rank 1 is changed."""
     made, mesh = model(recipe, sizes={"tp": 2}, amax_group=amax_group)
     step(made, mesh)
     dlp.end_step(made)
@@ -118,7 +118,7 @@ def test_kept_scales_are_compared_at_checkpoints(ranks, recipe, group, count):
 
 
 def kept_over_shards(recipe: str, spoil: bool) -> tuple[int, str]:
-    """check_scales of a weight that FSDP gathers; `spoil`: rank 1's cast has another scale."""
+    """Result of check_scales for a weight that FSDP gathers; `spoil`: rank 1 casts with another scale."""
     mesh = worker.mesh(dp_shard=2)
     torch.manual_seed(1)
     made = nn.Sequential(nn.Linear(HIDDEN, 128, bias=False)).to(worker.device())
@@ -146,7 +146,7 @@ def test_scales_of_shards_that_are_gathered_are_compared(ranks, recipe, count):
 
 
 def agreements(recipe: str) -> dict[str, int]:
-    """Launches of amax agreements by layer, in one forward and backward."""
+    """Number of launches of amax agreements in one forward and backward, by layer."""
     made, mesh = model(recipe, sizes={"tp": 2})
     step(made, mesh)
     with observer.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
@@ -157,5 +157,6 @@ def agreements(recipe: str) -> dict[str, int]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "nvfp4"])
 def test_all_that_a_layer_observes_is_agreed_at_once(ranks, recipe):
-    """NVFP4's two amaxes and rowwise FP8's vectors travel together: one for x of the first layer, one for dy of the other."""
+    """Both amaxes of NVFP4, and the amax vectors of rowwise FP8, are sent together: once for x of the first layer, and
+    once for dy of the second."""
     assert ranks(2).run(agreements, recipe) == [{"0": 1, "2": 1}] * 2

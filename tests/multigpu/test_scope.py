@@ -1,7 +1,8 @@
-"""With amax_scope="all" a layer's numbers do not depend on how it is cut.
+"""With amax_scope="all" the numbers of a layer do not depend on the sharding.
 
-The same x, w and dy, whole on one rank or cut over 2 or 4, in every style: codes and scales have the same bits, stochastic
-rounding included, and y, dx and dw are within the rounding of fp32 sums of the exact product of the decoded operands.
+The test runs the same x, w and dy on one rank and on 2 or 4 ranks, in every style. Codes and scales must have equal
+bits, also with stochastic rounding, and y, dx and dw must be within the rounding of fp32 sums of the exact product of
+the decoded operands.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ RANKS = 4
 
 
 def size(name: str) -> int:
-    """Features and tokens: whole blocks on each of 4 ranks."""
+    """Numbers of features and tokens with complete blocks on each of 4 ranks."""
     recipe = load(name)
     quantizers = [getattr(getattr(recipe, operand), way) for operand in OPERANDS for way in ("rowwise", "columnwise")]
     return RANKS * lcm(16, *(b or 1 for q in quantizers for b in q.format.block))
 
 
 def full(name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x, w and dy. Rows grow, so that shards have very different amaxes."""
+    """x, w and dy with growing rows, so that shards have very different amaxes."""
     n = size(name)
     return matrix("gauss", n, n, 1), matrix("gauss", n, n, 2).t() * 0.05, matrix("gauss", n, n, 3)
 
@@ -46,7 +47,7 @@ def cut(whole: Tensor, dim: int | None, tp: int) -> Tensor:
 
 
 def run(name: str, style_key: tuple[str, bool], tp: int) -> tuple[dict[str, Tensor], Seen]:
-    """One layer after one step (so that delayed scales have left 1): y, dx, dw, and what was cast to get them."""
+    """Run one layer after one step (so that delayed scales differ from 1); return y, dx, dw and the operands."""
     recipe, seen = recording(load(name, amax_scope="all"))
     x, w, dy = (tensor.to(worker.device()) for tensor in full(name))
     mesh = None if tp == 1 else worker.mesh(tp=tp)["tp"]
@@ -74,7 +75,7 @@ def run(name: str, style_key: tuple[str, bool], tp: int) -> tuple[dict[str, Tens
 
 
 def joined(q: QuantizedTensor, dim: int | None) -> QuantizedTensor:
-    """The operand of all ranks, from each rank's part of it along the operand's dimension `dim`."""
+    """Concatenate the shards of an operand on all ranks along the dimension `dim`."""
     stacked = collectives.all_gather([part[None] for part in q.parts], [0] * len(q.parts), dist.group.WORLD)
     parts = []
     for part, pieces in zip(q.format.parts, stacked.wait(), strict=True):
@@ -115,20 +116,20 @@ def decoded(seen: Seen, operand: str, way: str) -> Tensor:
 
 
 def cut_exact(seen: Seen, gemm: str, dim: int | None, tp: int) -> tuple[Tensor, Tensor]:
-    """This rank's part of the exact product of the decoded operands, and of the bound on its error."""
+    """This rank's shard of the exact product of the decoded operands, and of the error bound."""
     a_name, a_way, b_name, b_way = GEMM_OPERANDS[gemm]
     a, b = decoded(seen, a_name, a_way), decoded(seen, b_name, b_way)
     formats = [seen[name, "rowwise"][0].format for name in (a_name, b_name)]
     kernel = support(*formats, device_kind(worker.device().type)).kernel
     native_fp8 = kernel.startswith(("torch._scaled_mm", "cublaslt fp8"))
-    unit = 2.0**-14 if native_fp8 else 2.0**-24  # Hopper's FP8 units keep about 14 bits while they add
+    unit = 2.0**-14 if native_fp8 else 2.0**-24  # Hopper's FP8 units keep about 14 bits of sums
     return cut(a @ b.t(), dim, tp), cut(a.shape[1] * unit * (a.abs() @ b.abs().t()), dim, tp)
 
 
 def outside_bound(gemm: str, exact_and_bound: tuple[Tensor, Tensor], actual: Tensor) -> list[str]:
     exact, bound = exact_and_bound
     excess = (actual.double() - exact).abs() - bound - 2.0**-24 * exact.abs()
-    beyond = int((~(excess <= 0)).sum())  # a NaN is within no bound
+    beyond = int((~(excess <= 0)).sum())  # a NaN counts as beyond the bound
     return [f"{gemm}: {beyond} elements beyond the bound"] if beyond else []
 
 

@@ -1,4 +1,5 @@
-"""`[train] sentinel`: a clean run is the run without it, bit for bit, and a flipped bit ends the run before the update."""
+"""`[train] sentinel`: a run without faults has the bits of a run without the sentinel, and a flipped bit ends the run
+before the update."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ LAYER = "model.layers.0.mlp.up_proj"
 
 
 def flipped(tensor: Tensor) -> Tensor:
-    """The tensor with its lowest bit of one element flipped."""
+    """The tensor with the lowest bit of one element flipped."""
     bits = tensor.detach().clone().contiguous()
     bits.view(-1).view({2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])[3] ^= 1
     return bits
 
 
 def losses(folder: Path, data: Path, *overrides: str) -> dict[int, Any]:
-    """In a worker: the losses of a whole run."""
+    """The losses of a complete run. Runs in a worker."""
     folder.mkdir(exist_ok=True)
     config = training.config(folder, data, *overrides)
     training.run(config)
@@ -52,14 +53,14 @@ class Flip(torch.autograd.Function):
 
 
 def stopped(folder: Path, data: Path, where: str, *overrides: str) -> str:
-    """In a worker: the message of a run in which rank 1 flips a bit of y, of a gradient, of a weight or of an optimizer state
-    in the second pass of step 3."""
+    """The message of a run in which rank 1 flips a bit of y, of a gradient, of a weight or of an optimizer state in the
+    second pass of step 3. Runs in a worker."""
     trainer, done = training.trainer(training.config(folder, data, *overrides))
     module, calls = trainer.built.model.get_submodule(LAYER), [0]
     rank = trainer.built.dims.rank("tp")
 
     def now() -> bool:
-        return rank == 1 and calls[0] == 6  # a rehearsal and the step itself in each step
+        return rank == 1 and calls[0] == 6  # each step has a rehearsal and the step itself
 
     def after(module: Any, args: Any, y: Tensor) -> Tensor | None:
         calls[0] += torch.is_grad_enabled()
@@ -81,7 +82,7 @@ def stopped(folder: Path, data: Path, where: str, *overrides: str) -> str:
 
 
 class Damaging(WireChecks):
-    """Rank 1 receives one flipped bit of a chunk of rank 0, in the direction that is named."""
+    """Flip one bit in a chunk of rank 0 that rank 1 receives, in the given direction."""
 
     direction = ""
 
@@ -93,7 +94,7 @@ class Damaging(WireChecks):
 
 
 def damaged(folder: Path, data: Path, direction: str, *overrides: str) -> str:
-    """In a worker: the message of a run in which a transfer is damaged in the repeated pass of step 1."""
+    """The message of a run in which a transfer is damaged in the repeated pass of step 1. Runs in a worker."""
     trainer, done = training.trainer(training.config(folder, data, *overrides))
     Damaging.direction = direction
     with pytest.raises(SentinelError) as error, patch.object(sentinel, "WireChecks", Damaging):

@@ -1,4 +1,5 @@
-"""Weights that something else than an attached optimizer changes: casts of them are dropped, or an error names the layer."""
+"""Weights that were not changed by an attached optimizer: casts of such weights are dropped, or an error names the
+layer."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
 
 
 def mlp(recipe: str = "fp8_current") -> nn.Sequential:
-    """fp32 weights, bf16 activations, so that casts are copies whatever the recipe."""
+    """fp32 weights and bf16 activations, so that casts are copies with every recipe."""
     torch.manual_seed(0)
     return nn.Sequential(dlp.Linear(64, 64, recipe=recipe), nn.Tanh(), dlp.Linear(64, 64, recipe=recipe))
 
@@ -84,7 +85,7 @@ def test_changes_that_torch_counts_are_seen(change: Callable[[nn.Module], None],
     before = loss_of(model)
     change(model)
     optimizer.zero_grad()
-    other = mlp(recipe)  # which casts at use
+    other = mlp(recipe)  # this model casts at each use
     with torch.no_grad():
         for theirs, ours in zip(other.parameters(), model.parameters(), strict=True):
             theirs.copy_(ours)
@@ -129,7 +130,7 @@ def test_writes_that_torch_does_not_count_are_refused():
     through_data(model)
     with pytest.raises(RuntimeError, match=said):
         optimizer.step()
-    model.load_state_dict(model.state_dict())  # which casts anew
+    model.load_state_dict(model.state_dict())  # this call makes the model cast again
     with torch.no_grad():
         loss_of(model)
 
@@ -161,7 +162,8 @@ def test_sessions_that_optimizers_call_go_with_the_model():
 
 
 def distributed(fsdp: bool) -> tuple[list[Tensor], list[Tensor], str]:
-    """Losses after changes of a model with an optimizer attached, and of one that casts at use; what an unseen one says."""
+    """Losses after changes of a model with an attached optimizer, and of a model that casts at each use; and the
+    message about an undetected change."""
     mesh = worker.mesh(tp=1 if fsdp else 2)
     groups = [dlp.LayerGroup("all", "**", recipe="fp8_current")]
     groups += [dlp.LayerGroup("up", "0", style="column"), dlp.LayerGroup("down", "2", style="row")]
@@ -186,7 +188,7 @@ def distributed(fsdp: bool) -> tuple[list[Tensor], list[Tensor], str]:
             local = (
                 model[0].weight.detach().to_local() if isinstance(model[0].weight, DTensor) else model[0].weight.data
             )
-            local.mul_(2)  # as dcp.load writes into a state dict
+            local.mul_(2)  # dcp.load writes into a state dict like this
             with torch.no_grad(), pytest.raises(RuntimeError) as error:
                 loss_of(model)
     return losses[0], losses[1], str(error.value)

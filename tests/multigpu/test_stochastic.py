@@ -1,4 +1,4 @@
-"""Stochastic rounding in layers: random bits belong to a place, a tensor and a microbatch, and to nothing else."""
+"""Stochastic rounding in layers: random bits depend only on the position, the tensor and the microbatch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def layer(**options: Any) -> Linear:
 
 
 def weight_grad(linear: Linear, recompute: bool = False) -> Tensor:
-    """Weight gradient of one more microbatch with the same x and dy."""
+    """Weight gradient of another microbatch with the same x and dy."""
     linear.weight.grad = None
     x = matrix("gauss", SIZE, SIZE, 1).requires_grad_()
     y = checkpoint(linear, x, use_reentrant=False) if recompute else linear(x)
@@ -54,7 +54,7 @@ def test_evaluation_draws_nothing_and_recomputation_the_same_bits():
 
 @pytest.mark.parametrize("attached", [True, False])
 def test_evaluation_of_a_model_draws_nothing(attached):
-    """The session of a model counts microbatches by another line than a lone layer does."""
+    """Attached models and layers without a model count microbatches in different code, so both are tested."""
     models = [torch.nn.Sequential(layer()) for _ in range(2)]
     for model in models:
         dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.0))
@@ -75,7 +75,7 @@ def test_evaluation_of_a_model_draws_nothing(attached):
 
 @pytest.mark.slow
 def test_the_gradient_is_unbiased_and_with_rounding_to_nearest_it_is_not():
-    """dw is dy.T for x = 1. In each block one 6.0 makes the scale 1, so that 0.6 lies between 0.5 and 1."""
+    """For x = 1, dw is dy.T. One element 6.0 in each block makes the scale 1, so that 0.6 is between 0.5 and 1."""
     x, dy = torch.eye(SIZE), torch.full((SIZE, SIZE), 0.6)
     dy[::16] = 6.0
     draws, bias = 256, {}
@@ -109,7 +109,7 @@ def test_data_parallel_ranks_draw_the_bits_of_their_own_tokens(way):
     linear = layer(disable_rht=True)
 
     def codes(values: Tensor, dp: tuple[int, int]) -> Tensor:
-        linear.core.session.dp = dp  # of a session it never changes
+        linear.core.session.dp = dp  # a session never changes this attribute
         linear.core.bound.cache.clear()
         (made,) = quantize(linear.core.bound, "dy", [values], (way == "row", way == "col"))
         return made.at(columnwise=way == "col").payload
@@ -123,7 +123,7 @@ def test_data_parallel_ranks_draw_the_bits_of_their_own_tokens(way):
 
 @pytest.mark.ranks(4)
 def test_a_network_rounds_alike_however_it_is_cut(ranks):
-    """With all scales agreed, weights after some steps differ by the order of sums only."""
+    """All ranks share all scales, so weights after some steps differ only by the order of sums."""
     recipe = {"name": "nvfp4", "amax_scope": "all", "disable_rht": True}
     (one,) = ranks(1).run(trained, recipe, {"tp": 1})
     (other,) = ranks(1).run(trained, recipe, {"tp": 1}, 1)

@@ -1,5 +1,8 @@
-"""Layers of every kind, recipe and strategy over two meshes of one process, run in random order through mapped memory: forwards
-wait for their backwards, some of which run them again, ranks fall behind at random. The bits are those of collectives."""
+"""Layers of every kind, recipe and strategy over two meshes of one process, run in random order through mapped memory,
+compared bit for bit with collectives.
+
+Backwards run later than other forwards, some backwards recompute, and ranks are delayed at random.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ EMULATED = (
     "fp8_rowwise",
     "mxfp8",
     "nvfp4",
-)  # on CPU ranks; GPUs run all
+)  # on CPU ranks; GPUs run all cases
 STRATEGIES = ("serial", "chunked", "chunked:2")
 
 
@@ -46,8 +49,8 @@ def another_mesh() -> DeviceMesh:
 
 
 def layers(draw: random.Random, meshes: list[DeviceMesh]) -> list[torch.nn.Module]:
-    """Draw layers of every recipe: column- or row-parallel, with or without siblings and sequence parallelism, with a random
-    strategy for each GEMM, on one of the meshes."""
+    """Draw layers of every recipe: column- or row-parallel, with or without siblings and sequence parallelism, with a
+    random strategy for each GEMM, on one of the meshes."""
     made = []
     for recipe in 2 * (EMULATED if worker.device().type == "cpu" else tuple(names())):
         kind, several = draw.choice((dlp.ColumnParallelLinear, dlp.RowParallelLinear)), draw.random() < 0.3
@@ -65,7 +68,8 @@ def input_shape(draw: random.Random, layer: torch.nn.Module) -> tuple[int, int]:
 
 
 def in_random_order(seed: int, count: int, mapped: bool) -> list[Tensor]:
-    """So many forwards, and their backwards; all y of each, one after the other, and the gradients of x and all w."""
+    """Run forwards and the corresponding backwards in random order. Return, one layer after the other, all y, and the
+    gradients of x and all w."""
     torch.manual_seed(0)
     on_cpu, world = worker.device().type == "cpu", dist.get_world_size()
     meshes, lanes = [worker.mesh(tp=world), another_mesh()], [SimulatedLane(0.002), SimulatedLane()]
@@ -112,8 +116,8 @@ def in_random_order(seed: int, count: int, mapped: bool) -> list[Tensor]:
 
 
 def differences(seed: int, count: int) -> tuple[int, int]:
-    """Return how many tensors were compared, and how many of them differ. Between GPUs chunks need mapped memory, so captured
-    directions are compared there with launched ones."""
+    """Return the number of compared tensors, and the number of different tensors. Between GPUs chunks need mapped
+    memory, so the comparison there is between captured and launched directions."""
     found = in_random_order(seed, count, True)
     on_gpu = worker.device().type == "cuda"
     with without_programs() if on_gpu else nullcontext():

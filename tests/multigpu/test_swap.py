@@ -1,4 +1,4 @@
-"""Recipes change at step boundaries: what changes with them, what stays, and that a resumed run has the change."""
+"""Recipe changes at step boundaries: changed and unchanged state, and resumed runs."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_slots_of_another_format_or_margin_start_anew(changed):
 
 
 def by_the_module_around() -> tuple[list[str], list[str], str]:
-    """Layers that are named as in a module around the converted model are those of that model, in a resumed run, too."""
+    """Train and resume a model whose layers have the names of a module that contains the converted model."""
     first, second = (nn.ModuleDict({"inner": net("bf16", worker.mesh(tp=2))}) for _ in range(2))
     swap = dlp.set_recipe(first, "inner.blocks.1.**", "fp8_current")
     dlp.load_state_dict(second["inner"], dlp.state_dict(first))
@@ -180,7 +180,7 @@ def test_siblings_swap_together_or_not_at_all(ranks):
 
 
 def swapping(model: Net) -> None:
-    """fp8_current -> nvfp4 after 2 steps -> bf16 after 4, on the second block."""
+    """Recipe of the second block: fp8_current, nvfp4 after 2 steps, bf16 after 4 steps."""
     layers = [name for name in layer_modules(model) if name.startswith("blocks.1.")]
     schedule(model, layers, 2, "nvfp4")
     schedule(model, layers, 4, {"name": "fp8_delayed", "amax_history_len": 4})
@@ -196,7 +196,7 @@ def uninterrupted(sizes: dict[str, int]) -> tuple[dict[str, Tensor], list[float]
 
 
 def interrupted(sizes: dict[str, int], at: int) -> tuple[dict[str, Tensor], list[float], list[str]]:
-    """A run that stops after `at` steps, and another that goes on from what it saved."""
+    """A run that stops after `at` steps, and another run that continues from its checkpoint."""
     mesh = worker.mesh(**sizes)
     first = net("fp8_current", mesh)
     swapping(first)
@@ -228,15 +228,15 @@ def test_a_run_resumed_between_swaps_continues_bit_for_bit(ranks, at):
 def pending(
     first: Any, then: Any, recompute: bool, attached: bool, of_ops: bool, reentrant: bool = False
 ) -> list[Tensor]:
-    """y, dx and dw of a forward under the recipe `first`, whose backward runs after a change to `then`, or, where `then` is a
-    function of model and x, after a call of the function; None: directly."""
+    """y, dx and dw of a forward with the recipe `first`, whose backward runs after a recipe change to `then`. If `then`
+    is a function of model and x, the function is called instead; None: backward runs directly."""
     torch.manual_seed(0)
     make = (lambda: ops.Linear(32, 32, recipe=first)) if of_ops else (lambda: Linear(32, 32, recipe=first))
     model = nn.Sequential(make(), nn.GELU(), make())
     if attached:
         dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
     x = torch.randn(32, 32, requires_grad=True)
-    for _ in range(2):  # scales that follow from amaxes
+    for _ in range(2):  # scales that depend on amaxes
         model(x).square().sum().backward()
         dlp.end_step(model)
     x.grad = None
@@ -278,7 +278,7 @@ def load_itself(model: nn.Module, x: Tensor) -> None:
 @pytest.mark.parametrize("attached", [False, True], ids=["alone", "attached"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_a_backward_draws_and_scales_by_the_state_of_its_forward(recompute, attached, of_ops):
-    """Stochastic rounding drew by the counter of the last forward, and a load changed the scales of a pending backward."""
+    """Stochastic rounding used the counter of the last forward, and a load changed the scales of a pending backward."""
     for recipe in ("nvfp4", SHORT):
         expected = pending(recipe, None, recompute, attached, of_ops)
         for actual, one in zip(pending(recipe, other_forwards, recompute, attached, of_ops), expected, strict=True):

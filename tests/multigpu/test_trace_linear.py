@@ -1,4 +1,4 @@
-"""The functions that a warm linear passes: no more than docs/architecture.md says."""
+"""The number of functions that a warm linear calls is at most the number in docs/architecture.md."""
 
 from __future__ import annotations
 

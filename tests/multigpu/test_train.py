@@ -1,4 +1,4 @@
-"""Whole runs of the trainer on 1, 2 and 4 ranks: the files they leave, how they stop, and how they fail."""
+"""Complete runs of the trainer on 1, 2 and 4 ranks: output files, stops, and failures."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_metrics_have_every_number(ranks, tmp_path, data, device_type):
     steps = [record for record in records if "split" in record]
     parts, seconds = ([sum(each["split"].values()) for each in steps], [each["seconds"] for each in steps])
     assert min(parts) > 0 and sum(parts) <= sum(seconds) * 1.1
-    if device_type == "cpu":  # parts on a GPU are the time of the device, which is a step behind the host
+    if device_type == "cpu":  # on a GPU the parts are device time, which is measured one step later
         assert all(part <= whole * 1.1 for part, whole in zip(parts, seconds, strict=True))
     for record in steps:
         assert record["tokens_per_second"] == pytest.approx(8 * 64 / record["seconds"], rel=1e-2)
@@ -160,7 +160,7 @@ def test_a_finished_run_says_so_and_a_fresh_one_moves_it_aside(ranks, tmp_path, 
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.full  # test_raw_gradients.py compares the gradients and the norm of a step on several meshes with one rank
+@pytest.mark.full  # test_raw_gradients.py compares gradients and norms on several meshes with one rank
 def test_the_gradient_norm_is_that_of_one_rank_on_any_mesh(ranks, tmp_path, data):
     exact = ["--train.steps=1", "--train.dtype=fp32", "--recipe=bf16"]
     norms = []
@@ -172,7 +172,7 @@ def test_the_gradient_norm_is_that_of_one_rank_on_any_mesh(ranks, tmp_path, data
 
 
 class AskedToStop(Trainer):
-    """As if SIGTERM reached the last rank, and only that, during step 3."""
+    """Trainer in which SIGTERM reaches only the last rank, during step 3."""
 
     def train_step(self, step: int) -> Step:
         self.stop.requested = step >= 2 and dist.get_rank() == dist.get_world_size() - 1
@@ -180,7 +180,8 @@ class AskedToStop(Trainer):
 
 
 class Placed(AskedToStop):
-    """Trainer that records the phase reported to the hang watch whenever the trainer reads data or runs a microbatch."""
+    """Trainer that records the phase reported to the hang watch whenever the trainer reads data or runs a
+    microbatch."""
 
     said: ClassVar[list[str]]
 
@@ -194,7 +195,7 @@ class Placed(AskedToStop):
 
 
 def stopped(config: Config) -> list[str]:
-    """Only its first step compiles, as it were; what it says that it does, without repeats."""
+    """Phases that a run reports to the hang watch, without repeats. The run seems to compile only in the first step."""
     trainer, done = training.trainer(config, Placed)
     Placed.said = [f"before: {trainer.doing}"]
     save = trainer.saver.save
@@ -228,7 +229,8 @@ def test_one_rank_asked_to_stop_stops_all_at_one_boundary(ranks, tmp_path, data)
 
 
 class Poisoned(Trainer):
-    """A NaN gets into the last rank's part of one weight before step 4, and by FSDP to all ranks with its tp rank."""
+    """Trainer with a NaN in the last rank's shard of a weight before step 4, which FSDP sends to all ranks with the
+    same tp index."""
 
     def train_step(self, step: int) -> Step:
         if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
@@ -246,7 +248,7 @@ REPEATED = (
 
 
 def poisoned(config: Config) -> tuple[str, int]:
-    """The message, and how many steps the optimizer made."""
+    """The message, and the number of optimizer steps."""
     trainer, done = training.trainer(config, Poisoned)
     with pytest.raises(NotFinite) as caught, trainer.run.logged():
         trainer.train(done)
@@ -278,7 +280,7 @@ def test_a_nan_names_step_rank_and_layer_and_saves_nothing(ranks, tmp_path, data
 
 
 def poisoned_on_a_full_disk(config: Config) -> str:
-    """The message of a run whose save in flight fails as well."""
+    """The message of such a run whose current save fails as well."""
     trainer, done = training.trainer(config, Poisoned)
     settle = trainer.saver.settle
 
@@ -337,7 +339,7 @@ def begun(config: Config) -> tuple[str, int]:
 
 
 class Spikes(Trainer):
-    """The gradients of steps 4 and 5 are a thousand times too large."""
+    """Trainer whose gradients in steps 4 and 5 are a thousand times too large."""
 
     def optimize(self) -> torch.Tensor:
         if self.recipes.steps in (3, 4):
@@ -346,7 +348,7 @@ class Spikes(Trainer):
 
 
 def spiked(config: Config, steps: int | None = None) -> int:
-    """A run of so many steps, or all, that knows a median after two; how many updates the optimizer has made."""
+    """Number of updates in a run of `steps` steps, or of all steps. The median of norms exists after two steps."""
     with patch("launch.training.step_update.KNOWN", 2):
         trainer, done = training.trainer(config, Spikes)
         if steps is None:
@@ -380,7 +382,7 @@ def test_updates_with_spikes_are_skipped_and_a_resumed_run_skips_the_same(ranks,
 
 
 class BadGradient(Trainer):
-    """The loss is finite and one gradient is not."""
+    """Trainer with a finite loss and one non-finite gradient."""
 
     def optimize(self) -> torch.Tensor:
         next(self.built.model.parameters()).grad._local_tensor.view(-1)[0] = float("inf")
@@ -405,7 +407,7 @@ def test_a_gradient_that_is_not_finite_is_told_from_a_layer(ranks, tmp_path, dat
 
 
 class Swallowed(Trainer):
-    """An Inf that no loss shows, on the last rank: in the gradient that the last layer of forward gets, or in its x."""
+    """Trainer with an Inf on the last rank that does not affect the loss: in dy or x of the last layer."""
 
     into: ClassVar[str]
 

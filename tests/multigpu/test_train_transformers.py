@@ -1,4 +1,4 @@
-"""launch.train --model FOLDER: tiny random models of transformers train as the unconverted modules do.
+"""launch.train --model FOLDER: tiny random models of transformers train like the unconverted modules.
 
 The default run has a few architectures; `--all-cases` runs all of ARCHITECTURES.
 """
@@ -35,8 +35,9 @@ transformers = pytest.importorskip("transformers")
 FEW = ("LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM")
 WITHOUT_LINEARS = ("gpt2",)  # Conv1D
 STEPS = 5
-NEAR = 1e-6  # of a loss
-NEAR_TP = 3e-4  # of a loss in bf16 on tp: the partial sums of row-parallel linears are rounded to bf16 before their sum
+NEAR = 1e-6  # bound on the difference of losses
+# Bound for losses in bf16 under tp: partial sums of row-parallel linears are rounded to bf16 before the sum
+NEAR_TP = 3e-4
 TOML = """
 [mesh]
 tp = 1
@@ -85,7 +86,7 @@ def config(folder: Path, data: Path, *overrides: str) -> Config:
 
 
 def groups_of(folder: Path) -> list[str]:
-    """The layer group of the test matches linears; some architectures have none in blocks."""
+    """The layer group of the test, which matches linears. Some architectures have no linears in blocks."""
     kind = json.loads((folder / "model" / "config.json").read_text())["model_type"]
     return ["--groups.default.match", '["lm_head"]'] if kind in WITHOUT_LINEARS else []
 
@@ -141,7 +142,7 @@ def expected(config: Config, count: int = 1) -> list[float]:
 
 
 def norm_of(grads: list[torch.Tensor], count: int) -> torch.Tensor:
-    """The norm as `count` FSDP ranks compute the norm: each rank sums the squares of its shards."""
+    """The gradient norm as `count` FSDP ranks compute it: each rank sums the squares of its shards."""
     squares = []
     for rank in range(count):
         norms = torch.stack([part.norm() for grad in grads for part in grad.chunk(count)[rank : rank + 1]])
@@ -159,7 +160,7 @@ def some(names: tuple[str, ...], few: tuple[str, ...]) -> list[Any]:
 
 
 def trains(ranks: Any, count: int, folder: Path, data: Path, *overrides: str, near: float = NEAR) -> Config:
-    """Run on so many ranks; losses are those of the unconverted module."""
+    """Run on `count` ranks; losses must equal the losses of the unconverted module."""
     asked = config(folder, data, *overrides)
     ranks(count).run(run, asked)
     losses = list(training.metrics(asked).values())
@@ -187,7 +188,8 @@ def test_on_one_rank_in_bf16(ranks, architecture: str, tmp_path: Path, shards: P
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.full  # test_groups_for.py compares steps on FSDP ranks with torch, and a run below is resumed on FSDP ranks
+# test_groups_for.py compares steps on FSDP ranks with torch, and a test below resumes a run on FSDP ranks
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("architecture", some(ARCHITECTURES, FEW[:1]))
 def test_on_two_fsdp_ranks(ranks, architecture: str, dtype: str, tmp_path: Path, shards: Path):
@@ -212,7 +214,7 @@ def test_on_two_tp_ranks(ranks, architecture: str, dtype: str, tmp_path: Path, s
 
 @pytest.mark.ranks(1)
 def test_in_bf16_with_recomputed_blocks(ranks, tmp_path: Path, shards: Path):
-    """Weights of a folder in bf16 are fp32 in the run; modules compute in bf16 on one rank, too."""
+    """bf16 weights of a folder become fp32 in the run; modules compute in bf16, also on one rank."""
     saved("Qwen3ForCausalLM", tmp_path)
     asked = trains(ranks, 1, tmp_path, shards, *IN_BF16, "--train.checkpointing", "full")
     weights = ranks(1).run(dtypes, asked)[0]
@@ -220,8 +222,8 @@ def test_in_bf16_with_recomputed_blocks(ranks, tmp_path: Path, shards: Path):
 
 
 def compiled_run(config: Config) -> tuple[int, dict[str, int]]:
-    """Inside a worker: a run with torch.compile in place of code of inductor, which takes a minute to compile on a CPU; the
-    number of graphs, and the graph breaks by reason."""
+    """A run in which torch.compile runs graphs without inductor, which compiles for a minute on a CPU; return the
+    number of graphs, and the graph breaks by reason. Runs in a worker."""
     counters = torch._dynamo.utils.counters
     with patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")):
         torch._dynamo.reset()
@@ -251,7 +253,7 @@ def dtypes(config: Config) -> set[str]:
 
 @pytest.mark.ranks(2)
 def test_a_resumed_run_goes_on_bit_for_bit_and_its_export_has_equal_logits(ranks, tmp_path: Path, shards: Path):
-    """On two FSDP ranks in a quantized recipe, with experts, whose weights files hold one by one."""
+    """The run uses two FSDP ranks, a quantized recipe and experts. The weights files have one tensor per expert."""
     saved("MixtralForCausalLM", tmp_path)
     asked = config(tmp_path, shards, "--recipe", "fp8_current", "--train.dtype", "bf16")
     ranks(2).run(run, asked)

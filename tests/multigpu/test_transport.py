@@ -1,6 +1,7 @@
-"""Transfers and agreements through memory that ranks share: on CPU ranks through the stand-in, on GPUs by copy engines.
+"""Transfers and agreements through mapped memory: simulated on CPU ranks, by copy engines on GPUs.
 
-What arrives is compared with what every rank would have sent, which all can compute from a seed.
+The received tensors are compared with the tensors that every rank would have sent, which all ranks can compute from a
+seed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def make_transport() -> Transport:
 
 
 def exchange(moves: Transport, part: Tensor, cut: int = 0) -> Tensor:
-    """Chunk r of [R, ...] to rank r, in two pieces where it is `cut` -> what came."""
+    """Send chunk r of [R, ...] to rank r, in two pieces if `cut`; return the received chunks."""
     opened = moves.open([part.shape], [part.dtype])
     for to in range(moves.world) if cut else ():
         opened.send([part[to, :cut]], to)
@@ -62,7 +63,8 @@ Kinds = list[tuple[tuple[int, ...], torch.dtype, int | None]]
 
 
 def lease(moves: Transport, seed: int, kinds: Kinds) -> Gathering:
-    """Memory for this rank's parts, with its content; parts without a dimension are equal on all ranks."""
+    """Output buffer for this rank's parts, with the content written; parts without a dimension are equal on all
+    ranks."""
     shapes, dtypes, dims = zip(*kinds, strict=True)
     made = moves.lease(shapes, dtypes, dims)
     for i, (mine, (shape, dtype, dim)) in enumerate(zip(made.mine, kinds, strict=True)):
@@ -84,8 +86,11 @@ def outgoing(moves: Transport, seed: int, shape: tuple[int, ...], dtype: torch.d
 
 
 def random_operations(seed: int, count: int) -> int:
-    """Directions of two kinds over two transports, each of one to three transfers, whole or in pieces, of which gathers may be
-    leased before another one starts, and agreements, with delays on single ranks; returns how much was wrong."""
+    """Run random directions of two kinds over two transports; return the number of errors.
+
+    Each direction has one to three transfers, in one or two pieces, and agreements. Output buffers of gathers may be
+    taken before another gather starts, and single ranks are delayed at random.
+    """
     both, draw, mine = (
         [make_transport(), make_transport()],
         random.Random(seed),
@@ -134,7 +139,7 @@ def random_operations(seed: int, count: int) -> int:
 
 def arrives(made: Gathering, expected: list[Tensor], mine: random.Random) -> int:
     arrived = made.gather().wait()
-    falls_behind(mine)  # others may send what comes next
+    falls_behind(mine)  # other ranks may send the next transfer
     return sum(not torch.equal(there, here) for there, here in zip(arrived, expected, strict=True))
 
 
@@ -145,7 +150,7 @@ def falls_behind(mine: random.Random) -> None:
 
 @pytest.mark.parametrize(("world", "count"), [(2, 500), (4, 125)])
 def test_random_transfers_arrive(ranks, device_type, share_gpu, world, count):
-    """1,000 and 250 operations; on GPUs of their own ten times as many."""
+    """Runs 1,000 or 250 operations, and ten times as many on separate GPUs."""
     times = count if device_type == "cpu" or share_gpu else 10 * count
     assert ranks(world).run(random_operations, 1, times, timeout=600.0) == [0] * world
 
@@ -155,14 +160,14 @@ def freed_unread(slot: SimulatedSlot) -> None:
     CudaSlot.release(slot)
 
 
-CARELESS = {  # nobody waits for readers; a slot is freed before it is read
+CARELESS = {  # faults: no rank waits for readers; a slot is released before it is read
     SharedSlot: patch.object(SharedSlot, "begin", lambda slot, use: None),
     SimulatedSlot: patch.multiple(SimulatedSlot, wait=freed_unread, release=lambda slot: None),
 }
 
 
 def a_late_reader(kind: Any, careful: bool) -> int:
-    """Rank 1 reads an exchange late, and rank 0 follows with the next: how much was wrong."""
+    """Rank 1 reads an exchange late, and rank 0 starts the next exchange; return the number of errors."""
     wrong, simulated = 0, kind is SimulatedSlot
     with emulation() if simulated else nullcontext(), nullcontext() if careful else CARELESS[kind]:
         lane = SimulatedLane() if simulated else None
@@ -188,7 +193,7 @@ def test_a_slot_is_not_written_before_its_readers_are_done(ranks, device_type):
 
 
 def told(ended: bool) -> str | None:
-    """Complaint about a peer buffer whose GPU ended its work, or did not."""
+    """Message about a peer buffer whose GPU ended its work, or did not."""
     moves = make_transport()
     moves.start("row", ("down", "backward"))
     moves.agree([torch.ones((), device=worker.device())])
@@ -210,8 +215,8 @@ def test_a_complaint_is_found_in_whatever_slot_it_is(ranks):
 
 
 def who_waits(others: bool) -> list[list[str]]:
-    """Rank 0 sends, in two pieces, rank 1 late, or it runs another layer; then both have read, and have said so. Read by both
-    ranks after each."""
+    """State of a transfer that rank 0 sends in two pieces, while rank 1 is late or runs another layer, and after both
+    have read and signalled. Both ranks read the state after each action."""
     on_cpu = worker.device().type == "cpu"
     lane = SimulatedLane(0.001)
     with emulation() if on_cpu else nullcontext():
@@ -219,7 +224,7 @@ def who_waits(others: bool) -> list[list[str]]:
         transport.use(dist.group.WORLD, moves)
         cuts, parts = ((0, 2), (2, 4)), [((4,), torch.float32, 0)]
         moves.start("row")
-        lease(moves, 0, parts).send(cuts).others()  # slots are made by all ranks at once
+        lease(moves, 0, parts).send(cuts).others()  # all ranks allocate slots at once
         moves.finish()
         dist.barrier()
         moves.start("row", ("up" if others and moves.rank else "down", "forward"))
@@ -251,7 +256,7 @@ def who_waits(others: bool) -> list[list[str]]:
 
 @pytest.mark.ranks(2)
 def test_who_waits_for_whom_is_read_while_they_wait(ranks):
-    """By layer, direction, transfer and piece."""
+    """The state names layer, direction, transfer and piece."""
     slot = "{} of down in forward, a slot of 65536 bytes: rank {} waits for rank {}, which {}"
     found = ranks(2).run(who_waits, False)
     piece, whole = "piece 1 of transfer 1", "transfer 1"
@@ -279,7 +284,7 @@ def test_ranks_in_different_layers_are_told(ranks):
 
 def test_an_agreement_waits_for_who_has_not_come():
     headers = [[0] * (slots.HEADER // 4) for _ in range(3)]
-    for rank in (0, 1):  # both have come to their third
+    for rank in (0, 1):  # both ranks have reached their third transfer
         headers[rank][slots.USES] = 2
         for peer in (0, 1, 2):
             headers[peer][slots.MET + rank] = 3
@@ -380,12 +385,13 @@ def test_a_rank_that_stays_away_is_named(ranks, device_type):
 
 
 def sum_of(moves: Transport, x: Tensor) -> Tensor:
-    """x [R, m, n] -> the sum over ranks of this rank's rows: a reduce-scatter as steps that can be recorded."""
+    """Sum x [R, m, n] over ranks for this rank's rows: a reduce-scatter as steps that can be recorded."""
     return ops.sum_in_order(exchange(moves, x), x.dtype)
 
 
 def recorded_and_captured() -> list[bool]:
-    """A reduce-scatter and an agreement as one call, then in a CUDA graph, each replayed on other values."""
+    """Record a reduce-scatter and an agreement as one call, and capture both in a CUDA graph; replay each on other
+    values."""
     moves, found = make_transport(), []
     x, amax = torch.empty(moves.world, 64, 256, device="cuda"), torch.empty((), device="cuda")
 
@@ -437,7 +443,7 @@ def test_transfers_are_recorded_and_captured(ranks, device_type):
 
 
 def taken_down() -> list[list[tuple[Any, ...]]]:
-    """Launches of a direction, without addresses, recorded before and after other directions have run."""
+    """Recorded launches of a direction, without addresses, before and after other directions have run."""
     with emulation():
         moves = Transport(dist.group.WORLD, worker.device(), SimulatedSlot, SimulatedLane())
         x, amax, found = torch.ones(moves.world, 64), torch.ones(()), []
@@ -467,7 +473,7 @@ def without_addresses(arguments: Sequence[Any]) -> list[Any]:
 
 @pytest.mark.ranks(2)
 def test_replays_need_no_number_of_the_host(ranks, device_type):
-    """Epochs are stored in device memory, so that a captured direction or a CUDA graph is replayed unchanged."""
+    """Epochs are stored in device memory, so a captured direction or a CUDA graph is replayed unchanged."""
     if device_type == "cuda":
         pytest.skip("emulated on CPU ranks; GPUs replay in test_transfers_are_recorded_and_captured")
     for first, again in ranks(2).run(taken_down):

@@ -1,7 +1,7 @@
-"""Weights cast at the step boundary, all of a model's together, train as weights cast where they are used: bit for bit,
-whatever holds them, whatever optimizer moves them, with fp32 weights under bf16 activations and sizes that are padded.
+"""Weights that the step boundary casts together train like weights that are cast at each use, bit for bit.
 
-Where there is no GPU the device is emulated (`tests.emulated`), so that what is prepared for kernels is tested, too.
+The tests cover all kinds of parameters and optimizers, fp32 weights with bf16 activations, and sizes that need padding.
+Without a GPU the device is emulated (`tests.emulated`), so that the preparation of kernel arguments is tested, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.shardnet import whole
 QUANTIZED = [name for name in BY_SCALES if name != "bf16"]
 OPTIMIZERS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-SIZES = [(96, 150), (150, 256), (256, 64)]  # K -> N of three linears; 150 is a multiple of no block
+SIZES = [(96, 150), (150, 256), (256, 64)]  # K -> N of three linears; 150 is not a multiple of any block
 Trained = tuple[list[Tensor], dict[str, Tensor]]
 
 
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 def made(recipe: Any, held: str, optimizer: str, cached: bool) -> tuple[Net, torch.optim.Optimizer]:
-    """fp32 weights; `held` by this rank, or over two."""
+    """Network with fp32 weights, which are `held` by this rank, or sharded over two."""
     torch.manual_seed(0)
     model = Net().to(worker.device())
     mesh = worker.mesh(**{"plain": {"dp_replicate": 2}, "dtensor": {"tp": 2}, "fsdp": {"dp_shard": 2}}[held])
@@ -64,8 +64,8 @@ def made(recipe: Any, held: str, optimizer: str, cached: bool) -> tuple[Net, tor
 
 
 def trained(recipe: Any, held: str, optimizer: str, cached: bool) -> Trained:
-    """Losses of four steps and the weights after them; a load scales all weights after the second one, and a loss follows
-    at once, before the step boundary."""
+    """Losses of four steps and the weights afterwards. After the second step, a load scales all weights, and a loss is
+    computed before the next step boundary."""
     with ExitStack() as kernels:
         if worker.device().type == "cpu":
             kernels.enter_context(emulation(batches=True))
@@ -77,7 +77,7 @@ def trained(recipe: Any, held: str, optimizer: str, cached: bool) -> Trained:
             loss = model(x).float().square().sum()
             loss.backward()
             losses.append(loss.detach().cpu())
-            for parameter in model.parameters() if held == "plain" else ():  # replicas, which round otherwise in nvfp4
+            for parameter in model.parameters() if held == "plain" else ():  # replicas, whose rounding differs in nvfp4
                 grad = parameter.grad.to_local()
                 dist.all_reduce(grad)
                 grad.div_(2)
@@ -99,7 +99,7 @@ def compared(recipe: Any, held: str, optimizer: str) -> tuple[Trained, Trained]:
     return trained(recipe, held, optimizer, True), trained(recipe, held, optimizer, False)
 
 
-CASES = few(((recipe, "dtensor", "fused") for recipe in QUANTIZED), ("fp8_block",))  # where shards are cast
+CASES = few(((recipe, "dtensor", "fused") for recipe in QUANTIZED), ("fp8_block",))  # these recipes cast shards
 CASES += few(((recipe, "fsdp", "fused") for recipe in QUANTIZED), ("fp8_current", "nvfp4"))
 CASES += [nightly("fp8_block", "plain", "fused"), ("nvfp4", "plain", "fused")]
 CASES += [
@@ -124,7 +124,7 @@ def test_training_on_weights_cast_at_the_boundary_is_training_on_weights_cast_at
 
 
 def kept(cache: str) -> tuple[int, list[str]]:
-    """Parts of weights that layers keep after a step, and what is said where FSDP keeps its own."""
+    """Number of operand parts that layers keep after a step, and the notes about weight_cache under FSDP."""
     found = []
     for held in ("dtensor", "fsdp"):
         model, chosen = made("fp8_current", held, "fused", cache == "step")
@@ -172,7 +172,7 @@ def test_another_cache_is_refused():
 
 
 def reductions(recipe: Any, held: str) -> int:
-    """Launched by a step boundary."""
+    """Number of reductions that a step boundary launches."""
     model, _ = made(recipe, held, "fused", True)
     model(torch.ones(64, SIZES[0][0], device=worker.device()).bfloat16()).sum().backward()
     with Collectives() as seen:

@@ -1,7 +1,7 @@
-"""Sums over ranks on each wire: of collectives, of the GEMMs of a linear, of FSDP's gradients.
+"""Sums over ranks with each wire: in collectives, in the GEMMs of a linear, and in FSDP's gradients.
 
-What a wire rounds is bounded without ranks in tests/test_wires.py; here the sum of what ranks really exchanged is
-compared with that of the same contributions packed and summed on one, bit for bit.
+tests/test_wires.py bounds the rounding of wires without ranks. Here the sum of tensors that ranks exchange is compared
+bit for bit with the sum of the same packed contributions on one rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from tests.observe import Collectives
 
 
 def contribution(rank: int, rows: int) -> Tensor:
-    """[rows, 200] bf16: gauss with an outlier in a block, a block of zeros, and on rank 1 a NaN and an Inf."""
+    """[rows, 200] bf16: gaussian values with an outlier in a block, a block of zeros, and on rank 1 a NaN and an
+    Inf."""
     x = torch.randn(rows, 200, generator=torch.Generator().manual_seed(rank))
     x[0, 3], x[1, :128] = 1e4, 0
     if rank == 1:
@@ -67,7 +68,8 @@ def test_a_sum_is_what_was_packed_summed_in_rank_order(ranks, world, wire):
 
 
 def linear_errors(recipe: str, names: list[str]) -> list[dict[str, float]]:
-    """For each case: how far y and dx on the fp8 wire are from those on hp, for each strategy, and a repetition."""
+    """Return, for each case and strategy, the difference of y and dx between the wires fp8 and hp, and whether a repetition
+    has equal bits."""
     found = []
     for key in (("column", True), ("row", True), ("column", False), ("row", False)):
         full = make_full(case := LinearCase(key, recipe, torch.bfloat16, batch=3, sequence=20))
@@ -82,7 +84,8 @@ def linear_errors(recipe: str, names: list[str]) -> list[dict[str, float]]:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 def test_a_linear_sums_on_the_wire_of_its_recipe(ranks, world, recipe):
-    """One E4M3 rounding is 2.6 % of a gauss block; only what is summed over ranks has it."""
+    """An E4M3 rounding has an error of 2.6 % of a gaussian block. Only results that are summed over ranks have this
+    error."""
     for found in ranks(world).run(linear_errors, recipe, ["serial", "chunked:2"]):
         for i, errors in enumerate(found):
             on_wire, other_order = ("dx", "y0")[(i // 2) % 2], i % 2
@@ -126,7 +129,7 @@ def test_rows_that_cannot_be_cut_are_an_error(ranks):
 
 
 def fsdp_gradients(wires: list[str | None]) -> list[dict[str, Tensor]]:
-    """Full gradients of one step of an FSDP model, on FSDP's own reduce-scatter (None) or on a wire."""
+    """Full gradients of one step of an FSDP model, with FSDP's reduce-scatter (None) or with a wire."""
     mesh, found = worker.mesh(dp_shard=dist.get_world_size()), []
     for wire in wires:
         torch.manual_seed(0)
@@ -156,7 +159,8 @@ def test_gradients_of_fsdp_travel_on_a_wire(ranks, world):
 
 
 def bf16_gradients(computed: bool) -> list[Tensor]:
-    """Shards of the gradients of two steps without an update, of a model whose parameters are bf16 while it runs."""
+    """Shards of the gradients of two steps without an update. The parameters of the model are bf16 during forward and
+    backward."""
     mesh, device = worker.mesh(dp_shard=dist.get_world_size()), worker.device()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 31)).to(device)
@@ -201,7 +205,7 @@ def test_impossible_wires_are_refused(ranks):
 
 
 def without_tokens(wire: str, strategy: str) -> list[tuple[int, ...]]:
-    """y and dx of layers that are given no tokens, as experts may be."""
+    """y and dx of layers that get no tokens, as experts may."""
     recipe = dlp.recipe("fp8_current", wire={"fprop": wire, "dgrad": wire})
     tp, found = worker.mesh(tp=2)["tp"], []
     for sequence_parallel in (False, True):

@@ -1,4 +1,5 @@
-"""Copies of converted models, and what torch wraps around models: each works, or is one sentence that names the module."""
+"""Copies of converted models, and torch's wrappers around models: each works, or raises an error that names the
+module."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def said(call: Callable[[], Any]) -> str:
 
 
 class Small(nn.Module):
-    """A model with all that conversion replaces: an embedding cut along the vocabulary, a norm, siblings, a head."""
+    """A model with everything that conversion replaces: an embedding sharded along the vocabulary, a norm, siblings, a
+    head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +41,7 @@ class Small(nn.Module):
         self.gate, self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
 
     def save_pretrained(self, folder: str, is_main_process: bool = True, state_dict: Any = None) -> Tensor:
-        """As transformers' models have one; it gives what it would write."""
+        """Stand-in for the method of transformers' models; returns the tensors that the method would write."""
         return state_dict["down.weight"]
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -63,7 +65,7 @@ def small(recipe: str = "fp8_delayed") -> tuple[Small, torch.optim.Optimizer]:
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[Tensor]:
-    """The outputs before each step."""
+    """Train some steps, and return the output before each step."""
     ys = []
     for i in range(count):
         tokens = torch.arange(16, device=worker.device()) + i
@@ -75,8 +77,8 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> lis
 
 
 def copied(recipe: str) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of results of a copy and the original: unchanged; after further training, each with a separate optimizer; and of
-    the original again, which training of the copy must not change."""
+    """Pairs of results of a copy and the original: unchanged; after further training, each with a separate optimizer;
+    and of the original again, which training of the copy must not change."""
     model, optimizer = small(recipe)
     steps(model, optimizer, 3)
     other, untouched = copy.deepcopy(model), copy.deepcopy(model)
@@ -100,7 +102,8 @@ def copied(recipe: str) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])  # scales with a history, a counter of microbatches
+# Recipes with a history of scales, or with a counter of microbatches
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
 @pytest.mark.ranks(2)
 def test_a_deep_copy_goes_on_as_its_original(ranks, recipe):
     for pairs in ranks(2).run(copied, recipe):
@@ -109,14 +112,14 @@ def test_a_deep_copy_goes_on_as_its_original(ranks, recipe):
 
 
 def averaged() -> tuple[list[Tensor], list[Tensor]]:
-    """An average of the weights of three steps, and what the model gives with the same weights."""
+    """The average of the weights of three steps, and the output of the model with the same weights."""
     model, optimizer = small("fp8_current")
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     tokens = torch.arange(16, device=worker.device())
     for _ in range(3):
         steps(model, optimizer, 1)
         average.update_parameters(model)
-        average(tokens)  # casts that would be stale at the next average
+        average(tokens)  # after this forward, casts would be stale at the next average
     expected, _ = small("fp8_current")
     expected.load_state_dict(average.module.state_dict())
     with torch.no_grad():
@@ -131,7 +134,7 @@ def test_torchs_averaged_model_computes_with_the_average(ranks):
 
 
 def copied_regions() -> list[bool]:
-    """Sequence parallel, sums of partial gradients among it: a copy trains as the original does."""
+    """Copy a sequence-parallel model with sums of partial gradients; the copy must train like the original."""
     mesh = worker.mesh(tp=2)
     model = net("fp8_current", mesh)
     other = copy.deepcopy(model)
@@ -151,7 +154,7 @@ def test_a_copy_sums_its_partial_gradients(ranks):
 
 
 def replaced(model: Small) -> None:
-    """A plain parameter in the place of one that lies on tp."""
+    """Replace a parameter on tp by a plain parameter."""
     model.up.weight = nn.Parameter(torch.ones(64, 64, device=worker.device()))
     model.up(torch.zeros(8, 64, device=worker.device()))
 
@@ -202,7 +205,8 @@ def test_what_a_converted_model_cannot_bear_is_one_sentence(ranks):
 
 
 def with_ddp() -> list[Tensor]:
-    """Layers made by hand, whose parameters are plain, under DDP: the gradients, and those of the whole batch."""
+    """Gradients under DDP of explicitly constructed layers with plain parameters, and gradients of the complete
+    batch."""
     torch.manual_seed(0)
     model = nn.Sequential(dlp.Linear(64, 64, True), dlp.Linear(64, 32)).to(worker.device())
     alone = copy.deepcopy(model)

@@ -49,7 +49,7 @@ def row_sums(x: Tensor) -> Tensor:
 
 def _row_means(x: Tensor) -> Tensor:
     sums = row_sums(x)
-    return sums / torch.full_like(sums, x.shape[1])  # by a tensor: a GPU multiplies by the reciprocal of a number
+    return sums / torch.full_like(sums, x.shape[1])  # a GPU multiplies by the reciprocal of a number
 
 
 def _sqrt(x: Tensor) -> Tensor:

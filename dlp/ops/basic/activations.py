@@ -125,7 +125,8 @@ class _Gate(BasicOperation):
     in_casts = False
 
     def halves(self, input_: Value) -> tuple[Tensor, Tensor]:
-        """gate and up [..., F], of siblings or of the halves of x [..., 2 F]. ValueError for three tensors, or odd features."""
+        """gate and up [..., F], of siblings or of the halves of x [..., 2 F]. Raises ValueError for three tensors, or
+        odd features."""
         values = each(input_)
         if len(values) == 2:
             gate, up = tensor_of(values[0]), tensor_of(values[1])
@@ -157,9 +158,7 @@ class _Gate(BasicOperation):
     def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         saved = ctx.saved_tensors
         gate, up = self.halves(saved if ctx.many else saved[0])
-        both = ops.GatedGrads(
-            rows_of(grad_output), rows_of(gate), rows_of(up), self.act
-        )  # computed when one is first read
+        both = ops.GatedGrads(rows_of(grad_output), rows_of(gate), rows_of(up), self.act)  # computed at the first read
         grads = ops.Produced(ops.GatedGrad(both, 0), gate.shape), ops.Produced(ops.GatedGrad(both, 1), up.shape)
         if ctx.many:
             return grads, ()

@@ -58,8 +58,8 @@ class AddExtraInput(BasicOperation):
         self.in_place = in_place
 
     def check(self, shape: Sequence[int], extra: Tensor) -> None:
-        """ValueError for an extra input whose shape differs from `shape` of the input, or for a leaf that would be written
-        to."""
+        """Raise ValueError for an extra input whose shape differs from `shape` of the input, or for a leaf that would
+        be written to."""
         if tuple(extra.shape) != tuple(shape):
             raise ValueError(f"AddExtraInput: the input is {tuple(shape)} and the extra input {tuple(extra.shape)}")
         if self.in_place and extra.requires_grad and extra.is_leaf and torch.is_grad_enabled():

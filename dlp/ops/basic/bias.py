@@ -53,7 +53,8 @@ class _BiasVectors(BasicOperation):
 
 
 def check_bias(bias: Tensor, shape: Sequence[int]) -> None:
-    """ValueError for a bias whose size differs from the number of features: torch would broadcast a bias of size 1."""
+    """Raise ValueError for a bias whose size differs from the number of features: torch would broadcast a bias of size
+    1."""
     if tuple(bias.shape) != tuple(shape[-1:]):
         raise ValueError(f"Bias: expected {bias.shape[0]} features; got a tensor of shape {tuple(shape)}")
 

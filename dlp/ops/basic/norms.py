@@ -82,13 +82,13 @@ class _Norm(BasicOperation):
         return by_torch(_plus_one, torch.empty_like(weight), weight) if self.zero_centered_gamma else weight
 
     def rows(self, input_: Value) -> Tensor:
-        """x as a matrix [M, C]. ValueError for another number of features."""
+        """x as a matrix [M, C]. Raises ValueError for another number of features."""
         self.check(input_)
         x: Tensor = ops.stored(rows_of(input_))
         return x
 
     def check(self, input_: Value) -> None:
-        """ValueError for another number of features."""
+        """Raise ValueError for another number of features."""
         if tuple(input_.shape[-1:]) != (self.size,):
             found = input_.shape[-1] if input_.shape else "no"
             raise ValueError(f"{type(self).__name__}: expected {self.size} features; got {found}")

@@ -90,8 +90,8 @@ class Quantize(OfRanks):
         return None if recipe is None else recipe.for_layer("quantize")
 
     def _quantized(self, ctx: OperationContext, value: Value, tensor: str) -> Value:
-        """The value, quantized as the recipe of this pass casts "x" or "dy"; unchanged if that is not possible. ValueError if
-        the op is strict."""
+        """The value, quantized as the recipe of this pass casts "x" or "dy"; unchanged if that is not possible. Raises
+        ValueError if the op is strict."""
         recipe, strict, group, bound = ctx.how
         if isinstance(value, Handed) or (recipe is None and bound is None):
             return value
@@ -114,7 +114,7 @@ class Quantize(OfRanks):
         next_op_input_quantizer: Operand | None = None, **kwargs: Any,
     ) -> Value:  # fmt: skip
         bound = None if self.reader is None else bound_reader(self.reader)
-        # of backward, too, whatever is set meanwhile
+        # Backward uses the same, even if settings change meanwhile
         ctx.how = self.active_recipe(), self.strict, self.process_group, bound
         ctx.quantizes_dx = self.on_backward and prev_op_grad_output_quantizer is None
         if not self.on_forward or next_op_input_quantizer is not None:

@@ -1,1 +1,1 @@
-"""The parallel linear: what a layer is, its three GEMMs, autograd, modules."""
+"""The parallel linear: definition of a layer, its three GEMMs, autograd, modules."""

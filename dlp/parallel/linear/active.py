@@ -28,7 +28,8 @@ from dlp.parallel.linear.state import BoundSpec, LayerState, StepState
 from dlp.parallel.linear.step import ForwardState, UpdateAfterBackward, in_backward
 from dlp.quant.state import ForwardScales
 
-_FRAME, _FRAME_AGAIN = "frame", "target_frame_ref"  # what the hooks of a first run and of a recomputation refer to
+# Attributes by which the hooks of a first run and of a recomputation refer to the checkpoint
+_FRAME, _FRAME_AGAIN = "frame", "target_frame_ref"
 
 
 @dataclass(eq=False)
@@ -188,8 +189,8 @@ def _again(core: LayerState, checkpoints: list[Checkpoint]) -> Ran:
 
 
 def _check_no_recomputation(core: LayerState) -> None:
-    """Check the first run of a layer after a recipe change. ValueError in a backward that recomputes an unknown forward
-    (`use_reentrant=True`): y and the gradients would have different recipes."""
+    """Check the first run of a layer after a recipe change. Raises ValueError in a backward that recomputes an unknown
+    forward (`use_reentrant=True`): y and the gradients would have different recipes."""
     if not in_backward():
         core.ran_under.recipe_changed = False
     elif not any(each.again for each in _checkpoints()):
@@ -200,7 +201,7 @@ def _check_no_recomputation(core: LayerState) -> None:
 
 
 def check_compiled(bound: BoundSpec) -> None:
-    """ValueError for compiled code that runs inside a region: compiled code cannot look up the region."""
+    """Raise ValueError for compiled code that runs inside a region: compiled code cannot look up the region."""
     region = REGION.get()
     if region is not None and bound not in region.resolved and not in_backward():
         raise ValueError(

@@ -44,7 +44,7 @@ from dlp.runtime.function import (
 
 
 def check_features(spec: LinearSpec, x: Tensor, weight: Tensor) -> None:
-    """ValueError for x [..., K] whose K differs from K of this rank's weight [N, K]."""
+    """Raise ValueError for x [..., K] whose K differs from K of this rank's weight [N, K]."""
     found, wanted = x.shape[-1] if x.dim() else 0, weight.shape[1]
     if found != wanted:
         part = f", the shard of {wanted * spec.tp} on one rank" if spec.style.cut_x == 1 and spec.tp > 1 else ""
@@ -96,8 +96,8 @@ class BoundCall:
 
 
 def check_given(bound: BoundSpec, given: Sequence[Any]) -> None:
-    """`given`: x and parameters. ValueError for x in a dtype that layers do not take, and for a tensor on another
-    device than x."""
+    """`given`: x and parameters. Raises ValueError for x in a dtype that layers do not take, and for a tensor on
+    another device than x."""
     spec, x = bound.spec, given[0]
     if x.dtype not in ACTIVATIONS:
         raise ValueError(f"{spec.name}: x must be bf16, fp16 or fp32; got {x.dtype}: convert it before the layer")
@@ -146,7 +146,8 @@ def call_of(
 
 
 def _new_call(bound: BoundSpec, record: bool, x: Tensor, parameters: Sequence[Any]) -> BoundCall:
-    """The record of a first call. ValueError for parameters that FSDP has resharded, and for features that do not fit."""
+    """The record of a first call. Raises ValueError for parameters that FSDP has resharded, and for features that do
+    not fit."""
     spec = bound.spec
     for parameter in parameters:
         if parameter is not None:
@@ -213,7 +214,7 @@ def backward(ctx: Any, run: Run, dys: Sequence[Tensor | None]) -> Sequence[Any]:
     weights, saved = saved[: call.count], saved[call.count :]
     if len(wanted.used) != call.count:  # members whose y is not used have no dy
         dys, weights = tuple([dys[i] for i in wanted.used]), [weights[i] for i in wanted.used]
-    grads: list[Any] = [None] * len(needs)  # of x, weights, biases
+    grads: list[Any] = [None] * len(needs)  # gradients of x, weights, biases
     into = _targets(call, wanted, weights) if call.bound.weights.main_grads else []
     written = [1 + i for i, target in zip(wanted.used, into, strict=True) if target] if into else ()
     returned = [place for place in places if place not in written] if written else places

@@ -27,7 +27,7 @@ from dlp.parallel.overlap import Gather
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import QuantizedTensor
 
-RANKS = (1, 2, 4, 8)  # of an axis: a rank owns a subtree of the segments
+RANKS = (1, 2, 4, 8)  # sizes of an axis for which each rank owns a subtree of the segments
 
 
 def _total(parts: Parts, dtype: torch.dtype, own: Own | None = None) -> Tensor:

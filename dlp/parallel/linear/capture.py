@@ -24,7 +24,8 @@ WATCHED = "an observer counts the transfers"
 
 
 def directions(name: str, bounds: Sequence[BoundSpec], why: Mapping[str, str], x: Tensor) -> CapturedDirections:
-    """The captured directions of layers that run as one autograd function. `why`: by direction, why it is never captured."""
+    """The captured directions of layers that run as one autograd function. `why`: for each direction, the reason why it
+    is never captured."""
     sessions = {bound.session for bound in bounds}
     communicates = any(bound.spec.group is not None for bound in bounds)
 
@@ -92,7 +93,7 @@ def describe(model: nn.Module) -> list[str]:
     return lines
 
 
-_PASSING = (SEEN, WATCHED, REGION)  # reasons that pass by themselves: `describe` leaves them out
+_PASSING = (SEEN, WATCHED, REGION)  # temporary reasons, which `describe` leaves out
 
 
 def _called(core: Any) -> Iterator[CapturedDirections]:

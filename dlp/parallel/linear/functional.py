@@ -108,7 +108,7 @@ def linear_forward(
         options, dtype, ys = spec.recipe.fprop, spec.recipe.fprop.out_dtype or x.dtype, []
         for member, weight, w, bias in zip(spec.members, weights, ws, biases, strict=True):
             features, gemm_bias = weight.shape[0], None
-            if bias is not None and plan.bias_in_gemm:  # added after the sum, or each rank would add the bias
+            if bias is not None and plan.bias_in_gemm:  # else it is added once, after the sum over ranks
                 appended = w.shape[0] - features  # zero rows of a padded operand
                 gemm_bias = F.pad(bias, (0, appended)) if appended else bias
             gemm = Gemm("fprop", w, dtype, gemm_bias, finish.into, options, alpha=finish.alpha, rounds=True)
@@ -160,7 +160,7 @@ def linear_backward(
         # dgrad first: the reduction of dx runs under wgrad
         dx = _dgrad(bound, plan, dy_rows, ws, wanted, finish) if wanted.dx else None
         grads: list[Tensor] = []
-        operands: list[Tensor] = []  # of delayed wgrads
+        operands: list[Tensor] = []  # operands of delayed wgrads
         if x_col is not None:
             if spec.options.delay_wgrad and wanted.dx:  # `waits`
                 operands = _operands_of_wgrads(bound, dy_cols, x_col, wanted)
@@ -278,7 +278,7 @@ def contract_gemm(
     options = bound.spec.recipe.wgrad
     gemm = Gemm("wgrad", x, options.out_dtype or dtype, options=options, alpha=alpha)
     exact = (dy.parts[0].shape[0], x.parts[0].shape[0]) == tuple(shape) and clipped is None
-    if into is not None and exact and options.out_dtype in (None, into.tensor.dtype):  # the GEMM writes it itself
+    if into is not None and exact and options.out_dtype in (None, into.tensor.dtype):  # the GEMM writes dw directly
         added, written = (None, into.tensor) if into.overwrite else (into.tensor, None)
         return replace(gemm, out_dtype=into.tensor.dtype, accumulate=added, out=written)(dy)
     dw = trimmed(gemm(dy), shape[1], shape[0])

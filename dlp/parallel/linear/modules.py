@@ -45,7 +45,7 @@ from dlp.te_arguments import keywords_of, refuse
 
 
 def check_input(spec: LinearSpec, x: Any) -> None:
-    """TypeError for an x that is not a plain tensor."""
+    """Raise TypeError for an x that is not a plain tensor."""
     if isinstance(x, QuantizedTensor):
         raise TypeError(
             f"{spec.name}: x is a QuantizedTensor ({x.format.name}), but a layer quantizes x by the recipe of the "
@@ -178,7 +178,7 @@ class LinearCore(LayerState):
                 return self(in_autocast_dtype(x))
         if opaque():
             return self.by_ops(x)
-        if torch._C._are_functorch_transforms_active():  # `apply_pass` does not look for them
+        if torch._C._are_functorch_transforms_active():  # `apply_pass` does not check for transforms
             refuse_transforms(self.spec.name)
         bound, record, weights = active_spec(self), torch.is_grad_enabled(), self.weights
         if bound is self.bound and x.dtype == weights.dtype:
@@ -371,7 +371,7 @@ class Linear(ParallelLinear):
     """
 
     _style = "local"
-    _te_family = "layer"  # of `dlp.te_arguments.ARGUMENTS`
+    _te_family = "layer"  # a key of `dlp.te_arguments.ARGUMENTS`
 
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], bias: bool = False, *,

@@ -1,4 +1,5 @@
-"""LinearPlan: what a linear casts, agrees on, sends, multiplies, reduces and saves; decided once per (spec, number of tokens).
+"""LinearPlan: the casts, agreements, transfers, GEMMs, reductions and saved tensors of a linear, decided once per
+(spec, number of tokens).
 
     fprop  y  [M, N]   x rowwise [M, K]       w rowwise [N, K]      x columnwise [K, M] is kept for wgrad
     dgrad  dx [M, K]   dy rowwise [M, N]      w columnwise [K, N]
@@ -86,7 +87,7 @@ WIRES = {
     "fp8": ReduceCodec(pack_fp8, _sum_fp8, _kinds_fp8),
 }
 
-ASKED = "its recipe asks for it"  # by gather_dy = "high_precision"
+ASKED = "its recipe asks for it"  # because of gather_dy = "high_precision"
 Reasons = tuple[str | None, str | None]
 
 
@@ -215,8 +216,8 @@ class LinearPlan:
 
     @cached_property
     def scope(self) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-        """By step of a pass, a function that returns the context of the step: a named range of profilers, and for "forward" and
-        "backward" a direction of the transport."""
+        """Functions by step of a pass. Each returns the context of the step: a named range of profilers, and for "forward" and
+        "backward" also a direction of the transport."""
         spec = self.spec
         assert spec is not None
         ranges = {step: partial(named_range, f"{spec.name}.{step}") for step in STEPS}

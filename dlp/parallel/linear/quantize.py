@@ -55,7 +55,7 @@ def quantize(
     bound: BoundSpec, tensor: str, values: Sequence[Values], orientations: Orientations, *,
     members: Sequence[str] | None = None, record: bool = True, whole: bool = False, into: Wanted = NOWHERE,
 ) -> list[Operands]:  # fmt: skip
-    """Values [rows, columns] of x, w, dy, y or dx -> their operands, with one amax agreement for all.
+    """Quantize values [rows, columns] of x, w, dy, y or dx, with one amax agreement for all values.
 
     members    the members that the values belong to; None: one value for each member with this tensor
     record     amaxes count for delayed scales
@@ -232,7 +232,8 @@ def other_microbatch(tokens: int, expected: int) -> str:
 
 
 def plan_of(bound: BoundSpec, shape: torch.Size) -> LinearPlan:
-    """The plan for x of this shape [..., K]. ValueError if x is not an equal token shard under sequence parallelism."""
+    """The plan for x of this shape [..., K]. Raises ValueError if x is not an equal token shard under sequence
+    parallelism."""
     spec, style, tokens = bound.spec, bound.spec.style, prod(shape[:-1])
     unsplit = spec.tokens is not None and tokens * spec.tp != spec.tokens
     if style.cut_x == 0 and (len(shape) != 2 or unsplit):
@@ -282,9 +283,9 @@ def trimmed(values: Tensor, columns: int, rows: int | None = None) -> Tensor:
 
 
 def accepted(bound: BoundSpec, value: Any, tensor: str) -> Any:
-    """Return an x or dy that arrives quantized (`dlp.ops.handed.Handed`) unchanged if this layer cast the tensor, or would
-    produce the same operands; else decode the tensor, which is quantized again, and log a note. ValueError if the tensor is
-    `strict`, which forbids a second quantization."""
+    """Return an x or dy that arrives quantized (`dlp.ops.handed.Handed`) unchanged if this layer cast the tensor, or
+    would produce the same operands; else decode the tensor, which is quantized again, and log a note. Raises ValueError
+    if the tensor is `strict`, which forbids a second quantization."""
     spec, record = bound.spec, value.cast_record
     if record.bound is bound:
         return value

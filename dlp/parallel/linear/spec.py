@@ -36,8 +36,8 @@ class Overlaps:
 
     @classmethod
     def named(cls, chosen: str | Mapping[str, str]) -> Overlaps:
-        """Strategies from one name, or from names by GEMM; "serial" for a GEMM without a name. ValueError for an unknown
-        name."""
+        """Strategies from one name, or from names by GEMM; "serial" for a GEMM without a name. Raises ValueError for an
+        unknown name."""
         names = dict.fromkeys(GEMMS, chosen) if isinstance(chosen, str) else chosen
         return cls(**{gemm: overlaps.load(names.get(gemm, "serial")) for gemm in GEMMS})
 
@@ -138,7 +138,8 @@ class LinearSpec:
         return self
 
     def check_group(self, amax_group: ProcessGroup | None) -> None:
-        """ValueError for an amax group that lacks some of the ranks whose shards are gathered, which must share scales."""
+        """Raise ValueError for an amax group that lacks some of the ranks whose shards are gathered, which must share
+        scales."""
         if amax_group is None or self.style.gathers is None:
             return
         shared, tp = (dist.get_process_group_ranks(group) for group in (amax_group, self.tp_group))
@@ -150,8 +151,8 @@ class LinearSpec:
             )
 
     def check_unattached(self) -> None:
-        """ValueError for options that need a step boundary, called for a layer with delayed scales and no attached
-        optimizer."""
+        """Raise ValueError for options that need a step boundary, called for a layer with delayed scales and no
+        attached optimizer."""
         if self.options.save_original_input:
             raise ValueError(
                 f"{self.name}: without an attached optimizer, scales of {self.recipe} differ between forward and "
@@ -160,7 +161,7 @@ class LinearSpec:
             )
 
     def check_recipe_may_change(self, remedy: str) -> None:
-        """ValueError for an invariant layer, whose recipe cannot change; `remedy` ends the message."""
+        """Raise ValueError for an invariant layer, whose recipe cannot change; `remedy` ends the message."""
         if self.invariant:
             raise ValueError(
                 f"{self.name}: invariant = true: dlp.convert checks where tp cuts blocks of a recipe, and recipes do not "
@@ -191,7 +192,7 @@ class LinearSpec:
 
     @cached_property
     def slots(self) -> dict[str, tuple[str, SlotOptions]]:
-        """Slot name -> (tensor, options), for each tensor that this layer casts with a delayed scale."""
+        """Return (tensor, options) by slot name, for each tensor that this layer casts with a delayed scale."""
         return {f"{name}{self.variant}": found for name, found in delayed_slots(self.recipe, self.members).items()}
 
     @cached_property
@@ -213,8 +214,8 @@ class LinearSpec:
 
 
 def check_recipe(layer: str, gathers: str | None, recipe: Recipe) -> None:
-    """ValueError for a recipe that this layer cannot run under: shards that are gathered need equal scales. `gathers`: the
-    operand that the style gathers, or None."""
+    """Raise ValueError for a recipe that this layer cannot run under: shards that are gathered need equal scales.
+    `gathers`: the operand that the style gathers, or None."""
     delayed = any(caps_of(quantizer).slot is not None for quantizer in recipe.quantizers())
     if gathers is not None and delayed and not recipe.reduce_amax:
         raise ValueError(
@@ -224,7 +225,7 @@ def check_recipe(layer: str, gathers: str | None, recipe: Recipe) -> None:
 
 
 def check_extras(layer: str, recipe: Recipe, options: LayerOptions, return_bias: bool) -> None:
-    """ValueError for two choices that exclude each other."""
+    """Raise ValueError for two choices that exclude each other."""
     if return_bias and recipe.y is not None:
         raise ValueError(
             f"{layer}: {recipe} quantizes y, and return_bias = true returns y before the bias is added; leave "
@@ -243,8 +244,8 @@ def check_extras(layer: str, recipe: Recipe, options: LayerOptions, return_bias:
 
 
 def check_blocks(layer: str, recipe: Recipe, style: ParallelStyle, shape: Sequence[int], tp: int) -> None:
-    """ValueError where tp would cut a block of x or w and the recipe trains for codes that the unsharded tensor has (`qat`).
-    `shape`: of the unsharded weight [N, K]."""
+    """Raise ValueError where tp would cut a block of x or w and the recipe trains for codes that the unsharded tensor
+    has (`qat`). `shape`: of the unsharded weight [N, K]."""
     if tp == 1 or not is_fake(recipe):
         return
     features = ("out_features", "in_features")
@@ -271,7 +272,8 @@ def _slot_name(recipe: Recipe, tensor: str, member: str, columnwise: bool) -> st
 
 
 def delayed_slots(recipe: Recipe, members: tuple[str, ...]) -> dict[str, tuple[str, SlotOptions]]:
-    """Slot name -> (tensor, options), for each tensor that a layer with these members casts with a delayed scale."""
+    """Return (tensor, options) by slot name, for each tensor that a layer with these members casts with a delayed
+    scale."""
     slots: dict[str, tuple[str, SlotOptions]] = {}
     for tensor in (*OPERANDS, *RESULTS):
         quantizers = recipe.of(tensor)
@@ -290,11 +292,11 @@ def delayed_slots(recipe: Recipe, members: tuple[str, ...]) -> dict[str, tuple[s
 # Identifiers for torch.compile
 
 _TRACES: dict[tuple[Any, ...], int] = {}
-_SPEC_OF_TRACE: dict[int, LinearSpec] = {}  # one spec of each trace_id stays, which belongs to no model
+_SPEC_OF_TRACE: dict[int, LinearSpec] = {}  # one spec of each trace_id; the spec belongs to no model
 
 
 def spec_of(trace_id: int) -> LinearSpec:
-    """A spec that stands for all with this trace_id."""
+    """A spec that represents all specs with this trace_id."""
     return _SPEC_OF_TRACE[trace_id]
 
 

@@ -50,8 +50,8 @@ from dlp.quant.tensor import QuantizedTensor
 Result = TypeVar("Result")
 Params = ParamSpec("Params")
 
-# The `BoundSpec` of each spec_id, as long as its model lives: the session holds it, since a backward may still need the spec of
-# its forward when the layer has another already.
+# The `BoundSpec` of each spec_id. A session keeps its `BoundSpec`s as long as its model exists, because a backward may
+# need the spec of its forward after the layer has got another spec.
 _BOUND: WeakValueDictionary[int, BoundSpec] = WeakValueDictionary()
 _NUMBERS = itertools.count()
 
@@ -111,7 +111,7 @@ class StepState(PassState):
         self.scheduled: list[tuple[Swap, Any]] = []  # (recipe change to come, its recipe)
 
     def check_not_graphed(self, layers: Iterable[LayerState]) -> None:
-        """ValueError for a swap of layers whose recipe a CUDA graph holds."""
+        """Raise ValueError for a swap of layers whose recipe a CUDA graph holds."""
         held = next((layer.spec for layer in layers if layer.spec.members in self.graphed), None)
         if held is not None:
             raise ValueError(
@@ -128,7 +128,7 @@ class StepState(PassState):
         return None
 
     def is_moved(self, weights: LayerWeights) -> bool:
-        """Whether something else than an attached optimizer has changed the weights of a layer since they were cast."""
+        """Whether weights of a layer were changed since the last cast, other than by an attached optimizer."""
         return False
 
     def weights_cast(self, weights: Sequence[LayerWeights]) -> None:
@@ -174,7 +174,7 @@ class StepState(PassState):
         """Add objects that a copy shares with this state to `memo`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """ValueError for a model with process groups, which cannot be pickled."""
+        """Raise ValueError for a model with process groups, which cannot be pickled."""
         if self.amax_group is not None:
             cannot_pickle(self.cores[0].spec.name)
         bounds = [core.bound for core in self.cores]
@@ -213,7 +213,7 @@ class BoundSpec:
         """Register a spec_id, which is valid in this process, and start with empty caches."""
         number, spec = next(_NUMBERS), self.spec
         _BOUND[number] = self
-        self.spec_id = torch.tensor(number, device="cpu")  # not on the default device
+        self.spec_id = torch.tensor(number, device="cpu")  # on the CPU, whatever the default device is
         self.trace_id = trace_of(spec)
         self.changes_dx = spec.recipe.x.clips or spec.recipe.dx is not None
         self.cache: dict[Any, Any] = {}
@@ -229,7 +229,7 @@ class BoundSpec:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """ValueError for a layer with a process group, which cannot be pickled."""
+        """Raise ValueError for a layer with a process group, which cannot be pickled."""
         if self.spec.group is not None or self.spec.amax_group is not None:
             cannot_pickle(self.spec.name)
         return {

@@ -32,7 +32,7 @@ from dlp.quant.stats import StatsTable
 
 LOG = logging.getLogger("dlp")
 _ENGINE: Any = torch.autograd.Variable._execution_engine
-FORWARD = ("w", "x", "y")  # tensors that forward casts, in the order in which a layer's flags lie
+FORWARD = ("w", "x", "y")  # tensors that forward casts, in the order of a layer's flags
 BACKWARD = ("dx", "dy")  # tensors that backward casts, from the last layer to the first
 
 
@@ -167,7 +167,7 @@ class PassState:
             str, dict[str, Tensor]
         ] = {}  # slots of autocast regions that have not run since the load of a state
         self.scales: ForwardScales | None = None  # delayed scales that casts read now; None: the scales in the table
-        self.now = ForwardState()  # of the running microbatch
+        self.now = ForwardState()  # state of the running microbatch
         self.repeats: ForwardState | None = None  # state of the forward that a checkpoint recomputes now
         self.drawn_again: Tensor | None = None  # the counter before `resume`, restored by `end_layer_backward`
         self.flags = Flags()
@@ -177,13 +177,13 @@ class PassState:
         self.attached = False  # an optimizer's step is the step boundary
         self.ran: set[tuple[str, ...]] = set()  # layers that ran with gradients since the last boundary, by members
         self.last: LinearSpec | None = None  # spec of the layer that ran last
-        self.direction = "forward"  # direction in which that layer ran
+        self.direction = "forward"  # direction in which the last layer ran
         self.regions = False  # a layer has run in an autocast region
         self.graphing = False  # inside `graphing`
         self.graphed: set[tuple[str, ...]] = set()  # layers that are captured in a CUDA graph, by members
-        self._task: int | None = None  # the id of the backward at whose end scales of dy will be updated
-        self.before_gather: Callable[..., None] | None = None  # as `dlp.parallel.model.checks.check_gathered`
-        # raises RuntimeError in a backward of a layer where partial gradients of the model would not be summed
+        self._task: int | None = None  # id of the backward at whose end the scales of dy will be updated
+        self.before_gather: Callable[..., None] | None = None  # called like `dlp.parallel.model.checks.check_gathered`
+        # Raises RuntimeError in a backward of a layer whose partial gradients would not be summed.
         self.check_gradients: Callable[[], None] | None = None
 
     # ---- the layers, of which `StepState` has a list
@@ -226,8 +226,8 @@ class PassState:
         return self.now if self.scales is None else self.now._replace(scales=self.scales)
 
     def resume(self, spec: LinearSpec, state: ForwardState) -> None:
-        """Begin a backward of a layer: restore the state of the forward. RuntimeError if a state was loaded after the
-        forward."""
+        """Begin a backward of a layer: restore the state of the forward. Raises RuntimeError if a state was loaded
+        after the forward."""
         self.scales, now = state.scales, self.now
         if state is now:
             return

@@ -88,7 +88,7 @@ class RecipeRegion(Region):
         self.touched[session] = None
         key = (self.enabled, self.recipe, self.calibrating, self.group)
         if key not in core.variants and key != (True, None, self.calibrating, None):
-            # slots of all layers, so that ranks that run different layers have the same slots
+            # Create slots for all layers, so that ranks that run different layers have the same slots.
             for each in session.cores:
                 each.variants[key] = BoundSpec(self._variant(each), session, each.weights)
             session.rebuild()

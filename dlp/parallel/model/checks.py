@@ -94,7 +94,7 @@ def not_sent(mine: QuantizedTensor, dim: int) -> Named:
 
 
 def _mark(parameter: Any) -> Mark:
-    """Numbers that change when a parameter is replaced, or when an operation that torch counts writes to the parameter."""
+    """Numbers that change if a parameter is replaced, or if a counted operation of torch writes to the parameter."""
     tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     return id(parameter), parameter._version, tensor._version, tensor.data_ptr()
 

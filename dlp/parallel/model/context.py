@@ -94,8 +94,8 @@ class Context:
         return torch.cat([torch.arange(size, device=device) + chunk * size for chunk in self.chunks])
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return whole sequences from the parts of all ranks; backward sums the gradients over the ranks, and returns those of
-        this rank's tokens."""
+        """Return whole sequences from the parts of all ranks. Backward sums the gradients over the ranks, and returns
+        the gradients of this rank's tokens."""
         if self.ranks == 1:
             return x
         if self.group is None:
@@ -126,7 +126,8 @@ class Context:
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention in which the queries are those of the last keys. Shapes as for `Context.attention`."""
+    """Compute causal attention in which the queries are the queries of the last keys. Shapes as for
+    `Context.attention`."""
     before, grouped = k.shape[2] - q.shape[2], q.shape[1] != k.shape[1]
     if before == 0:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)

@@ -77,7 +77,8 @@ class _Target:
     def move(self, module: nn.Module, key: str, shard_dim: int | None) -> None:
         """Replace a module's parameter of this name, if it exists, by this rank's shard of it."""
         old = module._parameters.get(key)
-        if type(old) is not nn.Parameter:  # the parameter is None, or has a class of its own in a left-out module
+        # The parameter is None, or a left-out module has a parameter of another class
+        if type(old) is not nn.Parameter:
             return
         if id(old) not in self.shared:
             self.shared[id(old)] = place(old, self.tp, shard_dim)
@@ -387,7 +388,8 @@ def _hold(module: nn.Module, parameters: Mapping[str, Any]) -> None:
     vars(module)["_parameters"] = parameters
 
 
-_CLASSES: dict[tuple[type, type], type] = {}  # one subclass per class, so that modules of equal type keep equal type
+# One subclass per class, so that modules of one class stay modules of one class
+_CLASSES: dict[tuple[type, type], type] = {}
 
 
 def _class_of(cls: type, whole: bool) -> type:

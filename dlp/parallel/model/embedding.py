@@ -44,7 +44,8 @@ IGNORED = -100
 
 
 class _ReduceTokens(torch.autograd.Function):
-    """Sum rows that only one rank fills: all rows on every rank ("all") or each rank's token shard ("scatter")."""
+    """Sum rows that only one rank fills, and return all rows on every rank ("all") or each rank's token shard
+    ("scatter")."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: ProcessGroup, reduce: str, name: str) -> Tensor:
@@ -287,7 +288,7 @@ class _CrossEntropy(torch.autograd.Function):
         weight = _times(grad, counts)
         if ctx.z_loss == 0:
             return ops.softmax_gradient(logits, column, lse, weight), None, None, None, None, None
-        more = _times(2 * ctx.z_loss * lse * grad, counts)  # gradient of the softmax, without the term of the target
+        more = _times(2 * ctx.z_loss * lse * grad, counts)  # gradient of the softmax part, without the target term
         gradient = ops.softmax_gradient(logits, column, lse, weight + more)
         mine = ~outside(column, logits.shape[1])
         at = torch.where(mine, column, 0).unsqueeze(1)

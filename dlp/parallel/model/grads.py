@@ -188,7 +188,7 @@ class PartialGradients:
         if torch.compiler.is_dynamo_compiling() or in_backward():
             return
         self._task = None  # an earlier backward that failed
-        if not self._called:  # torch's `fully_shard` may have replaced parameters
+        if not self._called:  # torch's `fully_shard` may have replaced parameters since
             self._called = True
             for module, name, record in managed(model):
                 self.fsdp.setdefault((id(module), name), record)
@@ -224,7 +224,7 @@ class PartialGradients:
                 self._is_taken(slot)
         self._task = task
         due = [self._stored(slot) for slot in self.slots if self._is_due(slot)]
-        self._due = list({id(parameter): parameter for parameter in due}.values())  # tied parameters once
+        self._due = list({id(parameter): parameter for parameter in due}.values())  # tied parameters occur once
         if self.group.rank() != 0:
             for parameter in self._due:
                 kept = local_grad(parameter)

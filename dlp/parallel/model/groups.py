@@ -149,7 +149,7 @@ def resolve(
 def _layers_of(
     group: LayerGroup, layers: Mapping[str, str], modules: Sequence[str], lengths: Mapping[str, int], prefix: str
 ) -> set[str]:
-    """Layers that a group matches. `layers`: every name of a layer -> the layer's first name."""
+    """Layers that a group matches. `layers`: every name of a layer -> the first name of the layer."""
     whole = group.convert is False
     names = list(dict.fromkeys([*layers, *modules])) if whole else list(layers)
     asked_by = f"layer group {group.name!r}"

@@ -43,7 +43,7 @@ _ENGINE = torch.autograd.Variable._execution_engine
 
 
 def check_mesh(dims: ParallelDims, device_type: str, amax_group: Any) -> None:
-    """ValueError for a mesh, device or amax group that has no invariant mode."""
+    """Raise ValueError for a mesh, device or amax group that has no invariant mode."""
     if device_type not in CHECKS:
         raise ValueError(f"invariant = true: ranks are on CPUs or CUDA; this mesh is on {device_type}: leave it out")
     if dims.cp > 1:
@@ -70,7 +70,7 @@ def check_mesh(dims: ParallelDims, device_type: str, amax_group: Any) -> None:
 
 
 def check_threads() -> None:
-    """ValueError for several threads: torch divides gradients of norms and large sums among threads."""
+    """Raise ValueError for several threads: torch divides gradients of norms and large sums among threads."""
     threads = torch.get_num_threads()
     if threads != 1:
         raise ValueError(
@@ -80,7 +80,8 @@ def check_threads() -> None:
 
 
 def check_determinism() -> None:
-    """ValueError where CUDA functions of torch, such as the backward of attention, add in the order of arrival."""
+    """Raise ValueError where CUDA functions of torch, such as the backward of attention, add in the order of
+    arrival."""
     if not torch.are_deterministic_algorithms_enabled():
         raise ValueError(
             "invariant = true: functions of torch add in the order of arrival on GPUs, such as the backward of attention; set "
@@ -93,8 +94,8 @@ CHECKS: dict[str, Callable[[], None]] = {"cpu": check_threads, "cuda": check_det
 
 
 def check_plan(plan: Plan, model: nn.Module, batch: tuple[int, int] | None) -> Plan:
-    """The plan of an invariant model: amaxes are agreed wherever tp cuts what a scale spans, and GEMMs run with strategy
-    "serial". ValueError for a layer that cannot be invariant."""
+    """Return the plan of an invariant model: ranks agree on an amax wherever tp shards a dimension that the scale
+    spans, and GEMMs run with strategy "serial". Raises ValueError for a layer that cannot be invariant."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith("dlp.ops"):
             raise ValueError(
@@ -193,8 +194,9 @@ class Segments:
     def run(
         self, forward: Callable[..., Tensor], parameters: dict[str, Any], held: Mapping[str, Any], inputs: tuple[Any, ...]
     ) -> Tensor:  # fmt: skip
-        """The module's result for x, computed segment by segment. `parameters`: the parameters that `forward` reads; `held`:
-        this rank's plain tensors of `parameters`. ValueError for a module whose result on segments differs."""
+        """The module's result for x, computed segment by segment. `parameters`: the parameters that `forward` reads;
+        `held`: this rank's plain tensors of `parameters`. Raises ValueError for a module whose result on segments
+        differs."""
         if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
             raise ValueError(
                 f"invariant = true: {self.name} must be called with one tensor; got {len(inputs)} arguments"
@@ -222,7 +224,7 @@ class Segments:
 
     @torch.no_grad()
     def _check(self, forward: Callable[..., Tensor], matrix: Tensor, y: Tensor) -> None:
-        """ValueError for a module whose result on segments differs from the result on all tokens."""
+        """Raise ValueError for a module whose result on segments differs from the result on all tokens."""
         whole = forward(matrix)
         if whole.shape != y.shape or not torch.allclose(whole.float(), y.float(), rtol=0.02, atol=1e-3, equal_nan=True):
             raise ValueError(
@@ -360,7 +362,7 @@ class GradientTree:
 
 
 def _check_units(model: nn.Module) -> None:
-    """ValueError for units of torch's `fully_shard`, which averages gradients in another order."""
+    """Raise ValueError for units of torch's `fully_shard`, which averages gradients in another order."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and "dlp_gathering" not in vars(module):
             raise ValueError(

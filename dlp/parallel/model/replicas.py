@@ -74,7 +74,7 @@ class Replicas:
         return any(id(p) in held for p in own)
 
     def look_unattached(self) -> None:
-        """Compare replicas before a step of an optimizer that is not attached. Nothing else counts these steps."""
+        """Compare replicas before a step of an optimizer that is not attached. This method also counts such steps."""
         self.look(self._steps)
         self._steps += 1
 
@@ -96,7 +96,7 @@ class Replicas:
         self._compare_values(parameters, digests, changes, step, first)
 
     def _find_own(self, parameters: Mapping[str, Tensor], digests: Mapping[str, Tensor]) -> None:
-        """Find plain parameters with different initial values on the ranks of an axis: these are sharded by the user."""
+        """Find plain parameters with different initial values on the ranks of an axis, which the user has sharded."""
         for axis, group in self.groups.items():
             names = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
             if names:

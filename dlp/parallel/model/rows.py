@@ -393,7 +393,7 @@ def scope_notes(recipe: Recipe, style: ParallelStyle, local: tuple[int, int], to
 
 
 def _kept_note(recipe: Recipe, style: ParallelStyle, options: LayerOptions, tokens: int | None) -> tuple[str, ...]:
-    """Note on the memory that `save_original_input` costs a layer whose x no other module keeps."""
+    """Note on the memory that `save_original_input` costs a layer whose x no other module saves."""
     own, chosen = linear_plan(recipe, style, 1, tokens), linear_plan(recipe, style, 1, tokens, kept=options.keeps)
     if own.kept == chosen.kept:
         return ()

@@ -363,7 +363,7 @@ def without_effects(session: Session) -> Iterator[None]:
             for memory, before in kept:
                 memory.copy_(before)
             for flags in session.flags.now:
-                if flags.data_ptr() not in known:  # tensors created inside
+                if flags.data_ptr() not in known:  # tensors that were allocated inside
                     flags.zero_()
 
 

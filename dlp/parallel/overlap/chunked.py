@@ -43,7 +43,7 @@ from dlp.parallel.overlap import Sent, Work
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
 
-Contribution = tuple[int, int, Parts]  # whose rows, the first of them, their parts
+Contribution = tuple[int, int, Parts]  # rank that owns the rows, first row, parts of the rows
 TILE = 128, 256  # rows and columns of the result tile that one SM computes at a time in a large GEMM
 
 
@@ -194,7 +194,7 @@ class Chunked:
     """`chunks`: number of pieces of the transfer to or from each other rank."""
 
     chunks: int = 1
-    launches_only: ClassVar[bool] = True  # with mapped memory
+    launches_only: ClassVar[bool] = True  # if memory is mapped
     calls_only: ClassVar[bool] = True  # without mapped memory
 
     @property
@@ -258,7 +258,7 @@ class Chunked:
             exchange = transport.open(shapes, dtypes)
             for rank, row, parts in made:
                 if rank == group.rank():
-                    own = rank, parts  # summed where the contributions arrive
+                    own = rank, parts  # summed on the rank that receives the contributions
                 else:
                     exchange.send(parts, rank, row)
             arriving = exchange.sent()

@@ -55,7 +55,7 @@ class SerialLease:
 
 class Serial:
     name = "serial"
-    launches_only = True  # with mapped memory
+    launches_only = True  # if memory is mapped
     calls_only = True  # without mapped memory
 
     @property

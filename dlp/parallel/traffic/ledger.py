@@ -102,7 +102,8 @@ def _difference(wrong: Mapping[tuple[str, str, str], tuple[int, int]]) -> str:
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan of `convert`, with the current recipes of layers. Raises ValueError for a model that was not converted."""
+    """The plan of `convert` with the current recipes of the layers. Raises ValueError for a model that was not
+    converted."""
     plan = session_of(model).plan
     if plan is None:
         raise ValueError(

@@ -322,7 +322,7 @@ class LinearTraffic:
             yield self._agreement(route.before, [(tokens, size) for size in features])
         for each in route.gathers:
             (size,) = features  # siblings share x, and a layer that gathers dy has none
-            self._strategy(each.gemm)  # whichever it is, the shard goes to each other rank
+            self._strategy(each.gemm)  # every strategy sends the shard to each other rank
             sent = Sent(self.load.named(TP), self.name, each.gemm, precision_of(each.format or HP, dtype))
             yield sent, observer.gathered(plan.sends(route, each, size, dtype), self.load.ranks(TP))
         if route.after is not None:
@@ -370,7 +370,7 @@ def linears_of(plan: Plan, load: Workload) -> Iterator[LinearTraffic]:
         shapes = [shard_sizes(row.row, *row.shape, load.ranks(TP), row.name) for row in members]
         cached = not by_fsdp and load.weight_cache == "step"
         at_use = [] if cached else [shapes]
-        if by_fsdp:  # each weight separately, unless its shards have been cast
+        if by_fsdp:  # each weight separately, unless its shards are already cast
             with predicting(names[0]):
                 found = [weights.get(row.weight) for row in members]
                 at_use = [[s] for s, its in zip(shapes, found, strict=True) if not (its and travels_as(*its, load))]
@@ -436,8 +436,8 @@ def _partial_gradients(plan: Plan, load: Workload) -> Sends:
     yield Sent(load.named(TP), "", "grads", "float32"), nbytes
 
 
-# FSDP. A pass that needs an operand missing from its transfer gathers it separately, once; later both are gathered
-# together, which is the case predicted here.
+# FSDP. A pass that needs an operand missing from its transfer gathers the operand separately, once. Later both are
+# gathered together, which is the case predicted here.
 
 
 def units_of(plan: Plan, load: Workload) -> dict[str, list[ParameterPlan]]:
@@ -465,9 +465,9 @@ def travels_as(row: LayerPlan, parameter: ParameterPlan, load: Workload) -> Shar
 def gather_passes(
     found: tuple[LayerPlan, ParameterPlan] | None, parameter: ParameterPlan, load: Workload, again: bool
 ) -> list[list[ShardLayout]]:
-    """The layouts that forward gathers of a parameter, and, if backward gathers `again`, those of backward: the other
-    orientation, and that of a recomputed forward. found: the linear of the parameter and the parameter, if it is a weight of a
-    linear."""
+    """Return the layouts that forward gathers of a parameter, and, if backward gathers `again`, the layouts that
+    backward gathers: the other orientation, and the orientation of a recomputed forward. found: the linear and the
+    parameter, if the parameter is a weight of a linear."""
     row, col = (found and travels_as(*found, load)) or (VALUES, VALUES)
     passes = [(row,), (col, row) if load.recomputes(parameter.name) else (col,)] if again else [(row, col)]
     return [list(dict.fromkeys(layouts)) for layouts in passes]
@@ -491,7 +491,7 @@ def fsdp_gradients(plan: Plan, load: Workload) -> Counter[Sent]:
     total: Counter[Sent] = Counter()
     ranks, dtype = load.shards, load.reduce_dtype
     for own in units_of(plan, load).values():
-        numel = sum(prod(load.shard(p.shape, padded=True)) for p in own)  # for each rank
+        numel = sum(prod(load.shard(p.shape, padded=True)) for p in own)  # elements on each rank
         flat = nothing((ranks, numel), dtype)
         parts: tuple[Tensor, ...] = (flat,) if load.grad_wire is None else WIRES[load.grad_wire].pack(flat)
         scattered = Sent(load.named(load.dims.shard_axis), "", "grads", observer.dtype_name(parts[0].dtype))

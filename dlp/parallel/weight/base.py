@@ -48,8 +48,8 @@ class Member(NamedTuple):
 
 
 def accumulates(parameter: Tensor) -> bool:
-    """Whether the running backward accumulates into the `grad` of a parameter. RuntimeError if `torch.autograd.grad` returns
-    the gradient.
+    """Whether the running backward accumulates into the `grad` of a parameter. Raises RuntimeError if
+    `torch.autograd.grad` returns the gradient.
 
     The AccumulateGrad node is looked up in each backward and never kept: a node that lives on stays on the stream of its
     creation, and steps on another stream would accumulate there, unordered with code that reads or frees gradients."""
@@ -83,7 +83,7 @@ class MainGrad:
         """Whether the running backward accumulates into the parameter's `grad`."""
         try:
             return accumulates(self.parameter)
-        except RuntimeError:  # torch.autograd.grad returns the gradient
+        except RuntimeError:  # raised by torch.autograd.grad, which returns the gradient
             return False
 
     def buffer(self) -> Target | None:

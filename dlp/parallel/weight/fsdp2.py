@@ -128,7 +128,7 @@ def fully_shard(
 
 
 def _check_fp32(policy: fsdp.MixedPrecisionPolicy | None) -> None:
-    """ValueError where gradients of an invariant model would be rounded before FSDP adds them."""
+    """Raise ValueError where gradients of an invariant model would be rounded before FSDP adds them."""
     dtypes = () if policy is None else (policy.param_dtype, policy.reduce_dtype)
     narrow = [dtype for dtype in dtypes if dtype not in (None, torch.float32)]
     if narrow:

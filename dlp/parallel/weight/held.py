@@ -275,7 +275,7 @@ Closure = Callable[[], Any]
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
-    """The closure among the arguments of `step` in hooks of optimizers, after the optimizer; None if there is none."""
+    """Return the closure among the arguments that an optimizer hook gets for `step`; None if there is none."""
     closure: Closure | None = args[1] if len(args) > 1 else kwargs.get("closure")
     return closure
 
@@ -306,7 +306,7 @@ def with_master_weights(model: nn.Module, make: Callable[[list[nn.Parameter]], O
         ...     model = nn.Sequential(dlp.Linear(64, 64))
         >>> optimizer = dlp.with_master_weights(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     """
-    held = [weight for weight in _held(model) if weight.parameter.requires_grad]  # without frozen weights
+    held = [weight for weight in _held(model) if weight.parameter.requires_grad]  # frozen weights have no master
     pairs = [(weight, weight.take_master()) for weight in held]
     masters = {id(weight.parameter): master for weight, master in pairs}
     optimizer = make([masters.get(id(p), p) for p in model.parameters()])

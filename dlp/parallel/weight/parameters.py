@@ -102,7 +102,7 @@ class ShardedParameter(_SpreadParameter):
 
 
 class Valueless(Protocol):
-    """Weight that a placeholder stands for. no_values: the form of the weight and the way out, as a clause."""
+    """Weight that a placeholder stands for. no_values: a clause that says how the weight is stored, and what to do instead."""
 
     @property
     def bound(self) -> Any: ...
@@ -133,7 +133,7 @@ def _needs_values(function: Any, args: Sequence[Any]) -> str | None:
         return attribute if attribute in VALUES else None
     if name in METADATA or name in OURS:
         return None
-    if name in ("view_as", "expand_as") and args[0] is args[1]:  # autograd finds the node of a gradient by this
+    if name in ("view_as", "expand_as") and args[0] is args[1]:  # autograd looks up the node of a gradient
         return None
     return str(name)
 

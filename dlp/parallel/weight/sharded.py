@@ -62,7 +62,7 @@ class ShardLayout:
 
     @cached_property
     def dims(self) -> list[int | None]:
-        """For each part the dimension along which shards concatenate; SHARED: the part is equal on all ranks."""
+        """The dimension along which shards concatenate, for each part. SHARED: the part is equal on all ranks."""
         return self.format.moves[int(self.transposed)]
 
     @property
@@ -197,7 +197,7 @@ class ShardedWeight(Weight):
         stored: Callable[[], Tensor],
         hook: Callable[[bool], None],
     ) -> None:
-        super().__init__(owner, index)  # `parts` stay empty: gathered operands do not outlive a pass
+        super().__init__(owner, index)  # `parts` stay empty, because gathered operands exist only during a pass
         self.rows, self._stored, self._hook = rows, stored, hook
         self.layouts: ShardLayouts | None = None
         self.own: dict[ShardLayout, QuantizedTensor] = {}
