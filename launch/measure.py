@@ -43,7 +43,7 @@ GEMM, BURST = 8192, 8  # rows of a square bf16 GEMM, GEMMs of a measurement
 PAUSE, LOAD = 1.0, 3.0  # seconds without work before a burst, seconds of GEMMs before the measurement under load
 # Derived from complete runs of llama3_1b on two H200 (bench/results/predict.json); a short program cannot measure
 # these.
-FROM_RUNS = {"replay": 0.8e-3, "host": 6e-5, "host_collective": 1.7e-4, "nccl_slowdown": 0.05}
+FROM_RUNS = {"replay": 0.8e-3, "host": 6e-5, "host_collective": 1.7e-4, "host_spread": 1.5, "nccl_slowdown": 0.05}
 
 
 def seconds_of(run: Callable[[], object], device: str) -> float:

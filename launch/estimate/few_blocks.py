@@ -9,7 +9,7 @@ from dlp.parallel.traffic.predict import Unpredictable
 from launch.config.run_config import Config
 from launch.estimate.memory import MOMENTS, Memory
 from launch.estimate.memory_check import Planned, planned
-from launch.estimate.step_time import forecast
+from launch.estimate.step_time import HOST, forecast, waits_for_host
 
 FEW = 3  # number of blocks: a first, a middle and a last block, which layer groups may treat differently
 
@@ -53,6 +53,7 @@ class Extended:
             forecast(config, self.world, self.board, found)
             for config, found in zip(self.configs, self.found, strict=True)
         ]
-        kinds = dict.fromkeys(kind for each in both for kind in each.shares)
+        kinds = dict.fromkeys(kind for each in both for kind in each.shares if kind != HOST)
         shares = {kind: self._all_blocks([each.shares.get(kind, 0.0) for each in both]) for kind in kinds}
-        return self._all_blocks([each.seconds for each in both]), shares
+        shares |= waits_for_host(self._all_blocks([each.host for each in both]), sum(shares.values()))
+        return sum(shares.values()), shares

@@ -43,6 +43,7 @@ class Rates:
     replay          seconds between two replays of a graph
     host            seconds that the host needs per kernel of a step without a graph, Python included
     host_collective the same per collective of NCCL between ranks of tp
+    host_spread     the time of the slowest measured host, as a multiple of these two
     nccl            bytes per second that a rank sends by NCCL's ring inside a host, alone
     nccl_slowdown   share of the speed of computation that is lost while NCCL's kernels run
     link, meeting   bytes per second and seconds per transfer between ranks of tp that map each other's memory
@@ -56,6 +57,7 @@ class Rates:
     replay: float
     host: float
     host_collective: float
+    host_spread: float
     nccl: float
     nccl_slowdown: float
     link: float

@@ -47,6 +47,7 @@ class Forecast:
     shares              seconds per step by kind of device time
     transfers           seconds per step in which each link is busy
     host                seconds per step that the host needs to launch every kernel; 0 where a CUDA graph replays
+    slowest             seconds per step with the slowest measured host
     microbatch          schedule of the step's last microbatch
     board, measured     the board and the origin of its rates
     """
@@ -58,6 +59,7 @@ class Forecast:
     shares: Mapping[str, float]
     transfers: Mapping[str, float]
     host: float
+    slowest: float
     microbatch: Timeline
     board: str
     measured: str
@@ -83,6 +85,11 @@ class Forecast:
             ),
             "",
         ]
+        if self.slowest > self.seconds:
+            lines.append(
+                f"up to {said_seconds(self.slowest)} a step: no CUDA graph hides the host, and the slowest measured host takes "
+                f"{self.slowest / self.seconds:.2g} times as long"
+            )
         links = ", ".join(f"{lane} {said_seconds(seconds)}" for lane, seconds in self.transfers.items())
         lines += [f"links busy: {links}"] if links else []
         for kind, seconds in [cost for cost in self.costs() if cost[0] in REMEDIES][:LARGEST]:
@@ -98,6 +105,11 @@ def forecast_or_reason(config: Config, world: int, device: str, found: Planned) 
         return forecast(config, world, device, found)
     except ValueError as error:
         return str(error)
+
+
+def waits_for_host(host: float, device: float) -> dict[str, float]:
+    """The seconds in which the device waits for the host, by their kind; none if the device takes longer."""
+    return {HOST: host - device} if host > device else {}
 
 
 def forecast(config: Config, world: int, board: str, found: Planned) -> Forecast:
@@ -134,14 +146,14 @@ def forecast(config: Config, world: int, board: str, found: Planned) -> Forecast
     device = sum(shares.values())
     if not host:
         shares[REPLAYS] = rates.replay
-    elif host > device:
-        shares[HOST] = host - device
+    shares |= waits_for_host(host, device)
     seconds = sum(shares.values())
+    slowest = max(seconds, host * rates.host_spread)
     tokens = config.train.global_batch * config.train.sequence
     flops = config.architecture.flops_per_token(config.train.sequence) * tokens / world
     about = rates.about
     peak = peak_of(about["device"]) or float("nan")
     return Forecast(
-        seconds, tokens, world, flops / seconds / peak, dict(shares), dict(transfers), host, last, board,
+        seconds, tokens, world, flops / seconds / peak, dict(shares), dict(transfers), host, slowest, last, board,
         f"{about['device']}, {about['date']}, torch {about['torch']}",
     )  # fmt: skip
