@@ -282,9 +282,8 @@ def spread(trace: Trace, key: Key) -> Spread:
         return Spread(rounded, moved + moved.mean(), trace.elements)  # clipping reads the norm of all gradients
     found, rows = terms(trace, key), rows_of(value)
     typical = rows.square().mean(-1, keepdim=True)
-    if not found and is_activation_gradient(
-        key
-    ):  # of a softmax over one key, equal terms cancel, as large as in other rows
+    # The gradient of a softmax over a single key is a difference of equal terms, which are as large as in other rows
+    if not found and is_activation_gradient(key):
         typical = typical.clamp(min=typical.mean())
     squares = typical.expand_as(rows).reshape(value.shape)
     casts: Tensor | float = 0.0
