@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 USERBUFFERS = " userbuffers"
 RECIPES = {"te bf16": "", "te delayed": "DelayedScaling", "te current": "Float8CurrentScaling"}
 PEERS = (*RECIPES, *(name + USERBUFFERS for name in RECIPES))
+# Recipe of dlp: recipe of TE
 COUNTERPARTS = {
     "bf16": "te bf16",
     "fp8_delayed": "te delayed",
     "fp8_current": "te current",
-}  # recipe of dlp: recipe of TE
+}
 
 
 def installed() -> bool:

@@ -32,12 +32,13 @@ from launch.common.devices import BOARDS
 
 MEGABYTE = 2**20
 LARGE = 1024 * MEGABYTE  # bytes of the tensors that bandwidths are measured on
+# Batch, sequence, heads, head_dim
 SHAPES = (
     (2, 4096, 32, 64),
     (1, 8192, 32, 64),
     (2, 4096, 16, 128),
     (1, 8192, 16, 128),
-)  # batch, sequence, heads, head_dim
+)
 KERNELS = 200  # kernels in the graph whose gaps are measured
 GEMM, BURST = 8192, 8  # rows of a square bf16 GEMM, GEMMs of a measurement
 PAUSE, LOAD = 1.0, 3.0  # seconds without work before a burst, seconds of GEMMs before the measurement under load

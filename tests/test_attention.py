@@ -19,11 +19,12 @@ from launch.settings.schema import ConfigError
 from launch.training.attention_backend import choose
 
 SHAPE = Model(layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=64)
+# Three rows: one document begins at a second token, one row has five documents
 LENGTHS = (
     (7, 1, 4),
     (12,),
     (1, 1, 2, 3, 5),
-)  # three rows: one document begins at a second token, one row has five documents
+)
 
 
 def documents(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> Documents:

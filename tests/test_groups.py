@@ -216,11 +216,12 @@ def test_a_switch_of_layers_is_declared_once(option):
     or implements it."""
     found = files_naming(option.name)
     assert "dlp/parallel/linear/spec.py" in found
+    # Arguments of LayerGroup; other names; TOML
     documented = (
         "dlp/parallel/model/groups.py",
         "dlp/te",
         "launch/config/sections.py",
-    )  # arguments of LayerGroup; other names; TOML
+    )
     own = "dlp/parallel/linear/", "dlp/parallel/weight/", "dlp/ops/", *documented
     elsewhere = {name for name in found if not name.startswith(own)}
     assert len(elsewhere) <= 3, elsewhere  # code that implements the switch, or cannot run with it

@@ -223,9 +223,8 @@ def graph(under: str) -> dict[str, set[str]]:
     edges: dict[str, set[str]] = {}
     for module, (source, package) in found.items():
         targets = [target for _, target in imports(source, package)]
-        named = {
-            target if target in found else target.rpartition(".")[0] for target in targets
-        }  # a module, or an object in a module
+        # A module, or an object in a module
+        named = {target if target in found else target.rpartition(".")[0] for target in targets}
         edges[module] = (named & found.keys()) - {module}
     return edges
 

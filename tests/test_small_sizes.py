@@ -101,9 +101,8 @@ def test_a_quantized_model_of_any_sizes_has_the_results_of_plain_torch(name: str
     """The test uses `quantize_` with codes that are padded if the format requires it, and tokens in three
     dimensions."""
     for tokens, out_features, in_features in sizes(max(16, *recipes.load(name).w.rowwise.format.block)):
-        model = nn.Sequential(
-            nn.Linear(in_features, out_features, bias=False, dtype=torch.bfloat16)
-        )  # a bias might cancel y
+        # A bias might cancel y
+        model = nn.Sequential(nn.Linear(in_features, out_features, bias=False, dtype=torch.bfloat16))
         x = values(tokens, in_features)[None]
         expected = model(x)
         dlp.quantize_(model, name, mode=mode)

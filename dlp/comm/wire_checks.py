@@ -75,9 +75,8 @@ class WireChecks(Observer):
         names = [argument.name for argument in func._schema.arguments]
         given: Mapping[str, Any] = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
         group = ProcessGroup.unbox(given["process_group"])
-        if group.size() == 1 or given.get(
-            "input_split_sizes"
-        ):  # chunks of different sizes, which no transfer of dlp has
+        # Chunks of different sizes, which no transfer of dlp has
+        if group.size() == 1 or given.get("input_split_sizes"):
             return super().__torch_dispatch__(func, types, args, kwargs)
         to_each = received == "output"  # each rank gets a separate chunk
         sent = _sums(given[source], group.size()) if to_each else checksum(given[source]).expand(group.size())

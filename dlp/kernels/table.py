@@ -175,9 +175,8 @@ GEMMS = (
 
 def _entry(row: Gemm) -> GemmEntry:
     check = partial(gemm.checked, scales_inside=bool(row.cublaslt))
-    prepare = (
-        gemm.of_layouts(row.run, check if row.pairs else None) if row.layouts else None
-    )  # ANY: checks decoded operands
+    # ANY: checks decoded operands
+    prepare = gemm.of_layouts(row.run, check if row.pairs else None) if row.layouts else None
     return GemmEntry(
         name=row.name, devices=row.devices, formats=row.pairs, status=row.status, run=check(row.run), prepare=prepare,
         layouts=row.exact, takes=row.takes, when=row.when, cublaslt=row.cublaslt, captured=True,

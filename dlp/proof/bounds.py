@@ -31,11 +31,12 @@ EVERYTHING = slice(None)
 
 FP32 = torch.finfo(torch.float32).eps / 2
 UNITS = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "e2m1": 2.0**-2}  # unit roundoff of normal numbers
+# Half the smallest step, over the largest value
 STEPS = {
     "e4m3": 2.0**-10 / 448,
     "e5m2": 2.0**-17 / 57344,
     "e2m1": 0.25 / 6,
-}  # half the smallest step, over the largest value
+}
 UPDATE = 4  # number of roundings of a weight in an optimizer's step: decay, update, and the inputs of both
 SLACK, DEVIATIONS = 1.5, 6.5
 

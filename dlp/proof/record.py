@@ -78,9 +78,8 @@ class Recorder:
         self.inputs: dict[tuple[int, str, int], Link] = {}
         self.outputs: dict[tuple[int, str, int], Link] = {}
         self._calls: Counter[tuple[bool, str]] = Counter()
-        self._shared: dict[
-            tuple[int, int], tuple[Tensor, Tensor, Link]
-        ] = {}  # for siblings: x, the replacement of x, and the link
+        # For siblings: x, the replacement of x, and the link
+        self._shared: dict[tuple[int, int], tuple[Tensor, Tensor, Link]] = {}
         self._handles: list[Any] = []
         for name, module in model.named_modules():
             if not any(True for _ in module.children()):

@@ -312,9 +312,8 @@ def _runs(*funcs: Any) -> Callable[[Run], Run]:
 
 
 @_runs(aten.detach.default, aten.alias.default, aten.contiguous.default, c10d.wait_tensor.default)
-@_runs(
-    *(getattr(c10d, name).default for name in ("_wrap_tensor_autograd",) if hasattr(c10d, name))
-)  # not in torch 2.11
+# Not in torch 2.11
+@_runs(*(getattr(c10d, name).default for name in ("_wrap_tensor_autograd",) if hasattr(c10d, name)))
 def _each_part(func: Any, w: QuantizedParameter, **kwargs: Any) -> QuantizedParameter:
     return w.like([func(part) for part in w.parts], shape=_flat(w))
 

@@ -178,9 +178,8 @@ def saved_by(
             model.set_submodule(row.name, _Embedding(row, module.embedding_dim, weight_dtype, tp, count))
     for name in blocks:
         _follow(model.get_submodule(name), name, count)
-    fake = FakeTensorMode(
-        allow_non_fake_inputs=True
-    )  # models of transformers read meta tensors that are not fake tensors
+    # Models of transformers read meta tensors that are not fake tensors
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.autograd.graph.saved_tensors_hooks(count.pack, lambda tensor: tensor), _Kernels(count), fake:
         logits = forward(model, torch.zeros(batch, dtype=torch.int64, device="meta"))
     count.saved.logits = logits.untyped_storage().nbytes()

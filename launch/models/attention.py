@@ -92,9 +92,8 @@ def _by_lengths(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
 
     batch, heads, sequence, _ = q.shape
     group = heads // k.shape[1]
-    k, v = (
-        each.repeat_interleave(group, 1) if group > 1 else each for each in (k, v)
-    )  # this function of torch 2.11 has no grouped heads
+    # This function of torch 2.11 has no grouped heads
+    k, v = (each.repeat_interleave(group, 1) if group > 1 else each for each in (k, v))
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
     out = varlen_attn(q, k, v, starts, starts, sequence, sequence, window_size=(-1, 0))  # window (-1, 0): causal
     assert isinstance(out, Tensor)  # returns a pair if more results are requested

@@ -216,6 +216,5 @@ class Llama(nn.Module):
     def forward(
         self, tokens: Tensor, documents: Documents | None = None, past: Sequence[KeyValues] | None = None
     ) -> Tensor:
-        return self.lm_head(
-            self.model(tokens, documents, past).flatten(0, -2)
-        )  # the head's own output instead of a view, since FSDP warns about views
+        # The head's own output instead of a view, since FSDP warns about views
+        return self.lm_head(self.model(tokens, documents, past).flatten(0, -2))

@@ -64,8 +64,9 @@ def _yarn(frequencies: Tensor, theta: float, scaling: Scaling) -> tuple[Tensor, 
     return frequencies * (kept + (1 - kept) / factor), scale
 
 
+# The frequencies of a scaling, and the factor of cosines and sines
 FREQUENCIES: dict[str, Callable[[Tensor, float, Scaling], tuple[Tensor, float]]] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
-}  # the frequencies of a scaling, and the factor of cosines and sines
+}

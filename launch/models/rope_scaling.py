@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 ORIGINAL = "original_max_position_embeddings"
+# rope_type -> required keys, optional keys
 SCALINGS: dict[str, tuple[set[str], set[str]]] = {
     "linear": ({"factor"}, set()),
     "llama3": ({"factor", "low_freq_factor", "high_freq_factor", ORIGINAL}, set()),
     "yarn": ({"factor", ORIGINAL}, {"beta_fast", "beta_slow", "attention_factor"}),
-}  # rope_type -> required keys, optional keys
+}
 
 
 def is_scaling(value: Any) -> bool:

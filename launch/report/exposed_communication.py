@@ -22,11 +22,12 @@ from torch import profiler
 T = TypeVar("T")
 Span = tuple[float, float]
 TRANSFERS = ("nccl", "gloo:", "memcpy ptop", "memcpy peer")
+# Copies and waits on CPU ranks, which are not kernels
 NO_WORK = (
     "aten::to",
     "aten::item",
     "aten::_local_scalar_dense",
-)  # copies and waits on CPU ranks, which are not kernels
+)
 
 
 class Activity(NamedTuple):

@@ -33,6 +33,7 @@ SMALL = ("layers=1", "hidden=128", "ffn=128", "heads=4", "kv_heads=4", "head_dim
 QWEN3 = (
     "family=qwen3", "layers=1", "hidden=128", "ffn=128", "heads=8", "kv_heads=4", "head_dim=32", "vocab=128",
 )  # fmt: skip
+# Complete blocks of 128 on 4 ranks
 BLOCKS = (
     "layers=1",
     "hidden=512",
@@ -40,7 +41,7 @@ BLOCKS = (
     "heads=4",
     "kv_heads=4",
     "head_dim=128",
-)  # complete blocks of 128 on 4 ranks
+)
 
 
 EIGHTHS = (*QWEN3, "heads=8", "kv_heads=8")

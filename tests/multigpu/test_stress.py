@@ -31,6 +31,7 @@ from tests.paired_models import values, without_programs
 from tests.simulated_transport import SimulatedLane, SimulatedSlot
 
 FEATURES = 512
+# On CPU ranks; GPUs run all cases
 EMULATED = (
     "bf16",
     "fp8_current",
@@ -39,7 +40,7 @@ EMULATED = (
     "fp8_rowwise",
     "mxfp8",
     "nvfp4",
-)  # on CPU ranks; GPUs run all cases
+)
 STRATEGIES = ("serial", "chunked", "chunked:2")
 
 

@@ -162,9 +162,8 @@ def _parameter_key(parameter: Any) -> Key:
     return num_axes(parameter), *shape_key(held(parameter)), parameter.requires_grad
 
 
-Run = tuple[
-    BoundCall, WeightParts | None
-]  # the call, and the operands that the step boundary cast; None: there are none now
+# The call, and the operands that the step boundary cast; None: there are none now
+Run = tuple[BoundCall, WeightParts | None]
 
 
 def forward(ctx: Any, run: Run, tensors: Sequence[Any]) -> tuple[Tensor, ...]:

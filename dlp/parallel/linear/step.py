@@ -163,9 +163,8 @@ class PassState:
         self.noted: set[str] = set()  # texts of `note`
         # casts
         self._scaling: ScalingState | None = None
-        self.loaded: dict[
-            str, dict[str, Tensor]
-        ] = {}  # slots of autocast regions that have not run since the load of a state
+        # Slots of autocast regions that have not run since the load of a state
+        self.loaded: dict[str, dict[str, Tensor]] = {}
         self.scales: ForwardScales | None = None  # delayed scales that casts read now; None: the scales in the table
         self.now = ForwardState()  # state of the running microbatch
         self.repeats: ForwardState | None = None  # state of the forward that a checkpoint recomputes now

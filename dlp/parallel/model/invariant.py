@@ -275,9 +275,8 @@ class GradientTree:
     def __init__(self, model: nn.Module, device_type: str) -> None:
         self.model, self._check_process = model, CHECKS[device_type]
         self._task: int | None = None
-        self._stacks: dict[
-            int, list[tuple[int, Tensor | None]]
-        ] = {}  # by index in `_stored`: (number of microbatches, their sum)
+        # By index in `_stored`: (number of microbatches, their sum)
+        self._stacks: dict[int, list[tuple[int, Tensor | None]]] = {}
         self._given: dict[int, Tensor] = {}
         self._checksums: dict[int, int] = {}
         self._stored: list[nn.Parameter] = []

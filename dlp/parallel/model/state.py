@@ -46,12 +46,13 @@ from dlp.quant.state import SlotState, SlotTable
 from dlp.quant.tensor import SHARED
 
 PREFIX, MASTERS, TARGET = "slots.", "masters.", "target"
+# By kind of tensor
 RULES = {
     "scale": "finite floats above 0",
     TARGET: "finite floats above 0",
     "history": "floats of at least 0",
     "master": "finite floats",
-}  # by kind of tensor
+}
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:

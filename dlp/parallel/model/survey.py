@@ -39,10 +39,11 @@ from dlp.parallel.weight.parameters import check_is_parameter, check_plain
 
 LEAVE_OUT = "leave the module out by a layer group with convert = false"
 MIXED = ("got mixed torch.Tensor and DTensor", "is a DTensor, but layers read", "is called with a DTensor")
+# torch's module classes that read other modules' parameters; the first forward finds others
 READ_OTHERS = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
-)  # torch's module classes that read other modules' parameters; the first forward finds others
+)
 
 
 @dataclass(frozen=True)

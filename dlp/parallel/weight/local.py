@@ -37,9 +37,8 @@ class LocalWeight(Weight):
 
     @property
     def stored(self) -> Tensor | None:
-        member = self.owner.layer.members[
-            self.index
-        ]  # not via `member`, since this runs for each weight before a model's forward
+        # Not via `member`, since this runs for each weight before a model's forward
+        member = self.owner.layer.members[self.index]
         return member.module._parameters.get(member.weight)
 
     @property
