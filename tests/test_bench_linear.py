@@ -198,7 +198,7 @@ def test_what_is_tuned_is_what_a_linear_runs(recipe: str) -> None:
     tokens, k, n = 256, 128, 384
 
     def ran() -> set[gemms.GemmProblem]:
-        found = {words[:-1] for words, *_ in gemms.plans()}
+        found = {problem._replace(alignment=0) for problem, *_ in gemms.plans()}
         gemms.plans().clear()
         return found
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import dlp
 from dlp import ops
-from dlp.parallel.linear import active, state
+from dlp.parallel.linear import active
 from dlp.parallel.linear.modules import Linear
 from tests.cases import matrix
 from tests.metrics import assert_bit_equal, relative_error
@@ -270,7 +270,7 @@ def test_a_recipe_that_a_graph_holds_is_not_swapped(monkeypatch: pytest.MonkeyPa
         dlp.set_recipe(model, "0", "bf16")
     with dlp.graphing(model):
         dlp.set_recipe(model, "0", "bf16")
-    monkeypatch.setattr(state, "capturing", lambda: True)  # although `dlp.graphing` was not used
+    monkeypatch.setattr("dlp.parallel.linear.step.capturing", lambda: True)  # although `dlp.graphing` was not used
     model[1](x)
     with pytest.raises(ValueError, match="^1: the recipe bf16 of this layer is captured in a CUDA graph"):
         dlp.set_recipe(model, "1", "fp8_block")
