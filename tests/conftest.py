@@ -37,7 +37,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import Pool
+from tests.pool import Pool, collect_garbage_seldom
 
 pytest.register_assert_rewrite("tests.metrics")
 torch.set_num_threads(1)  # workers set this too, so that both sum in the same order
@@ -191,7 +191,7 @@ def pytest_collection() -> Iterator[None]:
     third of the time."""
     gc.disable()
     yield
-    gc.freeze()
+    collect_garbage_seldom()
     gc.enable()
 
 

@@ -12,6 +12,7 @@ and line of the page, so that a traceback points into the page.
 from __future__ import annotations
 
 import contextlib
+import functools
 import posixpath
 import re
 import textwrap
@@ -155,11 +156,16 @@ ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 OBJECTS = re.findall(r"^\| (`.+?) \| (`[^|]*?) \|[^|]*\|[^|]*\|$", ARCHITECTURE, re.MULTILINE)
 
 
+@functools.cache
+def folders() -> list[Path]:
+    tops = [ROOT / top for top in ("dlp", "launch", "bench", "tests")]
+    inside = [place for top in tops for place in top.rglob("*") if place.is_dir() and place.name != "__pycache__"]
+    return [ROOT, *tops, *inside]
+
+
 def files(mention: str) -> list[Path]:
     """The files or folders of the repository whose paths end with a path that a page mentions."""
-    tops = [ROOT / top for top in ("dlp", "launch", "bench", "tests")]
-    places = [ROOT, *tops, *(place for top in tops for place in top.rglob("*") if place.is_dir())]
-    return [place / mention for place in places if (place / mention).exists()]
+    return [place / mention for place in folders() if (place / mention).exists()]
 
 
 @pytest.mark.parametrize("mention", sorted(set(re.findall(r"`([a-z_0-9/]+(?:\.py|/))`", ARCHITECTURE))))

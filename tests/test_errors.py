@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.syntax import nodes_in
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
 OURS = ("AssertionError", "NotImplementedError")  # mistakes in dlp, not of users
@@ -39,6 +41,7 @@ PARTS = (
     "it names ….…, which no index", "… is no index of tensors", "… does not say in which files", "… and the manifest list",
     "…, as when ranks do not share", "its config has no such groups", "… is no file beside it", "… is of another run: …",
 )  # fmt: skip
+KINDS = (ast.Constant, ast.JoinedStr, ast.Raise)
 ENOUGH = 16  # characters that distinguish a message from others
 
 
@@ -59,19 +62,13 @@ def pieces(message: str) -> set[str]:
 
 
 @functools.cache
-def nodes(folder: str) -> list[tuple[Path, ast.AST]]:
-    """Every string and raise of the Python files in a folder, with the file."""
-    wanted = (ast.Constant, ast.JoinedStr, ast.Raise)
-    paths = (path for path in sorted((ROOT / folder).rglob("*.py")) if path != Path(__file__))
-    return [(path, n) for path in paths for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, wanted)]
+def strings(folder: str) -> list[str]:
+    """Every string of the Python files in a folder, without this file. Adjacent string literals are one string."""
+    found = (node for path, node in nodes_in(folder, KINDS) if path != Path(__file__))
+    return [text for node in found if len(text := template(node)) > 1]
 
 
 @functools.cache
-def strings(folder: str) -> list[str]:
-    """Every string of the Python files in a folder. Adjacent string literals are one string."""
-    return [text for _, node in nodes(folder) if len(text := template(node)) > 1]
-
-
 def said() -> list[str]:
     """Every string of the code that users run."""
     return [text for folder in FOLDERS for text in strings(folder)]
@@ -80,7 +77,7 @@ def said() -> list[str]:
 def raised() -> Iterator[tuple[str, str]]:
     """(place, message) of every raise that has a message in the source."""
     for folder in ("dlp/comm", "dlp/parallel", "dlp/quant", *FOLDERS[1:]):
-        for path, node in nodes(folder):
+        for path, node in nodes_in(folder, KINDS):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                 message = template(node.exc.args[0])
                 if ast.unparse(node.exc.func) not in OURS and len(max(message.split("…"), key=len)) > 10:

@@ -27,6 +27,8 @@ import pytest
 from torch import nn
 from torch.distributed import fsdp
 
+from tests.syntax import tree_of
+
 ROOT = Path(__file__).parent.parent
 
 # Each package, and the packages that its modules may import.
@@ -115,9 +117,6 @@ def package_of(module: str) -> str | None:
     return max((name for name in MAY_IMPORT if f"{module}.".startswith(f"{name}.")), key=len, default=None)
 
 
-parsed = cache(ast.parse)  # several tests parse the same files
-
-
 @cache
 def imports(source: str, package: str) -> list[tuple[int, str]]:
     return list(found_imports(source, package))
@@ -128,7 +127,7 @@ def found_imports(source: str, package: str) -> Iterator[tuple[int, str]]:
 
     package  the package that the source's file lies in, against which relative imports are resolved
     """
-    for node in ast.walk(parsed(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -209,7 +208,7 @@ def test_every_package_has_a_place_in_the_picture():
 def has_code(source: str) -> bool:
     """Whether a file contains more than a docstring."""
     return any(
-        not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in parsed(source).body
+        not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in tree_of(source).body
     )
 
 
@@ -400,8 +399,8 @@ def private_to_fsdp2() -> set[str]:
         ("_fsdp_param_group", "FSDPParamGroup"),
         ("_fsdp_state", "FSDPState"),
     ):
-        tree = ast.parse(inspect.getsource(getattr(importlib.import_module(f"{FSDP2}.{module}"), name)))
-        found |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_self(node.value)}
+        nodes = ast.walk(tree_of(inspect.getsource(getattr(importlib.import_module(f"{FSDP2}.{module}"), name))))
+        found |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_self(node.value)}
     found |= {"_get_fsdp_state", "fsdp_pre_all_gather", "fsdp_post_all_gather"}
     of_it = re.compile(r"_|.*(shard|gather|fsdp|mp_policy)")  # other names, such as `device`, are not specific to FSDP2
     return {name for name in found if of_it.match(name) and not hasattr(nn.Module, name)} - set(dir(fsdp.FSDPModule))
@@ -414,7 +413,7 @@ def is_self(node: ast.AST) -> bool:
 def uses_of_fsdp2(source: str, package: str, private: set[str]) -> list[str]:
     """Imports from FSDP2's modules, and attributes with private names of FSDP2 on other objects than `self`."""
     found = [target for _, target in imports(source, package) if target.startswith(FSDP2)]
-    for node in ast.walk(parsed(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Attribute) and not is_self(node.value) and node.attr in private:
             found.append(node.attr)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):

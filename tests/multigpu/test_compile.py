@@ -136,6 +136,14 @@ GROUPS = [
 ]
 
 
+# Code of inductor for CPUs that is compiled in seconds: without vectors, optimizations, and headers compiled for later
+PLAIN_CODE = {
+    "cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False, "aot_inductor.debug_compile": True,
+    "compile_threads": 1,
+}  # fmt: skip
+
+
+@torch._inductor.config.patch(PLAIN_CODE)
 def compiled_conversion(backend: str, whole: bool) -> tuple[list[float], int]:
     """Errors of a compiled model (compiled block by block without graph breaks, or with `whole` as one function with
     graph breaks), and the number of graphs."""
@@ -275,7 +283,7 @@ def test_more_blocks_of_a_model_make_no_more_graphs(ranks, tmp_path):
     """torch stops compiling a function after eight graphs, and would run the remaining blocks of a deep model
     eagerly."""
     data, graphs = training.shards(tmp_path), []
-    for layers in (2, 3):
+    for layers in (1, 2):
         config = training.config(
             tmp_path,
             data,
@@ -307,10 +315,11 @@ def steps_within(config: Config, graphs: int) -> str:
 
 
 @pytest.mark.ranks(1)
-def test_a_block_that_torch_would_no_longer_compile_ends_the_run(ranks, tmp_path):
+@pytest.mark.parametrize(("graphs", "said"), [(1, "recompile_limit"), nightly(64, "")])
+def test_a_block_that_torch_would_no_longer_compile_ends_the_run(ranks, tmp_path, graphs, said):
     config = training.config(tmp_path, training.shards(tmp_path), "--mesh.tp=1", "--train.compile=true")
-    (refused,), (compiled,) = (ranks(1).run(steps_within, config, graphs) for graphs in (1, 64))
-    assert "recompile_limit" in refused and compiled == ""
+    (refused,) = ranks(1).run(steps_within, config, graphs)
+    assert said in refused and bool(refused) == bool(said)
 
 
 def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, features: int) -> None:

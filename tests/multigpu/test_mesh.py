@@ -18,6 +18,7 @@ import dlp
 from dlp.comm.mesh import AXES, ParallelDims, build_mesh
 from launch.config import sections
 from tests import pool as worker
+from tests.syntax import nodes_in
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -77,9 +78,8 @@ def test_names_of_axes_are_spelled_in_one_file():
     spelled = {
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for folder in ("dlp", "launch")
-        for file in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Constant) and node.value in AXES
+        for file, node in nodes_in(folder, (ast.Constant,))
+        if node.value in AXES
     }
     keywords = "dlp/te_arguments.py"  # in this file "tp" is an argument of a layer
     settings = "launch/config/sections.py"  # does not import torch
