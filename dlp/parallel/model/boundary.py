@@ -1,15 +1,15 @@
-"""The step boundary: the only place where state changes between steps. Forward and backward only read the state.
+"""The step boundary: the only place where cast weights, delayed scales and recipes change.
 
     before a step   check that no backward is running, no wgrad is delayed, partial gradients are summed, and replicas of
                     parameters are equal
     step            with a closure: cast the weights before each evaluation, and repeat the checks after it
     after a step    bump the version counters of parameters, so that a backward that still needs old values raises; then run the
                     boundary in this order:
+      flags           the flags of non-finite values are copied, and read one step later
       scales          one all-reduce of the amaxes of all microbatches, then an update of all delayed scales
       recipe changes  all changes that are due; before the casts, so that no weight is cast for its old recipe
       casts           all weights in one batch, with one amax agreement: full weights in both orientations into persistent
                       operands, FSDP weights as this rank's shards
-      flags           the flags of non-finite values are copied, and read one step later
 
 `attach` installs the boundary as a post-hook of the optimizer's step; `end_step` runs the boundary directly. Without a boundary
 nothing is kept between calls, and weights are cast where they are used.
@@ -67,7 +67,7 @@ WEIGHT_CACHES = ("step", "forward")
 
 
 def end_step(model: nn.Module) -> None:
-    """Run the step boundary: update delayed scales, cast weights, advance random counters, apply scheduled recipe changes.
+    """Run the step boundary: update delayed scales, apply scheduled recipe changes, cast weights.
 
     `dlp.attach` runs the step boundary after each optimizer step. Call `end_step` after weights were changed by other
     means.
