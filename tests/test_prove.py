@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import dlp
 from dlp.proof.bounds import Gemm, allowed, cast_variance, measure
 from dlp.proof.cases import MeshCase, Place, tokens_of
-from dlp.proof.diagnose import Guess
+from dlp.proof.diagnose import KINDS, Guess
 from dlp.proof.record import Key
 from dlp.proof.report import Finding, MeshResult, Report, places
 from dlp.quant import recipe as recipes
@@ -125,3 +127,28 @@ def test_what_cannot_travel_to_ranks_is_refused(monkeypatch):
         dlp.prove(lambda mesh, case: None, torch.zeros(2), lambda model, batch: None, meshes=["accumulate2"])
     with pytest.raises(ValueError, match="expected mean or sum"):
         dlp.prove(print, torch.zeros(2), print, meshes=["tp2"], reduction="max")
+
+
+@pytest.mark.parametrize(("mesh", "code"), [(MeshResult("tp2", 2), 0), (MeshResult("tp2", 2, error="ValueError: no"), 1)])
+def test_the_exit_code_says_whether_every_mesh_is_proved(monkeypatch, capsys, mesh, code):
+    monkeypatch.setattr(prove, "prove_config", lambda config, meshes, **_: Report(2, False, [mesh]))
+    assert prove.main(["tiny", "--layers", "2", "--width", "128", "--meshes", "tp2"]) == code
+    said = capsys.readouterr().out
+    assert said.startswith("[model] layers = 2, hidden = 128, ") and "vocab = 384: shrunk by --layers and --width\n" in said
+
+
+def test_help_names_meshes_and_exit_codes(capsys):
+    with pytest.raises(SystemExit):
+        prove.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tpN, dpN, cpN, hsdpNxM, accumulateN and sp, joined by x or +" in said
+    assert "The exit code is 0 if every mesh computes what one rank computes, else 1." in said
+
+
+def test_the_page_shows_the_sentences_and_kinds_of_reports():
+    page = " ".join((Path(__file__).parents[1] / "docs" / "prove.md").read_text().split())
+    key = Key(0, "model.norm", "dw")
+    finding = Finding(key, 2.45e5, 0.73, (0, 1), 2, "all rows, all columns", Guess("missing sum", "over tp"))
+    assert Report(2, False, [MeshResult("tp2+sp", 2, findings=[finding])]).sentence() in page
+    table = page.partition("| kind | difference |")[2].partition("## How tensors")[0]
+    assert not [kind for kind in KINDS if kind not in table]
