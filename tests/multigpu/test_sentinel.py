@@ -172,3 +172,12 @@ def test_a_checksum_sees_each_bit(dtype):
         other.view(whole)[5] ^= -(2**bit) if bit == 8 * dtype.itemsize - 1 else 2**bit
         assert checksum(other) != checksum(x)
     assert checksum(x.clone()) == checksum(x)
+
+
+def test_a_checksum_sees_another_order():
+    x = torch.arange(4096, dtype=torch.int32)
+    swapped, balanced = x.clone(), x.clone()
+    swapped[8:12], swapped[12:16] = x[12:16], x[8:12]
+    balanced[0], balanced[4095] = x[0] + 1, x[4095] - 1
+    assert len({checksum(each).item() for each in (x, x.flip(0), x.roll(4), swapped, balanced)}) == 5
+    assert checksum(x[:0]) == 0
