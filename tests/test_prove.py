@@ -98,6 +98,7 @@ def test_a_difference_is_measured_where_it_is():
 def test_a_report_is_a_table_and_a_sentence():
     good = MeshResult("dp2", 2, 10, 5, 0.5, Key(0, "a", "y"))
     assert "PROVED: dp2 computes what one rank computes." in str(Report(2, False, [good]))
+    assert str(Report(1, True, [good])).startswith("compared with one rank over 1 step, bit for bit")
     finding = Finding(Key(1, "a", "dw"), 3.0, 0.5, (0,), 2, "rows 1-2 of 8", Guess("missing sum", "over tp"))
     bad = MeshResult("tp2", 2, 10, 5, 3.0, finding.key, [finding])
     report = Report(2, False, [good, bad])
