@@ -202,7 +202,9 @@ def main(arguments: Sequence[str]) -> int:
         default=STEPS,
         help=f"optimizer steps; bytes are counted from the third step on [{STEPS}]",
     )
-    parser.add_argument("--exact", action="store_true", help="require equal bits, in invariant mode; default: within bounds")
+    parser.add_argument(
+        "--exact", action="store_true", help="require equal bits, in invariant mode; default: within bounds"
+    )
     parser.add_argument("--layers", type=count, default=LAYERS, help=f"blocks of the shrunk model [{LAYERS}]")
     parser.add_argument("--width", type=count, default=WIDTH, help=f"hidden size of the shrunk model [{WIDTH}]")
     try:

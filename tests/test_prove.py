@@ -130,12 +130,17 @@ def test_what_cannot_travel_to_ranks_is_refused(monkeypatch):
         dlp.prove(print, torch.zeros(2), print, meshes=["tp2"], reduction="max")
 
 
-@pytest.mark.parametrize(("mesh", "code"), [(MeshResult("tp2", 2), 0), (MeshResult("tp2", 2, error="ValueError: no"), 1)])
+@pytest.mark.parametrize(
+    ("mesh", "code"), [(MeshResult("tp2", 2), 0), (MeshResult("tp2", 2, error="ValueError: no"), 1)]
+)
 def test_the_exit_code_says_whether_every_mesh_is_proved(monkeypatch, capsys, mesh, code):
     monkeypatch.setattr(prove, "prove_config", lambda config, meshes, **_: Report(2, False, [mesh]))
     assert prove.main(["tiny", "--layers", "2", "--width", "128", "--meshes", "tp2"]) == code
     said = capsys.readouterr().out
-    assert said.startswith("[model] layers = 2, hidden = 128, ") and "vocab = 384: shrunk by --layers and --width\n" in said
+    assert (
+        said.startswith("[model] layers = 2, hidden = 128, ")
+        and "vocab = 384: shrunk by --layers and --width\n" in said
+    )
 
 
 def test_help_names_meshes_and_exit_codes(capsys):

@@ -5,9 +5,9 @@
     checks.damaged()                  the transfers that arrived with other bits than were sent; all ranks call this method
                                       together
 
-A sender sums the bits of each chunk before the transfer, a receiver the bits of each chunk that arrived, both in a separate read
-of the chunk; the sums are compared after the context, by one gather for each group. Reductions inside NCCL or gloo, and copies
-into memory of a peer, are not checked.
+A sender sums the bits of each chunk before the transfer, a receiver the bits of each chunk that arrived, both in a separate
+read of the chunk; the sums are compared after the context, by one gather for each group. Reductions inside NCCL or gloo, and
+copies into memory of a peer, are not checked.
 
     checksum = sum_p (2 p + 1) s_p  modulo 2^64,     s_p: sum of the bits of piece p of PIECES equal pieces, as integers
 

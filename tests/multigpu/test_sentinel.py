@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dlp.comm import observer
 from dlp.comm.wire_checks import WireChecks
-from launch.config.run_config import load
+from launch.config.run_config import Config, load
 from launch.settings.schema import ConfigError
 from launch.training import sentinel
 from launch.training.build import build
@@ -53,9 +53,24 @@ class Flip(torch.autograd.Function):
 
 
 def stopped(folder: Path, data: Path, where: str, *overrides: str) -> str:
-    """The message of a run in which rank 1 flips a bit of y, of a gradient, of a weight or of an optimizer state in the
-    second pass of step 3. Runs in a worker."""
-    trainer, done = training.trainer(training.config(folder, data, *overrides))
+    """The message of a run with a flipped bit (`flipping`). Runs in a worker."""
+    trainer, done = flipping(training.config(folder, data, *overrides), where)
+    with pytest.raises(SentinelError) as error:
+        Trainer.train(trainer, done)
+    return str(error.value)
+
+
+def skipped(folder: Path, data: Path, *overrides: str) -> tuple[dict[int, Any], dict[int, Any], list[str]]:
+    """Skipped steps, losses and log of a run in which a bit of y flips. Runs in a worker."""
+    config = training.config(folder, data, *overrides)
+    Trainer.train(*flipping(config, "y"))
+    return training.metrics(config, "skipped"), training.metrics(config), training.said(config)
+
+
+def flipping(config: Config, where: str) -> tuple[Trainer, int]:
+    """A run in which rank 1 flips a bit of y, of a gradient, of a weight or of an optimizer state in the second pass of
+    step 3."""
+    trainer, done = training.trainer(config)
     module, calls = trainer.built.model.get_submodule(LAYER), [0]
     rank = trainer.built.dims.rank("tp")
 
@@ -76,9 +91,7 @@ def stopped(folder: Path, data: Path, where: str, *overrides: str) -> str:
     module.register_forward_hook(after)
     if where != "y":
         module.weight.register_post_accumulate_grad_hook(flip)
-    with pytest.raises(SentinelError) as error:
-        Trainer.train(trainer, done)
-    return str(error.value)
+    return trainer, done
 
 
 class Damaging(WireChecks):
@@ -131,11 +144,25 @@ def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, recipe, compil
     ],
 )
 def test_a_flipped_bit_is_named_before_the_update(ranks, tmp_path, data, where, said):
-    given = ("--train.sentinel", "1", "--train.ledger", "off")
-    messages = ranks(2).run(stopped, tmp_path, data, where, *given)
+    given = ("--train.sentinel", "1", "--train.ledger", "off", "--train.sentinel_tensors", "true")
+    action = "stop" if where in ("y", "gradient") else "skip"  # a skipped update does not mend memory
+    messages = ranks(2).run(stopped, tmp_path, data, where, *given, "--train.sentinel_action", action)
     assert messages[0] == messages[1]
     assert messages[0].startswith("step 3: the first microbatch ran twice and gave other bits, first on ")
     assert re.search(rf"rank 1 \([^)]*\): {re.escape(said)}", messages[0])
+    assert "sentinel-step-3-rank1.pt; start again from the last checkpoint" in messages[0]
+    kept = torch.load(tmp_path / "run" / "sentinel-step-3-rank1.pt")
+    assert kept["tensor"] == said.rpartition(" in ")[0]
+    assert (kept["first"] != kept["second"]).sum() == 1
+
+
+@pytest.mark.ranks(2)
+def test_a_difference_skips_the_update_by_setting(ranks, tmp_path, data):
+    given = ("--train.sentinel", "1", "--train.ledger", "off", "--train.steps", "4")
+    steps, losses, said = ranks(2).run(skipped, tmp_path, data, *given, "--train.sentinel_action", "skip")[0]
+    assert steps == {3: True} and len(losses) == 4
+    (line,) = (line for line in said if line.startswith("step 3: the first microbatch ran twice"))
+    assert f"y of {LAYER} in forward" in line and line.endswith("failed; the update was skipped")
 
 
 @pytest.mark.ranks(2)
