@@ -143,6 +143,16 @@ def test_the_exit_code_says_whether_every_mesh_is_proved(monkeypatch, capsys, me
     )
 
 
+@pytest.mark.slow
+def test_a_refusal_on_a_started_rank_is_raised_here(monkeypatch):
+    """The first and the last layer of the config have another recipe, so that two layers leave none to group default."""
+    monkeypatch.delenv("RANK", raising=False)
+    config, _ = prove.provable(load("llama3_1b"), prove.Size(2, 128))
+    with pytest.raises(ValueError, match="^group 'default' is left with no layer") as error:
+        prove.prove_config(config, ["accumulate2"], steps=1)
+    assert "make_plan" in error.value.__notes__[0]
+
+
 def test_help_names_meshes_and_exit_codes(capsys):
     with pytest.raises(SystemExit):
         prove.main(["--help"])
