@@ -17,6 +17,7 @@ that any single flipped bit changes the sum. Changes inside one piece that add u
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from math import gcd
 from typing import Any, NamedTuple
@@ -49,7 +50,12 @@ def _sums(tensor: Tensor, chunks: int) -> Tensor:
     length = bits.numel() // chunks
     pieces = gcd(length, PIECES)
     sums = bits.view(chunks, pieces, length // pieces).sum(2, dtype=torch.int64)
-    return (sums * torch.arange(1, 2 * pieces, 2, device=sums.device)).sum(1)
+    return (sums * _weights(pieces, sums.device)).sum(1)
+
+
+@functools.cache
+def _weights(pieces: int, device: torch.device) -> Tensor:
+    return torch.arange(1, 2 * pieces, 2, device=device)
 
 
 class Transfer(NamedTuple):

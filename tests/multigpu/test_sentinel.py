@@ -3,7 +3,9 @@ before the update."""
 
 from __future__ import annotations
 
+import logging
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench import flips
 from dlp.comm import observer
 from dlp.comm.wire_checks import WireChecks
 from launch.config.run_config import Config, load
 from launch.settings.schema import ConfigError
 from launch.training import sentinel
 from launch.training.build import build
-from launch.training.sentinel import SentinelError, checksum
+from launch.training.sentinel import Sentinel, SentinelError, checksum
 from launch.training.trainer import Trainer
 from tests import training
 from tests.cases import few, nightly
@@ -182,12 +185,38 @@ def test_a_damaged_transfer_is_named_with_its_sender(ranks, tmp_path, data, dire
     assert re.search(rf"first on rank 1 \([^)]*\): {re.escape(told)}", messages[0])
 
 
+def with_flips(out: Path) -> None:
+    """Inject a flip of each kind on each rank and mesh (`bench.flips`). Runs in a worker."""
+    try:
+        with warnings.catch_warnings():
+            flips.flip_all(dist.get_rank(), 2, out, range(24), range(0))
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.full  # the flips above represent these
+def test_random_flips_are_named_by_rank_and_layer(ranks, tmp_path):
+    out = tmp_path / "flips.csv"
+    out.write_text(",".join(flips.COLUMNS) + "\n")
+    ranks(2).run(with_flips, out)
+    checked = [row for row in flips.rows_of(out) if row["kind"] != "activation gradient" and row["bit"] != "-1"]
+    assert len(checked) >= 16 and {row["kind"] for row in checked} == {*flips.KINDS} - {"activation gradient"}
+    missed = [row for row in checked if (row["found"], row["names rank"], row["names layer"]) != ("True",) * 3]
+    assert not missed
+
+
 def test_gpus_must_repeat_their_bits():
     config = load("tiny", ["--train.sentinel", "64"])
     with pytest.raises(
         ConfigError, match="expected deterministic = true on GPUs, where attention's backward gives other bits"
     ):
         build(config, None, torch.device("cuda"))  # type: ignore[arg-type]
+
+
+def test_no_step_is_watched_with_0():
+    watched = [[step for step in range(1, 9) if Sentinel(torch.nn.Identity(), every).due(step)] for every in (0, 4)]
+    assert watched == [[], [4, 8]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
