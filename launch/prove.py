@@ -4,12 +4,12 @@
                            [--section.key value ...]
 
 The model is shrunk: `--layers` blocks, a hidden size of `--width`, and the other sizes in proportion; kv_heads stay, so that
-the same tp sizes are possible as in the full model. Tokens are random. The exit code is 1 if a mesh differs from one rank.
+the same tp sizes are possible as in the full model. Tokens are random. The exit code is 0 if every mesh computes what one rank
+computes, else 1.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -93,7 +93,7 @@ def provable(config: Config, size: Size, exact: bool = False) -> tuple[Config, l
     if model != config.family:
         remarks.append(
             f"[model] layers = {model.layers}, hidden = {model.hidden}, ffn = {model.ffn}, heads = {model.heads}, "
-            f"kv_heads = {model.kv_heads}, head_dim = {model.head_dim}, vocab = {model.vocab}"
+            f"kv_heads = {model.kv_heads}, head_dim = {model.head_dim}, vocab = {model.vocab}: shrunk by --layers and --width"
         )
     data = replace(config.data, reset_attention=False)
     return replace(config, model=model, train=replace(config.train, **changes), data=data, mesh=mesh), remarks
@@ -184,18 +184,29 @@ def prove_config(config: Config, meshes: Sequence[str], *, steps: int = STEPS, e
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("launch.prove", "Compare training steps on meshes with one rank, tensor by tensor.")
-    parser.add_argument("--meshes", nargs="+", default=list(MESHES), metavar="MESH", help=f"[{' '.join(MESHES)}]")
+    parser = make_parser(
+        "launch.prove",
+        "Compare training steps on meshes with one rank, tensor by tensor. The exit code is 0 if every mesh computes what one "
+        "rank computes, else 1.",
+    )
+    parser.add_argument(
+        "--meshes",
+        nargs="+",
+        default=list(MESHES),
+        metavar="MESH",
+        help=f"tpN, dpN, cpN, hsdpNxM, accumulateN and sp, joined by x or + [{' '.join(MESHES)}]",
+    )
     parser.add_argument(
         "--steps",
         type=count,
         default=STEPS,
         help=f"optimizer steps; bytes are counted from the third step on [{STEPS}]",
     )
-    parser.add_argument("--exact", action="store_true", help="judge by equal bits, in invariant mode")
+    parser.add_argument(
+        "--exact", action="store_true", help="require equal bits, in invariant mode; default: within bounds"
+    )
     parser.add_argument("--layers", type=count, default=LAYERS, help=f"blocks of the shrunk model [{LAYERS}]")
     parser.add_argument("--width", type=count, default=WIDTH, help=f"hidden size of the shrunk model [{WIDTH}]")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     try:
         options, config = command_line(parser, arguments)
         config, remarks = provable(config, Size(options.layers, options.width), options.exact)

@@ -169,6 +169,10 @@ llama3_1b
     tiny.toml: [train] recompute_every: expected 1 with checkpointing = "none", which recomputes no block, got 2; set...
 --train.profile 6 --train.steps 5
     tiny.toml: [train] profile: expected one of the 5 steps, or 0, got 6
+--train.sentinel 64 --train.ledger always
+    tiny.toml: [train] sentinel: expected 0 with ledger = "always", since a step whose bytes are counted cannot run...
+--train.sentinel_action skip
+    tiny.toml: [train] sentinel_action, sentinel_tensors: expected a number of steps in sentinel, got 0; set...
 --train.cuda_graph true --groups.default.stats true
     tiny.toml: [train] cuda_graph = true: statistics are read in each step of group default; leave stats out of the group
 --train.invariant true --train.compile true

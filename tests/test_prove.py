@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import dlp
 from dlp.proof.bounds import Gemm, allowed, cast_variance, measure
 from dlp.proof.cases import MeshCase, Place, tokens_of
-from dlp.proof.diagnose import Guess
+from dlp.proof.diagnose import KINDS, Guess
 from dlp.proof.record import Key
 from dlp.proof.report import Finding, MeshResult, Report, places
 from dlp.quant import recipe as recipes
@@ -96,6 +98,7 @@ def test_a_difference_is_measured_where_it_is():
 def test_a_report_is_a_table_and_a_sentence():
     good = MeshResult("dp2", 2, 10, 5, 0.5, Key(0, "a", "y"))
     assert "PROVED: dp2 computes what one rank computes." in str(Report(2, False, [good]))
+    assert str(Report(1, True, [good])).startswith("compared with one rank over 1 step, bit for bit")
     finding = Finding(Key(1, "a", "dw"), 3.0, 0.5, (0,), 2, "rows 1-2 of 8", Guess("missing sum", "over tp"))
     bad = MeshResult("tp2", 2, 10, 5, 3.0, finding.key, [finding])
     report = Report(2, False, [good, bad])
@@ -125,3 +128,43 @@ def test_what_cannot_travel_to_ranks_is_refused(monkeypatch):
         dlp.prove(lambda mesh, case: None, torch.zeros(2), lambda model, batch: None, meshes=["accumulate2"])
     with pytest.raises(ValueError, match="expected mean or sum"):
         dlp.prove(print, torch.zeros(2), print, meshes=["tp2"], reduction="max")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "code"), [(MeshResult("tp2", 2), 0), (MeshResult("tp2", 2, error="ValueError: no"), 1)]
+)
+def test_the_exit_code_says_whether_every_mesh_is_proved(monkeypatch, capsys, mesh, code):
+    monkeypatch.setattr(prove, "prove_config", lambda config, meshes, **_: Report(2, False, [mesh]))
+    assert prove.main(["tiny", "--layers", "2", "--width", "128", "--meshes", "tp2"]) == code
+    said = capsys.readouterr().out
+    assert (
+        said.startswith("[model] layers = 2, hidden = 128, ")
+        and "vocab = 384: shrunk by --layers and --width\n" in said
+    )
+
+
+@pytest.mark.slow
+def test_a_refusal_on_a_started_rank_is_raised_here(monkeypatch):
+    """The first and the last layer of the config have another recipe, so that two layers leave none to group default."""
+    monkeypatch.delenv("RANK", raising=False)
+    config, _ = prove.provable(load("llama3_1b"), prove.Size(2, 128))
+    with pytest.raises(ValueError, match="^group 'default' is left with no layer") as error:
+        prove.prove_config(config, ["accumulate2"], steps=1)
+    assert "make_plan" in error.value.__notes__[0]
+
+
+def test_help_names_meshes_and_exit_codes(capsys):
+    with pytest.raises(SystemExit):
+        prove.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tpN, dpN, cpN, hsdpNxM, accumulateN and sp, joined by x or +" in said
+    assert "The exit code is 0 if every mesh computes what one rank computes, else 1." in said
+
+
+def test_the_page_shows_the_sentences_and_kinds_of_reports():
+    page = " ".join((Path(__file__).parents[1] / "docs" / "prove.md").read_text().split())
+    key = Key(0, "model.norm", "dw")
+    finding = Finding(key, 2.45e5, 0.73, (0, 1), 2, "all rows, all columns", Guess("missing sum", "over tp"))
+    assert Report(2, False, [MeshResult("tp2+sp", 2, findings=[finding])]).sentence() in page
+    table = page.partition("| kind | difference |")[2].partition("## How tensors")[0]
+    assert not [kind for kind in KINDS if kind not in table]

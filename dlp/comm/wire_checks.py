@@ -5,14 +5,21 @@
     checks.damaged()                  the transfers that arrived with other bits than were sent; all ranks call this method
                                       together
 
-A sender sums the bits of each chunk before the transfer, a receiver the bits of each chunk that arrived; the sums are compared
-after the context, by one gather for each group. The sum of the bits as integers changes with any flipped bit. Reductions
-inside NCCL or gloo, and copies into memory of a peer, are not checked.
+A sender sums the bits of each chunk before the transfer, a receiver the bits of each chunk that arrived, both in a separate
+read of the chunk; the sums are compared after the context, by one gather for each group. Reductions inside NCCL or gloo, and
+copies into memory of a peer, are not checked.
+
+    checksum = sum_p (2 p + 1) s_p  modulo 2^64,     s_p: sum of the bits of piece p of PIECES equal pieces, as integers
+
+As in Fletcher's checksum, the position has a weight: pieces that arrive in another order change the sum. Weights are odd, so
+that any single flipped bit changes the sum. Changes inside one piece that add up to 0 do not.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -29,17 +36,26 @@ _CHECKED = {
     "c10d::alltoall_base_": ("output", "input"),
 }
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+PIECES = 1024  # at most; their number divides the number of elements
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of the bits of a tensor, as integers of the size of an element, modulo 2^64; int64 []."""
+    """Return the checksum of the bits of a tensor, as integers of the size of an element; int64 []."""
     return _sums(tensor, 1)[0]
 
 
 def _sums(tensor: Tensor, chunks: int) -> Tensor:
     """Checksums of a number of equal chunks of the memory of a tensor, int64 [chunks]."""
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.dtype.itemsize])
-    return bits.view(chunks, bits.numel() // chunks).sum(1, dtype=torch.int64)
+    length = bits.numel() // chunks
+    pieces = gcd(length, PIECES)
+    sums = bits.view(chunks, pieces, length // pieces).sum(2, dtype=torch.int64)
+    return (sums * _weights(pieces, sums.device)).sum(1)
+
+
+@functools.cache
+def _weights(pieces: int, device: torch.device) -> Tensor:
+    return torch.arange(1, 2 * pieces, 2, device=device)
 
 
 class Transfer(NamedTuple):

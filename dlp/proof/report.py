@@ -121,7 +121,8 @@ class Report:
             of = "-" if mesh.worst_key is None else f"{mesh.worst_key.tensor} {mesh.worst_key.layer}".strip()
             count = f"{mesh.compared:,}"
             rows.append((mesh.name, str(mesh.ranks), count, share, f"{mesh.worst:.3g}", of, mesh.verdict))
-        lines = [f"compared with one rank over {self.steps} steps, {measure}", "", *_table(rows)]
+        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
+        lines = [f"compared with one rank over {steps}, {measure}", "", *_table(rows)]
         for mesh in self.meshes:
             lines += [f"{mesh.name}: {remark}" for remark in mesh.remarks]
             if mesh.findings:

@@ -12,6 +12,7 @@ import math
 import os
 import pickle
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -135,8 +136,10 @@ def _in_processes(program: Program, cases: list[MeshCase], ranks: int) -> Report
         ) from error
     with tempfile.TemporaryDirectory(prefix="dlp-prove-") as folder:
         mp.start_processes(_rank, (ranks, device, folder, job), ranks, start_method="spawn")
-        report: Report = pickle.loads((Path(folder) / "report").read_bytes())
-    return report
+        answer: Report | ValueError = pickle.loads((Path(folder) / "answer").read_bytes())
+    if isinstance(answer, ValueError):
+        raise answer
+    return answer
 
 
 def _rank(rank: int, ranks: int, device: str, folder: str, job: bytes) -> None:
@@ -151,9 +154,14 @@ def _rank(rank: int, ranks: int, device: str, folder: str, job: bytes) -> None:
     program, cases = pickle.loads(job)
     if program.exact:
         torch.set_num_threads(1)  # sums of torch depend on the number of threads
-    report = prove_here(program, cases)
+    answer: Report | ValueError
+    try:
+        answer = prove_here(program, cases)
+    except ValueError as error:  # for example a refusal of `build_model`, which all ranks raise
+        error.add_note(traceback.format_exc())
+        answer = error
     if rank == 0:
-        (Path(folder) / "report").write_bytes(pickle.dumps(report))
+        (Path(folder) / "answer").write_bytes(pickle.dumps(answer))
     dist.destroy_process_group()
 
 

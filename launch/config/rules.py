@@ -104,6 +104,15 @@ def _agreements(config: Settings) -> Iterator[tuple[bool, str]]:
         train.profile <= train.steps,
         f"[train] profile: expected one of the {train.steps} steps, or 0, got {train.profile}",
     )
+    yield (
+        not train.sentinel or train.ledger != "always",
+        f'[train] sentinel: expected 0 with ledger = "always", since a step whose bytes are counted cannot run twice, got '
+        f'{train.sentinel}; set ledger = "first" or "off"',
+    )
+    yield (
+        train.sentinel > 0 or (train.sentinel_action, train.sentinel_tensors) == ("stop", False),
+        "[train] sentinel_action, sentinel_tensors: expected a number of steps in sentinel, got 0; set [train] sentinel",
+    )
     why_not = cannot_capture(config)
     yield train.cuda_graph is not True or not why_not, f"[train] cuda_graph = true: {why_not}"
     for sentence in _against_invariant(config) if train.invariant else ():

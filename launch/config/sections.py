@@ -200,6 +200,18 @@ class Train(Section):
         "in every n-th step the first microbatch runs twice, and the run ends before the update if the bits differ; 0: never",
         0,
     )
+    sentinel_action: str = setting(
+        choice("stop", "skip"),
+        "with sentinel, if the bits differ: stop: the run ends; skip: the update of the step is skipped, unless a weight or "
+        "optimizer state differs in memory",
+        "stop",
+    )
+    sentinel_tensors: bool = setting(
+        flag(),
+        "with sentinel: compared tensors are copied to host memory, and a difference leaves both tensors in the run's folder; "
+        "slower",
+        False,
+    )
     profile: int = setting(integer(">= 1", also=(0,)), "number of the step that is profiled; 0: none", 0)
     profiler: str = setting(
         choice("torch", "nvtx"),

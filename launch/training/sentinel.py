@@ -4,10 +4,11 @@
 
 With equal weights, tokens and random state both passes give equal bits, unless a GPU, its memory or a transfer failed. Compared
 are checksums of the loss, of y of each module and, if a step has one microbatch, of the gradient of each parameter. A
-checksum is the sum of the bits of a tensor as integers, which any flipped bit changes. A difference ends the run before the
-update, on all ranks, with rank, layer, direction, device and step. Weights and optimizer states, which a step reads before
-writing, must have equal bits before the first pass and after the second. In the repeated pass, ranks also compare checksums of
-what they send each other (`dlp.comm.wire_checks`), so that a damaged transfer is told from a wrong computation.
+checksum is a weighted sum of the bits of a tensor as integers (`dlp.comm.wire_checks`), which any flipped bit changes. A
+difference ends the run before the update, on all ranks, with rank, layer, direction, device and step, or skips the update.
+Weights and optimizer states, which a step reads before writing, must have equal bits before the first pass and after the
+second; a difference of these always ends the run. In the repeated pass, ranks also compare checksums of what they send each
+other (`dlp.comm.wire_checks`), so that a damaged transfer is told from a wrong computation.
 
 A step whose bytes the ledger counts has no sentinel, which would send twice. Modules inside compiled blocks are not checked.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,17 +39,31 @@ class SentinelError(Exception):
     place."""
 
 
+def local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of the bits of a tensor, as integers of the size of an element, modulo 2^64; int64 []."""
-    return wire_checks.checksum(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+    """Return the checksum of the bits of a tensor on this rank; int64 []."""
+    return wire_checks.checksum(local(tensor))
 
 
 class Sentinel:
-    """Runner and comparison of repeated microbatches. `every`: `[train] sentinel`; 0: never."""
+    """Runner and comparison of repeated microbatches.
 
-    def __init__(self, model: nn.Module, every: int, optimizer: Optimizer | None = None) -> None:
+    every     `[train] sentinel`; 0: never
+    skips     whether a difference skips the update instead of ending the run
+    folder    folder for both tensors of the first difference on a rank; None: tensors are not kept
+    """
+
+    def __init__(
+        self, model: nn.Module, every: int, optimizer: Optimizer | None = None, *, skips: bool = False,
+        folder: Path | None = None,
+    ) -> None:  # fmt: skip
         self._model, self.every, self._optimizer = model, every, optimizer
+        self._skips, self._folder = skips, folder
         self._first: Sums = {}
+        self._copies: dict[tuple[str, str], list[Tensor]] = {}  # copies of both passes in host memory
         self._damaged: list[Damaged] = []
 
     def due(self, step: int) -> bool:
@@ -57,6 +73,7 @@ class Sentinel:
     def rehearse(self, backward: Callable[[], Tensor], *, gradients: bool) -> None:
         """Run a microbatch without side effects: `backward()` runs it and returns the loss; gradients and recipe state are
         dropped. `gradients`: compare gradients of parameters as well."""
+        self._copies.clear()
         checks, memory = WireChecks(), self._memory()
         with without_effects(session_of(self._model)):
             with self.recording() as sums, checks:
@@ -68,6 +85,12 @@ class Sentinel:
         for parameter in self._model.parameters():
             parameter.grad = None
 
+    def _add(self, sums: Sums, direction: str, name: str, tensor: Tensor) -> None:
+        """Add the checksum of a tensor, and keep a copy of the tensor if the run has a folder for tensors."""
+        sums[direction, name] = checksum(tensor)
+        if self._folder is not None:
+            self._copies.setdefault((direction, name), []).append(local(tensor.detach()).to("cpu", copy=True))
+
     def _memory(self) -> Sums:
         """Checksums of weights and optimizer states on this rank, without states that are tensors of user-defined classes."""
         sums: Sums = {}
@@ -77,9 +100,9 @@ class Sentinel:
                 f"{name} itself": parameter,
                 **{f"{key} of {name}": x for key, x in states.items()},
             }.items():
-                held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-                if type(held) in (Tensor, nn.Parameter):
-                    sums["memory", what] = checksum(held).to(parameter.device)
+                if type(local(tensor)) in (Tensor, nn.Parameter):
+                    self._add(sums, "memory", what, tensor)
+                    sums["memory", what] = sums["memory", what].to(parameter.device)
         return sums
 
     @contextmanager
@@ -89,7 +112,7 @@ class Sentinel:
 
         def look(name: str, module: nn.Module, args: Any, y: Any) -> None:
             if torch.is_grad_enabled() and isinstance(y, Tensor) and torch._C._current_graph_task_id() == -1:
-                sums[f"forward {len(sums)}", f"y of {name}"] = checksum(y)
+                self._add(sums, f"forward {len(sums)}", f"y of {name}", y)
 
         handles = []
         for name, module in self._model.named_modules():
@@ -109,15 +132,16 @@ class Sentinel:
 
     def close(self, sums: Sums, loss: Tensor, *, gradients: bool) -> None:
         """Add the checksums of the loss and, with `gradients`, of the gradients of all parameters in the order of backward."""
-        sums["forward", "the loss"] = checksum(loss)
+        self._add(sums, "forward", "the loss", loss)
         named = reversed(list(self._model.named_parameters()))
         for name, parameter in named if gradients else ():
             if parameter.grad is not None:
-                sums["backward", f"the gradient of {name}"] = checksum(parameter.grad)
+                self._add(sums, "backward", f"the gradient of {name}", parameter.grad)
 
-    def compare(self, sums: Sums, step: int, device: torch.device) -> None:
+    def compare(self, sums: Sums, step: int, device: torch.device) -> str:
         """Compare with the repeated microbatch, and the memory with the memory before; all ranks call it together. Waits for
-        the device. SentinelError on all ranks."""
+        the device. Returns the difference for which the update must be skipped; "": no difference. SentinelError on all
+        ranks."""
         sums, keys = self._memory() | sums, list(self._first)
         same = keys == list(sums)
         differs = torch.tensor([not same], device=device)
@@ -129,22 +153,49 @@ class Sentinel:
         with observer.label(**OWN):
             dist.all_reduce(count, op=dist.ReduceOp.MAX)
         if not count.item():
-            return
+            self._copies.clear()
+            return ""
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         said = ""
         if self._damaged:
             said = f"{self._damaged[0]}, which arrived with other bits than were sent"
         elif own:
             said = f"{keys[own[0]][1]} in {keys[own[0]][0].split()[0]}" if same else "other modules ran"
+        stays = not same or any(keys[i][0] == "memory" for i in own)  # the next step would read the difference
+        kept = self._keep(keys[own[0]], step) if own and same else ""
         told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (said, kind, len(self._damaged), len(own)))
-        damaged = any(transfers for _, _, transfers, _ in told)  # a damaged transfer causes all other differences
+        dist.all_gather_object(told, (said, kind, len(self._damaged), len(own), stays, kept))
+        return self._react(step, told)
+
+    def _keep(self, key: tuple[str, str], step: int) -> str:
+        """Write both tensors of a difference; return the name of the file, "" without a file."""
+        if self._folder is None:
+            return ""
+        first, second = self._copies[key]
+        name = f"sentinel-step-{step}-rank{dist.get_rank()}.pt"
+        try:
+            torch.save({"tensor": key[1], "first": first, "second": second}, self._folder / name)
+        except OSError as error:
+            return f"no file, because {name} could not be written: {error.strerror}"
+        return name
+
+    def _react(self, step: int, told: list[Any]) -> str:
+        """Return the sentence about a difference if the update can be skipped, else raise SentinelError.
+
+        told: from each rank, the first difference, the device, the numbers of damaged transfers and of differences, whether a
+        difference stays after the step, and the file with both tensors
+        """
+        damaged = any(transfers for _, _, transfers, *_ in told)  # a damaged transfer causes all other differences
         where = [
             f"rank {rank} ({kind}): {said}, {transfers or differences} in all"
-            for rank, (said, kind, transfers, differences) in enumerate(told)
+            for rank, (said, kind, transfers, differences, _, _) in enumerate(told)
             if said and bool(transfers) == damaged
         ]
-        raise SentinelError(
+        files = ", ".join(kept for *_, kept in told if kept)
+        found = (
             f"step {step}: the first microbatch ran twice and gave other bits, first on {'; on '.join(where)}: a device, its "
-            f"memory or a transfer failed; start again from the last checkpoint without that device"
+            f"memory or a transfer failed{'; both tensors are in ' * bool(files)}{files}"
         )
+        if self._skips and not any(stays for *_, stays, _ in told):
+            return f"{found}; the update was skipped"
+        raise SentinelError(f"{found}; start again from the last checkpoint without that device")

@@ -60,15 +60,16 @@ class Update:
         self._norm = GradientNorm(model.parameters(), train.invariant)
         self.spikes = SpikeFilter(train.skip_spikes, device)
 
-    def __call__(self) -> Tensor:
+    def __call__(self, skip: bool = False) -> Tensor:
         """Clip by the global norm and run the optimizer step, which divides gradients by `grad_scale` and does nothing
-        if `found_inf` is set.
+        if `found_inf` is set. `skip`: skip the step in any case.
 
         Returns fp32 [3]: the norm before clipping, the limit above which a norm is a spike, and whether the step was
-        skipped because of a spike.
+        skipped because of a spike or `skip`.
         """
         optimizer, norm = self._optimizer, self._norm()
         limit, skips = self.spikes(norm)
+        skips = torch.ones_like(skips) if skip else skips
         optimizer.grad_scale = ((norm + 1e-6) / self._clip).clamp(min=1.0)  # type: ignore[attr-defined]
         optimizer.found_inf = (~torch.isfinite(norm) | skips).float()  # type: ignore[attr-defined]
         optimizer.step()

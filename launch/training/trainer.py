@@ -67,7 +67,8 @@ class Step:
     """A launched step whose results the host has not read: mean loss x tp, number of ranks with a stop request, number of
     ranks with a flag set, gradient norm, limit of the norm, whether the update was skipped, flags of this rank.
     `began`, `ended`: host clock; a step ends when the next step begins, or when the host waits for the results. `wire`:
-    bytes that this rank sent in the step, by group. `remarks`: lines to print after the results."""
+    bytes that this rank sent in the step, by group. `damage`: difference for which the update was skipped (`Sentinel`).
+    `remarks`: lines to print after the results."""
 
     number: int
     numbers: OnTheWay
@@ -76,6 +77,7 @@ class Step:
     began: float
     wire: dict[str, int]
     ended: float | None = None
+    damage: str = ""
     remarks: list[str] = field(default_factory=list)
 
 
@@ -111,7 +113,11 @@ class Trainer:
         self.saver = Saver(run.checkpoints, self.state, saves.keep, saves.asynchronous)
         # With resume = "none", checkpoints in the run's folder belong to another run
         self.starts_a_lineage = config.checkpoint.resume == "none"
-        self.sentinel = Sentinel(built.model, config.train.sentinel, built.optimizer)
+        self.sentinel = Sentinel(
+            built.model, train.sentinel, built.optimizer, skips=train.sentinel_action == "skip",
+            folder=run.path if train.sentinel_tensors else None,
+        )  # fmt: skip
+        self.damage = ""  # difference that the sentinel of the current step found
         self.wants_stop = False
         self.replays = Replays([self.recipes], torch.cuda.Stream(built.device) if built.graph else None)
         self.skipped = 0  # number of skipped updates since the start
@@ -229,6 +235,7 @@ class Trainer:
         with self.slowly("reading data"):
             batches, lr = list(self.batches(self.train_data, step)), learning_rate(step, self.config.train)
         watch.lap("data")
+        self.damage = ""
         self.set_learning_rate(lr)
         # A sentinel compares modules, which a replay does not call.
         graph = self.built.graph and self.replays.next() and not self.sentinel.due(self.recipes.steps + 1)
@@ -240,7 +247,7 @@ class Trainer:
             dist.all_reduce(shared)
         watch.lap("graph" if graph else "optimizer")
         coming = OnTheWay(torch.cat([shared, numbers[1:], flags]))
-        return Step(step + 1, coming, lr, watch, began, self.wire.bytes())
+        return Step(step + 1, coming, lr, watch, began, self.wire.bytes(), damage=self.damage)
 
     def compute(self, batches: Sequence[Batch], lap: Callable[[str], None] = lambda part: None) -> Tensor:
         """Run the device work of a step; return this rank's part of the loss and the results of `optimize`, fp32 [4]."""
@@ -267,7 +274,7 @@ class Trainer:
             losses.append(loss)
             lap("backward")
         if watched:
-            self.sentinel.compare(sums, self.recipes.steps + 1, self.built.device)
+            self.damage = self.sentinel.compare(sums, self.recipes.steps + 1, self.built.device)
         return self.total(losses)
 
     def total(self, losses: Sequence[Tensor]) -> Tensor:
@@ -332,7 +339,7 @@ class Trainer:
     def optimize(self) -> Tensor:
         """Apply `Update`; return gradient norm, limit of a spike, and whether the update was skipped, fp32 [3]."""
         self.saver.before_update()
-        return self.update()
+        return self.update(skip=bool(self.damage))
 
     def read(self, step: Step) -> None:
         """Read the numbers of a finished step: record them, and react to a NaN or Inf or a stop request."""
@@ -356,7 +363,8 @@ class Trainer:
         if skipped:
             self.skipped += 1
             step.remarks.append(
-                f"step {step.number}: the update was skipped, since the gradient norm of {norm:.4g} exceeds "
+                step.damage
+                or f"step {step.number}: the update was skipped, since the gradient norm of {norm:.4g} exceeds "
                 f"{limit:.4g}, {self.config.train.skip_spikes:g} times the median ({self.skipped} skipped since the "
                 f"start)"
             )

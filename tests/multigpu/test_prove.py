@@ -7,6 +7,7 @@ import functools
 import re
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import dlp
 from dlp.comm.mesh import ParallelDims
 from dlp.parallel.weight.fsdp2 import set_grad_wire
-from dlp.proof import run
+from dlp.proof import cases, run
 from dlp.proof.cases import MeshCase
 from dlp.proof.report import Finding, MeshResult
 from launch import prove as launched
@@ -153,6 +154,26 @@ def test_a_config_is_proved_and_its_bytes_are_counted(ranks):
     report = ranks(2).run(of_config, "dp2", "fp8")[0]
     wires = [finding for finding in report.meshes[0].findings if finding.kind == "wire"]
     assert len(wires) == 1 and "planned" in wires[0].guess.detail and "counted" in wires[0].guess.detail
+
+
+SHIPPED = [path.stem for path in Path(launched.__file__).parent.joinpath("configs").glob("*.toml")]
+SHIPPED.remove("transformers")  # the model of this config is a folder of the user
+
+
+def of_shipped(name: str, meshes: tuple[str, ...]) -> run.Report:
+    """A shipped config, shrunk, on meshes. Runs in a worker."""
+    config, _ = launched.provable(load(name), launched.Size(3, 128))
+    with patch.object(run, "mesh_of", cached_mesh):
+        return launched.prove_config(config, meshes, steps=2)
+
+
+@pytest.mark.full  # the kinds of models above represent these configs
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", sorted(SHIPPED))
+def test_no_alarm_on_a_shipped_config(ranks, name, world):
+    meshes = tuple(mesh for mesh in cases.MESHES if (MeshCase.parse(mesh).ranks == 4) == (world == 4))
+    report = ranks(world).run(of_shipped, name, meshes)[0]
+    assert report.ok, str(report)
 
 
 def refused(meshes: list[str]) -> str:

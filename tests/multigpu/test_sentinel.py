@@ -3,7 +3,9 @@ before the update."""
 
 from __future__ import annotations
 
+import logging
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench import flips
 from dlp.comm import observer
 from dlp.comm.wire_checks import WireChecks
-from launch.config.run_config import load
+from launch.config.run_config import Config, load
 from launch.settings.schema import ConfigError
 from launch.training import sentinel
 from launch.training.build import build
-from launch.training.sentinel import SentinelError, checksum
+from launch.training.sentinel import Sentinel, SentinelError, checksum
 from launch.training.trainer import Trainer
 from tests import training
 from tests.cases import few, nightly
@@ -53,9 +56,24 @@ class Flip(torch.autograd.Function):
 
 
 def stopped(folder: Path, data: Path, where: str, *overrides: str) -> str:
-    """The message of a run in which rank 1 flips a bit of y, of a gradient, of a weight or of an optimizer state in the
-    second pass of step 3. Runs in a worker."""
-    trainer, done = training.trainer(training.config(folder, data, *overrides))
+    """The message of a run with a flipped bit (`flipping`). Runs in a worker."""
+    trainer, done = flipping(training.config(folder, data, *overrides), where)
+    with pytest.raises(SentinelError) as error:
+        Trainer.train(trainer, done)
+    return str(error.value)
+
+
+def skipped(folder: Path, data: Path, *overrides: str) -> tuple[dict[int, Any], dict[int, Any], list[str]]:
+    """Skipped steps, losses and log of a run in which a bit of y flips. Runs in a worker."""
+    config = training.config(folder, data, *overrides)
+    Trainer.train(*flipping(config, "y"))
+    return training.metrics(config, "skipped"), training.metrics(config), training.said(config)
+
+
+def flipping(config: Config, where: str) -> tuple[Trainer, int]:
+    """A run in which rank 1 flips a bit of y, of a gradient, of a weight or of an optimizer state in the second pass of
+    step 3."""
+    trainer, done = training.trainer(config)
     module, calls = trainer.built.model.get_submodule(LAYER), [0]
     rank = trainer.built.dims.rank("tp")
 
@@ -76,9 +94,7 @@ def stopped(folder: Path, data: Path, where: str, *overrides: str) -> str:
     module.register_forward_hook(after)
     if where != "y":
         module.weight.register_post_accumulate_grad_hook(flip)
-    with pytest.raises(SentinelError) as error:
-        Trainer.train(trainer, done)
-    return str(error.value)
+    return trainer, done
 
 
 class Damaging(WireChecks):
@@ -131,11 +147,25 @@ def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, recipe, compil
     ],
 )
 def test_a_flipped_bit_is_named_before_the_update(ranks, tmp_path, data, where, said):
-    given = ("--train.sentinel", "1", "--train.ledger", "off")
-    messages = ranks(2).run(stopped, tmp_path, data, where, *given)
+    given = ("--train.sentinel", "1", "--train.ledger", "off", "--train.sentinel_tensors", "true")
+    action = "stop" if where in ("y", "gradient") else "skip"  # a skipped update does not mend memory
+    messages = ranks(2).run(stopped, tmp_path, data, where, *given, "--train.sentinel_action", action)
     assert messages[0] == messages[1]
     assert messages[0].startswith("step 3: the first microbatch ran twice and gave other bits, first on ")
     assert re.search(rf"rank 1 \([^)]*\): {re.escape(said)}", messages[0])
+    assert "sentinel-step-3-rank1.pt; start again from the last checkpoint" in messages[0]
+    kept = torch.load(tmp_path / "run" / "sentinel-step-3-rank1.pt")
+    assert kept["tensor"] == said.rpartition(" in ")[0]
+    assert (kept["first"] != kept["second"]).sum() == 1
+
+
+@pytest.mark.ranks(2)
+def test_a_difference_skips_the_update_by_setting(ranks, tmp_path, data):
+    given = ("--train.sentinel", "1", "--train.ledger", "off", "--train.steps", "4")
+    steps, losses, said = ranks(2).run(skipped, tmp_path, data, *given, "--train.sentinel_action", "skip")[0]
+    assert steps == {3: True} and len(losses) == 4
+    (line,) = (line for line in said if line.startswith("step 3: the first microbatch ran twice"))
+    assert f"y of {LAYER} in forward" in line and line.endswith("failed; the update was skipped")
 
 
 @pytest.mark.ranks(2)
@@ -155,12 +185,38 @@ def test_a_damaged_transfer_is_named_with_its_sender(ranks, tmp_path, data, dire
     assert re.search(rf"first on rank 1 \([^)]*\): {re.escape(told)}", messages[0])
 
 
+def with_flips(out: Path) -> None:
+    """Inject a flip of each kind on each rank and mesh (`bench.flips`). Runs in a worker."""
+    try:
+        with warnings.catch_warnings():
+            flips.flip_all(dist.get_rank(), 2, out, range(24), range(0))
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.full  # the flips above represent these
+def test_random_flips_are_named_by_rank_and_layer(ranks, tmp_path):
+    out = tmp_path / "flips.csv"
+    out.write_text(",".join(flips.COLUMNS) + "\n")
+    ranks(2).run(with_flips, out)
+    checked = [row for row in flips.rows_of(out) if row["kind"] != "activation gradient" and row["bit"] != "-1"]
+    assert len(checked) >= 16 and {row["kind"] for row in checked} == {*flips.KINDS} - {"activation gradient"}
+    missed = [row for row in checked if (row["found"], row["names rank"], row["names layer"]) != ("True",) * 3]
+    assert not missed
+
+
 def test_gpus_must_repeat_their_bits():
     config = load("tiny", ["--train.sentinel", "64"])
     with pytest.raises(
         ConfigError, match="expected deterministic = true on GPUs, where attention's backward gives other bits"
     ):
         build(config, None, torch.device("cuda"))  # type: ignore[arg-type]
+
+
+def test_no_step_is_watched_with_0():
+    watched = [[step for step in range(1, 9) if Sentinel(torch.nn.Identity(), every).due(step)] for every in (0, 4)]
+    assert watched == [[], [4, 8]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -172,3 +228,12 @@ def test_a_checksum_sees_each_bit(dtype):
         other.view(whole)[5] ^= -(2**bit) if bit == 8 * dtype.itemsize - 1 else 2**bit
         assert checksum(other) != checksum(x)
     assert checksum(x.clone()) == checksum(x)
+
+
+def test_a_checksum_sees_another_order():
+    x = torch.arange(4096, dtype=torch.int32)
+    swapped, balanced = x.clone(), x.clone()
+    swapped[8:12], swapped[12:16] = x[12:16], x[8:12]
+    balanced[0], balanced[4095] = x[0] + 1, x[4095] - 1
+    assert len({checksum(each).item() for each in (x, x.flip(0), x.roll(4), swapped, balanced)}) == 5
+    assert checksum(x[:0]) == 0
