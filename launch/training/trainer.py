@@ -259,16 +259,18 @@ class Trainer:
         valid = self.valid_tokens(batches)
         losses: list[Tensor] = []
         watched = self.sentinel.due(self.recipes.steps + 1) and not self.wire.watches
-        alone = len(batches) == 1  # otherwise gradients are incomplete after the first microbatch
+        # FSDP that reduces once a step has incomplete gradients after the first of several microbatches
+        once = isinstance(model, FSDPModule) and self.built.accumulation.reductions == 1
+        gradients = len(batches) == 1 or not once
         if watched:
-            self.sentinel.rehearse(lambda: self.microbatch(batches[0], valid), gradients=alone)
+            self.sentinel.rehearse(lambda: self.microbatch(batches[0], valid), gradients=gradients)
         for i, batch in enumerate(batches):
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(self.built.accumulation.reductions > 1 or i == len(batches) - 1)
             if watched and i == 0:
                 with self.sentinel.recording() as sums:
                     loss = self.microbatch(batch, valid, lap)
-                self.sentinel.close(sums, loss, gradients=alone)
+                self.sentinel.close(sums, loss, gradients=gradients)
             else:
                 loss = self.microbatch(batch, valid, lap)
             losses.append(loss)

@@ -76,9 +76,10 @@ def flipping(config: Config, where: str) -> tuple[Trainer, int]:
     trainer, done = training.trainer(config)
     module, calls = trainer.built.model.get_submodule(LAYER), [0]
     rank = trainer.built.dims.rank("tp")
+    calls_of_step = 1 + trainer.built.batch.num_micro  # a rehearsal, and all microbatches
 
     def now() -> bool:
-        return rank == 1 and calls[0] == 6  # each step has a rehearsal and the step itself
+        return rank == 1 and calls[0] == 2 * calls_of_step + 2
 
     def after(module: Any, args: Any, y: Tensor) -> Tensor | None:
         calls[0] += torch.is_grad_enabled()
@@ -138,16 +139,18 @@ def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, recipe, compil
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("where", "said"),
+    ("where", "said", "microbatches"),
     [
-        ("y", f"y of {LAYER} in forward"),
-        ("gradient", f"the gradient of {LAYER}.weight in backward"),
-        nightly("weight", f"{LAYER}.weight itself in memory"),
-        ("state", f"exp_avg_sq of {LAYER}.weight in memory"),
+        ("y", f"y of {LAYER} in forward", 1),
+        ("gradient", f"the gradient of {LAYER}.weight in backward", 2),
+        nightly("gradient", f"the gradient of {LAYER}.weight in backward", 1),
+        nightly("weight", f"{LAYER}.weight itself in memory", 1),
+        ("state", f"exp_avg_sq of {LAYER}.weight in memory", 1),
     ],
 )
-def test_a_flipped_bit_is_named_before_the_update(ranks, tmp_path, data, where, said):
-    given = ("--train.sentinel", "1", "--train.ledger", "off", "--train.sentinel_tensors", "true")
+def test_a_flipped_bit_is_named_before_the_update(ranks, tmp_path, data, where, said, microbatches):
+    given = ["--train.sentinel", "1", "--train.ledger", "off", "--train.sentinel_tensors", "true"]
+    given += ["--train.micro_batch", str(8 // microbatches)]
     action = "stop" if where in ("y", "gradient") else "skip"  # a skipped update does not mend memory
     messages = ranks(2).run(stopped, tmp_path, data, where, *given, "--train.sentinel_action", action)
     assert messages[0] == messages[1]
