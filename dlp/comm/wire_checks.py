@@ -9,7 +9,7 @@ A sender sums the bits of each chunk before the transfer, a receiver the bits of
 read of the chunk; the sums are compared after the context, by one gather for each group. Reductions inside NCCL or gloo, and
 copies into memory of a peer, are not checked.
 
-    checksum = sum_p (2 p + 1) s_p  modulo 2^64,     s_p: sum of the bits of piece p of PIECES equal pieces, as integers
+    checksum = sum_p (2 p + 1) s_p  modulo 2^64,     s_p: sum of the bits of piece p of PIECES equal pieces, as 64-bit integers
 
 As in Fletcher's checksum, the position has a weight: pieces that arrive in another order change the sum. Weights are odd, so
 that any single flipped bit changes the sum. Changes inside one piece that add up to 0 do not.
@@ -39,18 +39,26 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PIECES = 1024  # at most; their number divides the number of elements
 
 
-def checksum(tensor: Tensor) -> Tensor:
-    """Return the checksum of the bits of a tensor, as integers of the size of an element; int64 []."""
-    return _sums(tensor, 1)[0]
+def piece_sums(tensor: Tensor, chunks: int = 1) -> Tensor:
+    """Return the sums of the bits of equal pieces of each of a number of equal chunks of the memory of a tensor, int64
+    [chunks, pieces].
+
+    Bits are added as 64-bit integers, which a reduction reads without a copy, or as integers of the size of an element if the
+    bytes of a chunk are no multiple of 8."""
+    values = tensor.detach().contiguous().view(-1)
+    itemsize = values.dtype.itemsize
+    width = itemsize if values.numel() // chunks * itemsize % 8 else 8
+    if values.storage_offset() * itemsize % width:
+        values = values.clone()
+    bits = values.view(_BITS[width]).view(chunks, -1 if values.numel() else 0)
+    pieces = gcd(bits.shape[1], PIECES)
+    return bits.view(chunks, pieces, bits.shape[1] // pieces).sum(2, dtype=torch.int64)
 
 
-def _sums(tensor: Tensor, chunks: int) -> Tensor:
-    """Checksums of a number of equal chunks of the memory of a tensor, int64 [chunks]."""
-    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.dtype.itemsize])
-    length = bits.numel() // chunks
-    pieces = gcd(length, PIECES)
-    sums = bits.view(chunks, pieces, length // pieces).sum(2, dtype=torch.int64)
-    return (sums * _weights(pieces, sums.device)).sum(1)
+def checksums(tensor: Tensor, chunks: int = 1) -> Tensor:
+    """Return the checksum of each of a number of equal chunks of the memory of a tensor, int64 [chunks]."""
+    sums = piece_sums(tensor, chunks)
+    return (sums * _weights(sums.shape[1], sums.device)).sum(1)
 
 
 @functools.cache
@@ -95,13 +103,13 @@ class WireChecks(Observer):
         if group.size() == 1 or given.get("input_split_sizes"):
             return super().__torch_dispatch__(func, types, args, kwargs)
         to_each = received == "output"  # each rank gets a separate chunk
-        sent = _sums(given[source], group.size()) if to_each else checksum(given[source]).expand(group.size())
+        sent = checksums(given[source], group.size()) if to_each else checksums(given[source]).expand(group.size())
         # NCCL returns no work for a synchronous transfer, and torch 2.11 ends the process where Python waits for it
         waited = next(name for name in names if name in ("async_op", "asyncOp"))
         result = super().__torch_dispatch__(func, types, (), {**given, waited: True})
         work = result[-1] if isinstance(result, tuple | list) else result
         work.wait()
-        arrived = _sums(self.arrived(given[received]), group.size())
+        arrived = checksums(self.arrived(given[received]), group.size())
         self._transfers.setdefault(group, []).append(Transfer(observer._LABEL.get(), sent, arrived))
         return result
 

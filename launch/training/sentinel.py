@@ -3,9 +3,11 @@
     [train] sentinel = N     in every N-th step the first microbatch runs forward and backward once more, before the step
 
 With equal weights, tokens and random state both passes give equal bits, unless a GPU, its memory or a transfer failed. Compared
-are checksums of the loss, of y of each module and, if a step has one microbatch, of the gradient of each parameter. A
-checksum is a weighted sum of the bits of a tensor as integers (`dlp.comm.wire_checks`), which any flipped bit changes. A
-difference ends the run before the update, on all ranks, with rank, layer, direction, device and step, or skips the update.
+are the loss, y of each module and the gradient of each parameter, by sums of the bits of up to 1024 pieces of a tensor as
+integers (`dlp.comm.wire_checks.piece_sums`), which any flipped bit changes. A difference ends the run before the update, on all
+ranks, with rank, layer, direction, device and step, or skips the update. Under FSDP that reduces gradients once a step, the
+gradients of a step with several microbatches are not compared.
+
 Weights and optimizer states, which a step reads before writing, must have equal bits before the first pass and after the
 second; a difference of these always ends the run. In the repeated pass, ranks also compare checksums of what they send each
 other (`dlp.comm.wire_checks`), so that a damaged transfer is told from a wrong computation.
@@ -16,7 +18,7 @@ A step whose bytes the ledger counts has no sentinel, which would send twice. Mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dlp.comm import observer, wire_checks
-from dlp.comm.wire_checks import Damaged, WireChecks
+from dlp.comm import observer
+from dlp.comm.wire_checks import Damaged, WireChecks, piece_sums
 from dlp.parallel.model.session import session_of, without_effects
 from launch.ranks.links import OWN
 
-Sums = dict[tuple[str, str], Tensor]  # (direction, name of the tensor or module) -> checksum
+Sums = dict[tuple[str, str], Tensor]  # (direction, name of the tensor or module) -> sums of the bits of pieces
 
 
 class SentinelError(Exception):
@@ -41,11 +43,6 @@ class SentinelError(Exception):
 
 def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Return the checksum of the bits of a tensor on this rank; int64 []."""
-    return wire_checks.checksum(local(tensor))
 
 
 class Sentinel:
@@ -75,8 +72,9 @@ class Sentinel:
         dropped. `gradients`: compare gradients of parameters as well."""
         self._copies.clear()
         checks, memory = WireChecks(), self._memory()
+        alone = dist.get_world_size() == 1  # observing each operation costs the host as much as running it
         with without_effects(session_of(self._model)):
-            with self.recording() as sums, checks:
+            with self.recording() as sums, nullcontext() if alone else checks:
                 loss = backward()
             self.close(sums, loss, gradients=gradients)
         self._first = memory | sums
@@ -86,13 +84,13 @@ class Sentinel:
             parameter.grad = None
 
     def _add(self, sums: Sums, direction: str, name: str, tensor: Tensor) -> None:
-        """Add the checksum of a tensor, and keep a copy of the tensor if the run has a folder for tensors."""
-        sums[direction, name] = checksum(tensor)
+        """Add the sums of a tensor, and keep a copy of the tensor if the run has a folder for tensors."""
+        sums[direction, name] = piece_sums(local(tensor))[0]
         if self._folder is not None:
             self._copies.setdefault((direction, name), []).append(local(tensor.detach()).to("cpu", copy=True))
 
     def _memory(self) -> Sums:
-        """Checksums of weights and optimizer states on this rank, without states that are tensors of user-defined classes."""
+        """Sums of weights and optimizer states on this rank, without states that are tensors of user-defined classes."""
         sums: Sums = {}
         for name, parameter in self._model.named_parameters():
             states = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
@@ -107,7 +105,7 @@ class Sentinel:
 
     @contextmanager
     def recording(self) -> Iterator[Sums]:
-        """Context in which y of each module is added to the checksums."""
+        """Context in which y of each module is added to the sums."""
         sums: Sums = {}
 
         def look(name: str, module: nn.Module, args: Any, y: Any) -> None:
@@ -131,7 +129,7 @@ class Sentinel:
         return any(module._compiled_call_impl is not None for module in above)
 
     def close(self, sums: Sums, loss: Tensor, *, gradients: bool) -> None:
-        """Add the checksums of the loss and, with `gradients`, of the gradients of all parameters in the order of backward."""
+        """Add the sums of the loss and, with `gradients`, of the gradients of all parameters in the order of backward."""
         self._add(sums, "forward", "the loss", loss)
         named = reversed(list(self._model.named_parameters()))
         for name, parameter in named if gradients else ():
@@ -143,12 +141,13 @@ class Sentinel:
         the device. Returns the difference for which the update must be skipped; "": no difference. SentinelError on all
         ranks."""
         sums, keys = self._memory() | sums, list(self._first)
-        same = keys == list(sums)
-        differs = torch.tensor([not same], device=device)
-        if same and keys:
-            first, again = (torch.stack([each[key] for key in keys]) for each in (self._first, sums))
-            differs = first != again
-        own = differs.nonzero().flatten().tolist()
+        sizes = [len(each) for each in self._first.values()]
+        same = keys == list(sums) and sizes == [len(each) for each in sums.values()]
+        own = [0]
+        if same:
+            first, again = (torch.cat(list(each.values())) for each in (self._first, sums))
+            tensors = torch.repeat_interleave(torch.tensor(sizes, device=device))  # index of the tensor of each piece
+            own = tensors[first != again].unique().tolist()
         count = torch.tensor(len(own) + len(self._damaged), device=device)
         with observer.label(**OWN):
             dist.all_reduce(count, op=dist.ReduceOp.MAX)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from bench import flips
 from dlp.comm import observer
-from dlp.comm.wire_checks import WireChecks
+from dlp.comm.wire_checks import WireChecks, checksums, piece_sums
 from launch.config.run_config import Config, load
 from launch.settings.schema import ConfigError
 from launch.training import sentinel
 from launch.training.build import build
-from launch.training.sentinel import Sentinel, SentinelError, checksum
+from launch.training.sentinel import Sentinel, SentinelError
 from launch.training.trainer import Trainer
 from tests import training
 from tests.cases import few, nightly
@@ -229,8 +229,8 @@ def test_a_checksum_sees_each_bit(dtype):
     for bit in range(8 * dtype.itemsize):
         other = x.clone()
         other.view(whole)[5] ^= -(2**bit) if bit == 8 * dtype.itemsize - 1 else 2**bit
-        assert checksum(other) != checksum(x)
-    assert checksum(x.clone()) == checksum(x)
+        assert checksums(other) != checksums(x) and not torch.equal(piece_sums(other), piece_sums(x))
+    assert checksums(x.clone()) == checksums(x)
 
 
 def test_a_checksum_sees_another_order():
@@ -238,5 +238,8 @@ def test_a_checksum_sees_another_order():
     swapped, balanced = x.clone(), x.clone()
     swapped[8:12], swapped[12:16] = x[12:16], x[8:12]
     balanced[0], balanced[4095] = x[0] + 1, x[4095] - 1
-    assert len({checksum(each).item() for each in (x, x.flip(0), x.roll(4), swapped, balanced)}) == 5
-    assert checksum(x[:0]) == 0
+    assert len({checksums(each).item() for each in (x, x.flip(0), x.roll(4), swapped, balanced)}) == 5
+    assert checksums(x[:0]) == 0
+    assert checksums(x[1:9]) == checksums(x[1:9].clone())  # wherever the tensor is stored
+    assert torch.equal(checksums(x, 4), torch.cat([checksums(each) for each in x.chunk(4)]))
+    assert torch.equal(checksums(x[:12], 4), torch.cat([checksums(each) for each in x[:12].chunk(4)]))

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.dropout import _DropoutNd
 
 from dlp.comm.mesh import ParallelDims
-from dlp.comm.wire_checks import checksum
+from dlp.comm.wire_checks import checksums
 from dlp.kernels import canonical
 from dlp.parallel.linear.canonical import RANKS, all_reduce
 from dlp.parallel.linear.step import in_backward
@@ -372,7 +372,7 @@ def _check_units(model: nn.Module) -> None:
 
 def _checksum(grad: Tensor) -> int:
     """Checksum of a gradient; version counters do not see changes of DTensors."""
-    return int(checksum(grad))
+    return int(checksums(grad))
 
 
 def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
