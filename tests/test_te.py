@@ -169,8 +169,22 @@ def test_names_that_are_missing_say_what_to_do():
     for name, sentence in te.MISSING.items():
         with pytest.raises(AttributeError, match=f"no attribute '{name}': {re.escape(sentence)}"):
             getattr(te, name)
-        assert f"`{name}`" in PAGE
+        assert f"| `{name}` | {sentence} " in PAGE, f"the row of {name} says another sentence"
     assert not hasattr(te, "Lineer")
+
+
+def test_the_advice_for_experts_runs():
+    """The expressions of the advice give the rows of each expert, in the order of the rows of `moe_permute`."""
+    names: dict[str, Any] = {"dlp": dlp, "torch": torch, "num_gemms": 3, "in_features": H, "out_features": FFN}
+    names |= {"expert": torch.tensor([2, 0, 2, 0, 2]), "m_splits": [2, 0, 3]}
+    make, ends = re.search(r"construct (.*), and pass (.*) in place of m_splits", te.MISSING["GroupedLinear"]).groups()
+    order = eval(re.search(r"torch\.argsort\(.*?\)", te.MISSING["moe_permute"])[0], names)
+    assert order.tolist() == [1, 3, 0, 2, 4]
+    layer, x = eval(make, names), values(0, 5, H)[order]
+    nn.init.normal_(layer[2].bias)
+    y = layer(x, eval(ends, names))
+    assert_close(y[2:], F.linear(x[2:], layer[2].weight, layer[2].bias), 1e-6)
+    assert_close(y[:2], F.linear(x[:2], layer[0].weight, layer[0].bias), 1e-6)
 
 
 @pytest.mark.parametrize("name", te_listings.LISTINGS)
