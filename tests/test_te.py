@@ -102,8 +102,10 @@ def test_each_argument_of_a_constructor_is_taken_or_refused_by_its_sentence(laye
             with pytest.raises(TypeError, match=f"{name}: {re.escape(argument.sentence)}"):
                 MAKE[layer](**{name: requested(argument)})
         assert argument.sentence in " ".join(page[name]), f"the row of {name} says another sentence"
-    with pytest.raises(TypeError, match="unknown option tp_grup; there are "):
+    with pytest.raises(TypeError, match="unknown option tp_grup; there are ") as error:
         MAKE[layer](tp_grup=None)
+    there = str(error.value).partition("; there are ")[2].split(", ")
+    assert set(there) >= set(te_signatures.CONSTRUCTORS[layer]) - table.keys() and len(set(there)) == len(there)
 
 
 @pytest.mark.parametrize("layer", te_signatures.FORWARDS)
