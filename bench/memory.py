@@ -115,14 +115,19 @@ class Peaks:
             torch.cuda.reset_peak_memory_stats()
 
 
-def step(built: Built, batches: Sequence[tuple[Tensor, Tensor]], norm: Callable[[], Tensor], peaks: Peaks) -> None:
-    """The launcher's step, measured part by part."""
+Loss = Callable[[tuple[Tensor, Tensor]], Tensor]
+
+
+def step(
+    built: Built, batches: Sequence[tuple[Tensor, Tensor]], loss_of: Loss, norm: Callable[[], Tensor], peaks: Peaks
+) -> None:
+    """The launcher's step, measured part by part. loss_of: summed loss of a microbatch."""
     model = built.model
     peaks.begin()
-    for i, (tokens, targets) in enumerate(batches):
+    for i, batch in enumerate(batches):
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(built.accumulation.reductions > 1 or i == len(batches) - 1)
-        loss = dlp.cross_entropy(model(tokens), targets, built.mesh) / targets.numel()
+        loss = loss_of(batch) / batch[1].numel()
         peaks.end("forward")
         loss.backward()
         dlp.backward_dw(model)
@@ -141,15 +146,15 @@ def measure(case: str, config: Config, mesh: DeviceMesh, steps: int, device: tor
         config, built.plan, wire_bytes.workload(config, mesh.size(), built.accumulation.reductions), built.accumulation
     )
     shape = (built.batch.micro, config.own_sequence + 1)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(built.dims.dp_rank)
     text = [
-        torch.randint(0, config.family.vocab, shape, generator=generator).to(device)
+        torch.randint(0, config.architecture.vocab, shape, generator=generator).to(device)
         for _ in range(built.batch.num_micro)
     ]
     batches, norm = [(each[:, :-1], each[:, 1:]) for each in text], GradientNorm(built.model.parameters())
     for _ in range(steps):
         peaks = Peaks(device)
-        step(built, batches, norm, peaks)
+        step(built, batches, lambda batch: config.architecture.loss(built.model, batch, mesh), norm, peaks)
     return Result(case, predicted.rows, counted(built), peaks.peaks, peaks.behind, before)
 
 

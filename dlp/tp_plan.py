@@ -101,7 +101,10 @@ def _entries(model: nn.Module) -> dict[str, str]:
     """The plan of the base model, by pattern of its modules."""
     config = getattr(model, "config", None)
     if config is None:
-        raise ValueError(f"groups_for reads the config of a model of transformers, and {type(model).__name__} has none")
+        raise ValueError(
+            f"groups_for reads the config of a model of transformers, and {type(model).__name__} has none: write layer groups "
+            f"(dlp.LayerGroup)"
+        )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return dict(getattr(text, "base_model_tp_plan", None) or {})
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -323,6 +324,32 @@ def test_a_missing_program_is_named(
     way = {"nvcc": "pip install 'dlp[gpu]'", "ninja": "pip install ninja", "c++": "apt-get install g++, or"}[missing]
     assert re.match(f"native kernels need {re.escape(missing)}, which is not on PATH: {re.escape(way)}", said.err)
     assert said.out == ""
+
+
+@pytest.mark.parametrize(("release", "way"), [
+    ("13.1", "pip install 'dlp[gpu]'"), (None, "pip install 'dlp[gpu]'"),
+    ("12.8", "torch has CUDA 12.8, and pip install 'dlp[gpu]' brings CUDA 13: install a toolkit of CUDA 12, or a torch with "
+             "CUDA 13"),
+])  # fmt: skip
+def test_the_packages_are_the_way_out_for_their_release_of_cuda(
+    release: str | None, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", release)
+    monkeypatch.setattr(loader, "packaged_nvcc", lambda: None)
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+    with pytest.raises(MissingError, match=f"^native kernels need nvcc, which is not on PATH: {re.escape(way)}$"):
+        loader.find_toolchain()
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert all(f">={loader.PACKAGED}." in each for each in project["optional-dependencies"]["gpu"])
+
+
+def test_missing_headers_of_python_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/bin/{name}")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(
+        MissingError, match=rf"need Python\.h, which is not in {tmp_path}: apt-get install python3-dev, or"
+    ):
+        loader.find_toolchain()
 
 
 def test_what_is_missing_and_what_runs_instead_is_one_sentence(

@@ -94,6 +94,7 @@ def test_each_argument_of_a_constructor_is_taken_or_refused_by_its_sentence(laye
     for name in te_signatures.CONSTRUCTORS[layer]:
         assert name in page, f"no row for {name}"
         if name in taken(layer, "__init__") and not (layer == "TransformerLayer" and name in table):
+            assert "the same" in page[name][1] or name == "tp_size", f"the row of {name} says another sentence"
             continue
         argument = table[name]
         for neutral in argument.neutral or ([] if argument.neutral is not None else ["anything"]):
@@ -102,8 +103,10 @@ def test_each_argument_of_a_constructor_is_taken_or_refused_by_its_sentence(laye
             with pytest.raises(TypeError, match=f"{name}: {re.escape(argument.sentence)}"):
                 MAKE[layer](**{name: requested(argument)})
         assert argument.sentence in " ".join(page[name]), f"the row of {name} says another sentence"
-    with pytest.raises(TypeError, match="unknown option tp_grup; there are "):
+    with pytest.raises(TypeError, match="unknown option tp_grup; there are ") as error:
         MAKE[layer](tp_grup=None)
+    there = str(error.value).partition("; there are ")[2].split(", ")
+    assert set(there) >= set(te_signatures.CONSTRUCTORS[layer]) - table.keys() and len(set(there)) == len(there)
 
 
 @pytest.mark.parametrize("layer", te_signatures.FORWARDS)
@@ -169,8 +172,22 @@ def test_names_that_are_missing_say_what_to_do():
     for name, sentence in te.MISSING.items():
         with pytest.raises(AttributeError, match=f"no attribute '{name}': {re.escape(sentence)}"):
             getattr(te, name)
-        assert f"`{name}`" in PAGE
+        assert f"| `{name}` | {sentence} " in PAGE, f"the row of {name} says another sentence"
     assert not hasattr(te, "Lineer")
+
+
+def test_the_advice_for_experts_runs():
+    """The expressions of the advice give the rows of each expert, in the order of the rows of `moe_permute`."""
+    names: dict[str, Any] = {"dlp": dlp, "torch": torch, "num_gemms": 3, "in_features": H, "out_features": FFN}
+    names |= {"expert": torch.tensor([2, 0, 2, 0, 2]), "m_splits": [2, 0, 3]}
+    make, ends = re.search(r"construct (.*), and pass (.*) in place of m_splits", te.MISSING["GroupedLinear"]).groups()
+    order = eval(re.search(r"torch\.argsort\(.*?\)", te.MISSING["moe_permute"])[0], names)
+    assert order.tolist() == [1, 3, 0, 2, 4]
+    layer, x = eval(make, names), values(0, 5, H)[order]
+    nn.init.normal_(layer[2].bias)
+    y = layer(x, eval(ends, names))
+    assert_close(y[2:], F.linear(x[2:], layer[2].weight, layer[2].bias), 1e-6)
+    assert_close(y[:2], F.linear(x[:2], layer[0].weight, layer[0].bias), 1e-6)
 
 
 @pytest.mark.parametrize("name", te_listings.LISTINGS)
@@ -356,6 +373,23 @@ def test_attention_sees_what_the_mask_shows(case: str, layout: str):
     assert_close(out, attention_by_hand(q, *both, seen), 1e-6)
 
 
+def test_attention_has_the_scale_and_the_channels_of_its_arguments():
+    q, k, v = values(0, 2, 5, 4, 8), values(1, 2, 5, 4, 8), values(2, 2, 5, 4, 6)
+    module = te.DotProductAttention(4, (8, 6), qkv_format="bshd", attn_mask_type="no_mask", softmax_scale=0.7)
+    heads = [each.transpose(1, 2) for each in (q * 0.7 * 8**0.5, k, v)]
+    assert_close(module(q, k, v), attention_by_hand(*heads, torch.ones(5, 5, dtype=torch.bool)), 1e-6)
+
+
+def test_norms_of_modules_have_the_epsilon_and_the_gamma_of_their_arguments():
+    x, options = values(0, M, H), {"zero_centered_gamma": True, "bias": False}
+    linear, mlp = te.LayerNormLinear(H, FFN, 0.5, **options), te.LayerNormMLP(H, FFN, 0.5, activation="relu", **options)
+    for layer in (linear, mlp):
+        nn.init.normal_(layer[0].weight)
+    first, second = (F.layer_norm(x, (H,), 1 + layer[0].weight, eps=0.5) for layer in (linear, mlp))
+    assert_close(linear(x), F.linear(first, linear[1].weight), 1e-6)
+    assert_close(mlp(x), F.linear(F.linear(second, mlp[1].weight).relu(), mlp[3].weight), 1e-6)
+
+
 def test_attention_adds_a_bias_drops_weights_and_computes_again():
     q, k, v = (values(seed, 2, 5, 4, 8).requires_grad_() for seed in range(3))
     bias, module = values(4, 1, 4, 5, 5), te.DotProductAttention(4, 8, qkv_format="bshd")
@@ -407,36 +441,42 @@ def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize("norm_first", [False, True], ids=["norm last", "norm first"])
 def test_a_transformer_layer_norms_and_rotates_heads(interleaved: bool, norm_first: bool):
-    """The layer has a window, a norm after the layer and clamped SwiGLU, on [S, B, H], and is compared with plain
-    torch."""
+    """The layer has two groups of keys and values, heads of 16 features, a window, a norm after the layer and clamped SwiGLU,
+    on [S, B, H], and is compared with plain torch. No number equals the default."""
     torch.manual_seed(0)
     layer = te.TransformerLayer(
-        H, FFN, 4, hidden_dropout=0.0, attention_dropout=0.0, window_size=(3, 0), qk_norm_type="RMSNorm",
-        qk_norm_before_rope=norm_first, rotary_pos_interleaved=interleaved, output_layernorm=True, bias=False,
-        normalization="RMSNorm", activation="clamped_swiglu", activation_params={"limit": 0.2},
+        H, FFN, 4, 2, hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="no_mask", window_size=(3, 1),
+        kv_channels=16, layernorm_epsilon=0.1, qk_norm_type="RMSNorm", qk_norm_eps=0.2, qk_norm_before_rope=norm_first,
+        rotary_pos_interleaved=interleaved, output_layernorm=True, bias=False, normalization="RMSNorm",
+        zero_centered_gamma=True, activation="clamped_swiglu", activation_params={"limit": 0.2},
     )  # fmt: skip
-    for norm in (layer.q_norm, layer.k_norm, layer.layernorm):
+    for norm in (layer.q_norm, layer.k_norm, layer.layernorm, layer.qkv[0], layer.mlp[0]):
         nn.init.normal_(norm.weight)
-    x, angles = values(0, 6, 2, H), te.RotaryPositionEmbedding(8, interleaved=interleaved)(6)
+    x, angles = values(0, 6, 2, H), te.RotaryPositionEmbedding(16, interleaved=interleaved)(6)
     p = dict(layer.named_parameters())
-    n = F.rms_norm(x, (H,), p["qkv.0.weight"], 1e-5)
-    q, k, v = (F.linear(n, p[f"qkv.1.weight_{i}"]).view(6, 2, 4, 8) for i in range(3))
+
+    def norm_of(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, (H,), 1 + p[f"{name}.weight"], 0.1)
 
     def normed(each: Tensor, name: str) -> Tensor:
-        return F.rms_norm(each, (8,), p[f"{name}.weight"], 1e-6)
+        return F.rms_norm(each, (16,), p[f"{name}.weight"], 0.2)
+
+    n = norm_of(x, "qkv.0")
+    q, k, v = (F.linear(n, p[f"qkv.1.weight_{i}"]).view(6, 2, -1, 16) for i in range(3))
 
     if norm_first:
         q, k = (turned(normed(each, name), angles, interleaved) for each, name in ((q, "q_norm"), (k, "k_norm")))
     else:
         q, k = (normed(turned(each, angles, interleaved), name) for each, name in ((q, "q_norm"), (k, "k_norm")))
     places = torch.arange(6)
-    seen = (places <= places[:, None]) & (places >= places[:, None] - 3)
-    attended = attention_by_hand(*(each.permute(1, 2, 0, 3) for each in (q, k, v)), seen).transpose(0, 1).float()
+    seen = (places <= places[:, None] + 1) & (places >= places[:, None] - 3)
+    q, k, v = (each.permute(1, 2, 0, 3).repeat_interleave(4 // each.shape[2], dim=1) for each in (q, k, v))
+    attended = attention_by_hand(q, k, v, seen).transpose(0, 1).float()
     h = x + F.linear(attended, p["proj.0.weight"])
-    m = F.rms_norm(h, (H,), p["mlp.0.weight"], 1e-5)
+    m = norm_of(h, "mlp.0")
     g, u = F.linear(m, p["mlp.1.weight_0"]).clamp(max=0.2), F.linear(m, p["mlp.1.weight_1"]).clamp(-0.2, 0.2)
     h = h + F.linear(g * torch.sigmoid(1.702 * g) * (u + 1), p["mlp.3.weight"])
-    assert_close(layer(x, rotary_pos_emb=angles), F.rms_norm(h, (H,), p["layernorm.weight"], 1e-5), 1e-5)
+    assert_close(layer(x, rotary_pos_emb=angles), norm_of(h, "layernorm"), 1e-5)
     assert {"self_attention.q_norm.weight", "layernorm.weight"} <= ops.to_te(layer).keys()
     layer.load_state_dict(ops.from_te(layer, ops.to_te(layer)))
 

@@ -34,10 +34,12 @@ MODULE = "dlp_kernels"
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a"}  # by compute capability
 LOG = logging.getLogger("dlp")
 CUDA = "/usr/local/cuda/bin"  # searched after CUDA_HOME and PATH
-INSTALL = {  # program -> command that installs the program
+PACKAGED = "13"  # major release of CUDA of the extra `gpu` in pyproject.toml
+INSTALL = {  # program or header -> command that installs the program or header
     "nvcc": "pip install 'dlp[gpu]'",
     "ninja": "pip install ninja",
     "c++": "apt-get install g++, or the package of your system with a C++ compiler",
+    "Python.h": "apt-get install python3-dev, or the package of your system with the headers of Python",
 }
 INSTEAD = "without native kernels casts run the plain-torch reference, and GEMMs run torch"
 
@@ -155,8 +157,20 @@ def find_program(name: str) -> str | None:
 def _program(name: str) -> str:
     found = find_program(name)
     if found is None:
-        raise MissingError(f"native kernels need {name}, which is not on PATH: {INSTALL[name]}")
+        raise MissingError(f"native kernels need {name}, which is not on PATH: {_way_to_install(name)}")
     return found
+
+
+def _way_to_install(name: str) -> str:
+    """Return the advice for a missing program. The extra `gpu` does not help a torch of another major release of CUDA."""
+    release = torch.version.cuda or PACKAGED
+    major = release.split(".")[0]
+    if name != "nvcc" or major == PACKAGED:
+        return INSTALL[name]
+    return (
+        f"torch has CUDA {release}, and {INSTALL[name]} brings CUDA {PACKAGED}: install a toolkit of CUDA {major}, or a torch "
+        f"with CUDA {PACKAGED}"
+    )
 
 
 def find_toolchain() -> Toolchain:
@@ -172,7 +186,7 @@ def find_toolchain() -> Toolchain:
 
     includes = (sysconfig.get_path("include"), pybind11.get_include())
     if not (Path(includes[0]) / "Python.h").exists():
-        raise MissingError(f"native kernels need Python.h, which is not in {includes[0]}")
+        raise MissingError(f"native kernels need Python.h, which is not in {includes[0]}: {INSTALL['Python.h']}")
     version = _cuda_version(nvcc)
     if packaged is None:
         return Toolchain(nvcc, version, ninja, cxx, includes, origin="CUDA_HOME or PATH")

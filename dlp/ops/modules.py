@@ -31,7 +31,7 @@ from dlp.ops.linear import MODES, Linear
 from dlp.ops.sequential import Sequential
 from dlp.ops.te_names import TeNames, names_of
 from dlp.ops.values import Tensors
-from dlp.te_arguments import ARGUMENTS, refuse
+from dlp.te_arguments import ARGUMENTS, keywords_of, refuse
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 ACTIVATIONS = {
@@ -50,10 +50,12 @@ def _chosen(what: str, table: dict[str, Any], name: str) -> Any:
     return table[name]
 
 
-def own_options(layer: str, family: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The supported options among keywords that a constructor does not name. Raises TypeError for other keywords."""
+def own_options(layer: str, family: str, options: dict[str, Any], *classes: Any) -> dict[str, Any]:
+    """The supported options among keywords that a constructor does not name. Raises TypeError for other keywords, with the
+    keywords of the constructors of `classes` and the options."""
     others = {name: value for name, value in options.items() if name not in OPTIONS}
-    refuse(layer, ARGUMENTS[family], others, OPTIONS)
+    named = (name for each in classes for name in keywords_of(each.__init__))
+    refuse(layer, ARGUMENTS[family], others, dict.fromkeys((*named, *OPTIONS)))
     return {name: value for name, value in options.items() if name in OPTIONS}
 
 
@@ -135,7 +137,7 @@ class LayerNormLinear(_WithNorm):
         normalization: str = "LayerNorm", zero_centered_gamma: bool = False, parallel_mode: str | None = None,
         return_bias: bool = False, return_layernorm_output: bool = False, **options: Any,
     ) -> None:  # fmt: skip  # many parameters: those of the module of this name
-        options = own_options(type(self).__name__, "module", options)
+        options = own_options(type(self).__name__, "module", options, type(self), LayerNormLinear)
         linear = self.make_linear(
             in_features, out_features, bias, return_bias=return_bias, **linear_options(parallel_mode, options)
         )
@@ -184,7 +186,7 @@ class LayerNormMLP(_WithNorm):
         set_parallel_mode: bool = False, return_bias: bool = False, return_layernorm_output: bool = False,
         output_layer_init_method: Callable[[Tensor], Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip  # many parameters: those of the module of this name
-        options = own_options(type(self).__name__, "module", options)
+        options = own_options(type(self).__name__, "module", options, type(self), LayerNormMLP)
         first, second = (
             {**options, "name": f"{name}.{part}"} if (name := options.get("name")) else options
             for part in ("fc1", "fc2")

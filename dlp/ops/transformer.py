@@ -81,7 +81,7 @@ class TransformerLayer(nn.Module):
         output_layernorm: bool = False, output_layer_init_method: Callable[[Tensor], Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip  # many parameters: those of the module of this name
         super().__init__()
-        options = own_options("TransformerLayer", "transformer", options)
+        options = own_options("TransformerLayer", "transformer", options, TransformerLayer)
         head, groups, tp = _heads(
             hidden_size, num_attention_heads, num_gqa_groups, kv_channels, options, set_parallel_mode
         )

@@ -35,7 +35,8 @@ __all__ = [
 common = SimpleNamespace(recipe=recipe)  # te.common.recipe.Format
 
 MISSING = {
-    "GroupedLinear": "dlp has no layer of experts: use one dlp.te.Linear for each expert",
+    "GroupedLinear": 'construct dlp.GroupedLinear(num_gemms, in_features, out_features, bias=True, style="local"), and pass '
+    "torch.tensor(m_splits).cumsum(0) in place of m_splits",
     "MultiheadAttention": "build attention from dlp.te.LayerNormLinear, dlp.te.DotProductAttention and dlp.te.Linear",
     "InferenceParams": "generate with launch.generate, which has a cache of keys and values",
     "Fp8Padding": "leave the padding out: recipes pad operands themselves",
@@ -45,7 +46,7 @@ MISSING = {
     "get_cpu_offload_context": "use torch.autograd.graph.save_on_cpu()",
     "CudaRNGStatesTracker": "give the ranks of a tp group equal seeds, or different seeds under sequence parallelism",
     "onnx_export": "export a frozen model with dlp.export",
-    "moe_permute": "dlp has no layer of experts: use torch.gather",
+    "moe_permute": "sort rows with torch.argsort(expert, stable=True), as dlp.GroupedLinear expects rows",
 }
 
 

@@ -119,7 +119,7 @@ class Linear(SplitLinear):
         self, in_features: int, out_features: int, *, bias: bool = True, parallel_mode: str | None = None,
         parameters_split: Split = None, return_bias: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        options = own_options("te.Linear", "module", options)
+        options = own_options("te.Linear", "module", options, Linear)
         super().__init__(
             in_features, out_features, bias, parameters_split=parameters_split, return_bias=return_bias,
             **linear_options(parallel_mode, options),

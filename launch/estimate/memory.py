@@ -182,6 +182,8 @@ class _Estimate:
             for quantizer, columnwise in orientations
             if not quantizer.format.keeps_source
         ]
+        if self.fsdp and not made:
+            return 0.0  # FSDP itself casts weights that stay in high precision
         return copy + sum(made)
 
     def _shard_casts(self, row: LayerPlan, parameter: ParameterPlan) -> float:
@@ -268,7 +270,7 @@ class _Estimate:
     def _gathered(self) -> dict[str, float]:
         """Gathered weights of FSDP's units: the root stays from forward to backward; one block is in use and the next
         is prefetched."""
-        if not self.fsdp or self.ranks == 1:
+        if not self.fsdp:
             return dict.fromkeys(MOMENTS, 0.0)
         root = self._sum(self._travels, "")
         block = max(self._sum(self._travels, block) for block in self.blocks)
@@ -280,7 +282,7 @@ class _Estimate:
     def _travels(self, parameter: ParameterPlan) -> float:
         found = self.linears.get(parameter.name)
         layouts = found and travels_as(*found, self.load)
-        if not layouts:
+        if not layouts or self.ranks == 1:  # one shard is not quantized for the gather
             return prod(parameter.shape) * self.load.weight_dtype.itemsize
         layout = layouts[1]
         shape = (parameter.shape[0], parameter.shape[1])

@@ -192,7 +192,7 @@ def test_a_parent_with_an_entry_without_style_stays_local():
     (lambda: groups("LlamaForCausalLM", 3), "tp 3 does not divide num_attention_heads 4"),
     (lambda: groups("LlamaForCausalLM", 4), "tp 4 does not divide num_key_value_heads 2"),
     (lambda: groups("Phi3ForCausalLM"), "tp 2 can shard no module of the plan: .*qkv_proj: colwise_gather_output has no"),
-    (lambda: dlp.groups_for(nn.Linear(2, 2)), "reads the config of a model of transformers, and Linear has none"),
+    (lambda: dlp.groups_for(nn.Linear(2, 2)), "model of transformers, and Linear has none: write layer groups"),
 ])  # fmt: skip
 def test_what_cannot_be_mapped_is_refused_by_name(make: Any, says: str):
     with pytest.raises(ValueError, match=says):

@@ -3,8 +3,13 @@ GPUs."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bench import memory as bench_memory
 from dlp.comm import transport
@@ -12,6 +17,7 @@ from dlp.comm.mapped import Transport
 from dlp.comm.slots import mapped_bytes
 from launch.config.run_config import Config, load
 from launch.estimate.memory_check import planned
+from tests import hf_models
 from tests import pool as worker
 from tests.cases import nightly
 from tests.shared_slot import SharedSlot
@@ -25,10 +31,24 @@ MESHES = {"tp": ["--mesh.tp=2", "--train.global_batch=2"], "fsdp": ["--mesh.tp=1
 
 
 def counted(config: Config) -> dict[str, tuple[float, float]]:
-    sizes = config.mesh
+    """Bytes between steps, by row of the prediction, and the largest bytes of gathered weights in a forward; each with the
+    prediction."""
+    sizes, units, gathered = config.mesh, {}, [0]
+
+    def look(module: nn.Module, args: Any) -> None:
+        if isinstance(module, FSDPModule):
+            units[module] = module._get_fsdp_state()._fsdp_param_group
+        held = [t for unit in units.values() if unit for each in unit.fsdp_params for t in each.all_gather_outputs]
+        gathered.append(sum(tensor.untyped_storage().size() for tensor in held))
+
     mesh = worker.mesh(dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp)
-    found = bench_memory.measure("", config, mesh, 2, torch.device(worker.device()))
-    return {name: (nbytes, found.predicted[name]["loss"]) for name, nbytes in found.counted.items()}
+    handle = register_module_forward_pre_hook(look)
+    try:
+        found = bench_memory.measure("", config, mesh, 2, torch.device(worker.device()))
+    finally:
+        handle.remove()
+    real = found.counted | {"gathered": max(gathered)}
+    return {name: (nbytes, found.predicted[name]["loss"]) for name, nbytes in real.items()}
 
 
 @pytest.mark.slow
@@ -36,6 +56,23 @@ def counted(config: Config) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize(("mesh", "recipe"), [nightly("tp", "fp8_current"), ("fsdp", "nvfp4")])
 def test_what_stays_was_planned(ranks, mesh, recipe):
     config = load("tiny", [*SMALL, *MESHES[mesh], f"--recipe={recipe}"])
+    for found in ranks(2).run(counted, config):
+        for name, (real, predicted) in found.items():
+            assert predicted == pytest.approx(real, rel=0.01, abs=2048), name
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("architecture", "mesh"),
+    [("LlamaForCausalLM", "tp"), nightly("MixtralForCausalLM", "fsdp"), nightly("GPT2LMHeadModel", "fsdp")],
+)
+def test_what_stays_of_a_model_of_transformers_was_planned(ranks, architecture, mesh, tmp_path):
+    pytest.importorskip("transformers")
+    hf_models.make(architecture, vocab_size=384).save_pretrained(tmp_path)
+    small = ["--train.sequence=16", "--train.global_batch=4", "--train.micro_batch=1", "--train.compile=false"]
+    match = ["--groups.default.match", '["lm_head"]'] if architecture.startswith("GPT2") else []
+    config = load("transformers", ["--model", str(tmp_path), *small, *match, *MESHES[mesh]])
     for found in ranks(2).run(counted, config):
         for name, (real, predicted) in found.items():
             assert predicted == pytest.approx(real, rel=0.01, abs=2048), name
