@@ -13,6 +13,9 @@ else
 PYTHON := $(VENV)/bin/python
 READY  := $(VENV)/.installed
 endif
+# On a machine with a GPU and without nvcc, the compiler of the kernels is installed as well
+TOOLKIT = $(or $(CUDA_HOME),/usr/local/cuda)/bin/nvcc
+EXTRAS  = dev$(shell command -v nvidia-smi >/dev/null && ! command -v nvcc >/dev/null && ! test -x $(TOOLKIT) && echo ,gpu)
 
 RANKS  ?=
 DEVICE ?= $(shell $(PYTHON) -c "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')" 2>/dev/null)
@@ -118,7 +121,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(VENV)/bin/python || python3 -m venv $(VENV)
 	@$(VENV)/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' \
 		>$(VENV)/constraints.txt 2>/dev/null || cp constraints.txt $(VENV)/constraints.txt
-	@$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev]" $(PIP_ARGS) || \
+	@$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[$(EXTRAS)]" $(PIP_ARGS) || \
 		{ echo "install failed; to use an interpreter as it is, without network: make VERB PYTHON=python3" >&2; exit 1; }
 	@touch $@
 

@@ -241,6 +241,21 @@ def test_some_cases_are_chosen_of_each_test():
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+@pytest.mark.parametrize(
+    ("programs", "extras"),
+    [(["nvidia-smi"], "dev,gpu"), (["nvidia-smi", "nvcc"], "dev"), (["nvidia-smi", "bin/nvcc"], "dev"), ([], "dev")],
+)
+def test_make_installs_the_compiler_where_there_is_a_gpu_and_no_toolkit(programs, extras, tmp_path):
+    for name in programs:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch(0o755)
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_HOME": str(tmp_path)}
+    command = [str(shutil.which("make")), "--dry-run", "--always-make", ".venv/.installed"]
+    made = subprocess.run(command, cwd=ROOT, env=path, capture_output=True, text=True, check=True)
+    assert f'--editable ".[{extras}]"' in made.stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 @pytest.mark.parametrize("verb", ["pretrain", "ledger", "bench-comm", "emulate", "plan"])
 def test_a_verb_leaves_no_shell_between_make_and_its_program(verb, tmp_path):
     """If SIGTERM ended a shell in between, the program and the run would continue as orphans."""
