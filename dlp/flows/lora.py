@@ -2,7 +2,7 @@
 
     y = base(x) + alpha / rank * lora_B(lora_A(x))      lora_A [rank, K], lora_B [N, rank], trained; base [N, K], frozen
 
-    dlp.lora(model, rank=16, layers="**.{q,v}_proj", base="nvfp4")       quantized base and adapters, one GPU or FSDP2
+    dlp.lora(model, rank=16, layers="**.{q,v}_proj", base="nvfp4")       quantized base; one GPU, FSDP2, tp of torch
     dlp.lora(model, ...); dlp.convert(model, dlp.lora_groups(model, groups), mesh)      tp and sequence parallelism
 
 Under tp an adapter is sharded like its base, so that no further full-width collective is needed: for a column-parallel base
