@@ -22,7 +22,7 @@ from bench import gemm as bench_gemm
 from bench import host as bench_host
 from bench import linear as bench_linear
 from bench import quantize as bench_quantize
-from dlp.kernels import build, gemms, loader, tune
+from dlp.kernels import build, gemms, loader, registry, tune
 from dlp.kernels.loader import BuildError, MissingError, Toolchain, build_key, compile_module, sources
 
 TOOLS = Toolchain("nvcc", "13.0", "ninja", "c++", ())
@@ -386,6 +386,23 @@ def test_a_machine_that_cannot_run_them(monkeypatch: pytest.MonkeyPatch) -> None
         loader.architecture()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert loader.architecture() == "sm_90a"
+
+
+@pytest.mark.parametrize("name, capability", [("NVIDIA L4", (8, 9)), ("NVIDIA RTX PRO 6000", (12, 0))])
+def test_gpus_without_kernels_of_dlp_say_so_once_and_run_torchs(
+    name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+    for function in ("load", "missing"):
+        monkeypatch.setattr(loader, function, getattr(loader, function).__wrapped__)  # without the cached result
+    assert registry.device_kind("cuda") == registry._Devices()[0] == "cuda"
+    major, minor = capability
+    assert set(caplog.messages) == {
+        f"native kernels are written for compute capability 9.0 and 10.0, and {name} has {major}.{minor}; without native "
+        f"kernels casts run the plain-torch reference, and GEMMs run torch"
+    }
 
 
 COMMANDS = [tune, bench, bench_boundary, bench_gemm, bench_host, bench_linear, bench_quantize]

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 import dlp
 from dlp.flows.lora import LoRALinear, adapted
+from dlp.quant.parameter import QuantizedParameter
 
-BASES = [None, "fp8_current", "fp8_block", "nvfp4", "mxfp8", "int8"]
+INT4, INT3 = ({"name": "qat", "weight": f"int{bits} group 32"} for bits in (4, 3))
+BASES = [None, "fp8_current", "fp8_rowwise", "fp8_block", "nvfp4", "mxfp8", "int8", INT4, INT3]
 
 
 def made(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -51,13 +53,19 @@ def test_gradients_are_those_over_the_decoded_base(base):
     ]
 
 
-def test_a_new_adapter_changes_nothing_and_compiles_to_one_graph():
+@pytest.mark.parametrize("base", [None, "nvfp4", INT4], ids=str)
+def test_a_new_adapter_changes_nothing_and_compiles_to_one_graph(base):
     model, x = made(), torch.randn(16, 128)
+    if base:
+        dlp.quantize_(model, base)
     before = model(x)
     assert dlp.lora(model, rank=4, layers=["0", "2"]) == ["0", "2"]
     assert torch.equal(model(x), before)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x), model(x))
+    eager = with_adapters(made(), base=base)
+    torch._dynamo.reset()
+    compiled = torch.compile(copy.deepcopy(eager), backend="aot_eager", fullgraph=True)
+    for found, expected in zip(gradients(compiled, x), gradients(eager, x), strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("base", [None, "nvfp4"], ids=str)
@@ -67,7 +75,10 @@ def test_merged_weights_compute_what_adapters_did(base):
     assert dlp.merge_lora(model) == ["0", "2"]
     assert not list(adapted(model)) and type(model[0]) is nn.Linear
     torch.testing.assert_close(model(x), y, rtol=1e-4, atol=1e-4)
-    dlp.quantize_(model, "fp8_current")  # quantized again
+    merged = model[0].weight.detach().clone()
+    dlp.quantize_(model, "nvfp4")  # merged into codes
+    codes = QuantizedParameter.from_float(merged, dlp.recipe("nvfp4").w.rowwise)
+    assert all(map(torch.equal, model[0].weight.parts, codes.parts))
 
 
 def test_files_are_those_of_peft_and_train_alike(tmp_path):
@@ -112,6 +123,10 @@ def test_what_cannot_be_adapted_or_loaded_is_refused(tmp_path):
         dlp.load_lora(with_adapters(made()), tmp_path / "nowhere")
     with pytest.raises(ValueError, match="pattern 'x' matches no layer; nearest"):
         dlp.lora(made(), layers="x")
+    for given, options in ((made(), {"layers": []}), (nn.Linear(8, 8), {})):
+        with pytest.raises(ValueError, match="layers must be patterns of names of linears inside the model; got "):
+            dlp.lora(given, **options)
+        assert all(parameter.requires_grad for parameter in given.parameters())
     model = with_adapters(made())
     with pytest.raises(ValueError, match="0 has an adapter already; call dlp.lora once"):
         dlp.lora(model)

@@ -197,6 +197,9 @@ def test_a_recipe_is_one_file(tmp_path: Path):
         names(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="^recipes_path must be the path of a folder; got 3$"):
         as_recipe({"name": "mine", "recipes_path": 3})
+    for value in (None, 5, ["nvfp4"]):
+        with pytest.raises(ValueError, match=r'a recipe must be a name, a dict {"name": .*} or a recipe; got '):
+            as_recipe(value)
     assert "mine         fprop emulated (reference), dgrad native (torch mm)" in support_table.table(tmp_path)
 
 

@@ -76,15 +76,21 @@ class GroupedLinear(nn.ModuleList):
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """x [M, K], offsets [E] -> y [M, N]."""
+        if x.dim() != 2 or not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64):
+            kind = offsets.dtype if isinstance(offsets, Tensor) else type(offsets).__name__
+            raise ValueError(
+                f"a GroupedLinear reads x [M, K] and offsets, an int32 or int64 tensor [{len(self)}]; got x "
+                f"{list(x.shape)} and offsets of {kind}: pass x.flatten(0, -2), sorted by expert, and a tensor"
+            )
         if self.multiplies_grouped(x):
             return self._grouped(x, offsets)
         sizes = self._sizes(x, offsets)
         return torch.cat([expert(rows) for expert, rows in zip(self, x.split(sizes), strict=True)])
 
     def _sizes(self, x: Tensor, offsets: Tensor) -> list[int]:
-        ends = offsets.tolist()
+        ends = offsets.flatten().tolist()
         sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        if len(sizes) != len(self) or min(sizes) < 0 or ends[-1] != x.shape[0]:
+        if offsets.dim() != 1 or len(sizes) != len(self) or min(sizes) < 0 or ends[-1] != x.shape[0]:
             raise ValueError(
                 f"offsets must be {len(self)} ends of rows, one for each expert, not decreasing, the last one {x.shape[0]} "
                 f"(the rows of x); got {ends}"

@@ -2,7 +2,7 @@
 
     y = base(x) + alpha / rank * lora_B(lora_A(x))      lora_A [rank, K], lora_B [N, rank], trained; base [N, K], frozen
 
-    dlp.lora(model, rank=16, layers="**.{q,v}_proj", base="nvfp4")       quantized base and adapters, one GPU or FSDP2
+    dlp.lora(model, rank=16, layers="**.{q,v}_proj", base="nvfp4")       quantized base; one GPU, FSDP2, tp of torch
     dlp.lora(model, ...); dlp.convert(model, dlp.lora_groups(model, groups), mesh)      tp and sequence parallelism
 
 Under tp an adapter is sharded like its base, so that no further full-width collective is needed: for a column-parallel base
@@ -86,16 +86,16 @@ def lora(
         rank: rank of the adapters.
         alpha: the adapter is scaled by alpha / rank; `rank` by default.
         layers: pattern of module names, as in a layer group, or several patterns.
-        base: recipe whose weight format holds the weights of these linears as codes ("nvfp4", "fp8_block", "int8", ...), as
-            `dlp.quantize_` does; None: weights stay as they are.
+        base: recipe whose weight format holds the weights of these linears as codes ("nvfp4", "fp8_block", "int8",
+            `dlp.recipe("qat", weight="int4 group 32")`, ...), as `dlp.quantize_` does; None: weights stay as they are.
         dropout: probability with which elements of x are dropped before the adapter.
 
     Returns:
         Names of the linears that have an adapter.
 
     Raises:
-        ValueError: for a rank below 1, for patterns that match no `nn.Linear`, for layers of `dlp.convert`, and for weights
-            that the format cannot hold.
+        ValueError: before anything is changed, for a rank below 1, for patterns that match no `nn.Linear`, for layers of
+            `dlp.convert`, and for weights that the format cannot hold.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -118,6 +118,11 @@ def lora(
     patterns, lengths = [layers] if isinstance(layers, str) else layers, container_lengths(model.named_modules())
     chosen = [name for pattern in patterns for name in must_match(list(linears), lengths, pattern, asked_by="lora")]
     chosen = list(dict.fromkeys(chosen))
+    if not chosen or "" in chosen:
+        raise ValueError(
+            f"lora: layers must be patterns of names of linears inside the model; got {layers!r} for a "
+            f"{type(model).__name__}: choose '**', or pass the module that contains the linear"
+        )
     if base is not None:
         quantize_(model, base, lambda module, name: name in chosen)
     model.requires_grad_(False)

@@ -328,10 +328,16 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def as_recipe(value: Any) -> Any:
-    """Return the recipe of a name or of a table {"name": ..., option: value}; a recipe is returned unchanged."""
+    """Return the recipe of a name or of a table {"name": ..., option: value}; a recipe is returned unchanged.
+
+    Raises ValueError for any other value."""
     if isinstance(value, str):
         return load(value)
-    return load(**value) if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        return load(**value)
+    if not hasattr(value, "for_layer"):
+        raise ValueError(f'a recipe must be a name, a dict {{"name": ..., option: value}} or a recipe; got {value!r}')
+    return value
 
 
 @cache

@@ -136,6 +136,23 @@ def test_wrong_offsets_are_refused(sizes: tuple[int, ...], rows: int) -> None:
         dlp.GroupedLinear(6, K, N)(torch.randn(rows, K), ends(sizes))
 
 
+@pytest.mark.parametrize(
+    "x, offsets, got",
+    [
+        (torch.randn(2, 5, K), ends((5, 5)), r"x \[2, 5, 64\] and offsets of torch.int64"),
+        (torch.randn(10, K), ends((5, 5)).float(), "offsets of torch.float32"),
+        (torch.randn(10, K), [5, 10], "offsets of list"),
+    ],
+    ids=["sequences", "floats", "list"],
+)
+def test_what_is_no_sorted_matrix_is_refused(x: Tensor, offsets: Any, got: str) -> None:
+    bank = dlp.GroupedLinear(2, K, N)
+    with pytest.raises(ValueError, match=f"offsets, an int32 or int64 tensor .2.; got .*{got}: pass x.flatten"):
+        bank(x, offsets)
+    with pytest.raises(ValueError, match="offsets must be 2 ends of rows"):
+        bank(torch.randn(10, K), ends((5, 5))[None])
+
+
 ARCHITECTURES: dict[str, dict[str, int]] = {
     "MixtralForCausalLM": {"num_local_experts": 4},
     "Qwen3MoeForCausalLM": {"num_experts": 4, "moe_intermediate_size": 32},

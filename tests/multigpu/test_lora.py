@@ -1,19 +1,24 @@
-"""Adapters under tp with sequence parallelism, and under FSDP2 over a base of codes, are compared with one rank."""
+"""Adapters under tp with sequence parallelism, and over a base of codes under torch's tp and FSDP2, are compared with one
+rank."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dlp
 from dlp.flows.lora import adapted
+from dlp.quant.parameter import QuantizedParameter
 from tests import pool as worker
-from tests.test_lora import with_adapters
+from tests.test_lora import INT4, with_adapters
 
 TOKENS = 32
 
@@ -86,7 +91,47 @@ def test_tensor_parallel_adapters_train_as_on_one_rank(ranks, sequence_parallel,
     assert max(ranks(2).run(cut, sequence_parallel, recipe)) < bound
 
 
-def by_fsdp(base: str | None, folder: str) -> float:
+TOKEN_SHARDS = {
+    "up.base": ColwiseParallel(input_layouts=Shard(0)), "up.lora_A": ColwiseParallel(input_layouts=Shard(0)),
+    "up.lora_B": RowwiseParallel(output_layouts=Shard(-1)), "down.base": RowwiseParallel(output_layouts=Shard(0)),
+    "down.lora_A": RowwiseParallel(), "down.lora_B": ColwiseParallel(output_layouts=Shard(0)),
+}  # fmt: skip
+TORCHS = {
+    "tp": {"up.base": ColwiseParallel(), "up.lora_B": ColwiseParallel(),
+           "down.base": RowwiseParallel(), "down.lora_A": RowwiseParallel()},
+    "sp": TOKEN_SHARDS,
+}  # fmt: skip
+
+
+def by_torchs_tp(base: Any, how: str, folder: str) -> float:
+    """The largest relative difference between torch's tensor parallelism over codes and one rank."""
+    one = with_adapters(Block(), base=base).to(worker.device())
+    model, mesh = copy.deepcopy(one), worker.mesh(tp=dist.get_world_size())["tp"]
+    parallelize_module(model, mesh, TORCHS[how])
+    for each in (model.up, model.down):
+        assert isinstance(each.base.weight.to_local(), QuantizedParameter)
+    if how == "sp":
+        model.register_forward_pre_hook(lambda _, given: given[0].chunk(mesh.size())[mesh.get_local_rank()])
+        model.register_forward_hook(lambda _, given, y: dlp.gather_tokens(y, mesh))
+    found, expected = trained(model, inputs()), trained(one, inputs())
+    dlp.save_lora(model, folder)
+    dist.barrier()
+    again = Block().to(worker.device())
+    dlp.lora(again, rank=8, alpha=16)
+    dlp.load_lora(again, folder)
+    for name, module in adapted(again):
+        assert torch.equal(module.lora_A.weight, found[f"{name}.lora_A.weight"])
+    return difference(found, expected)
+
+
+@pytest.mark.parametrize("base", ["nvfp4", "fp8_current", "mxfp8", INT4], ids=str)
+@pytest.mark.parametrize("how", TORCHS)
+@pytest.mark.ranks(2)
+def test_torchs_tensor_parallelism_shards_the_codes_of_the_base(ranks, base, how, tmp_path):
+    assert max(ranks(2).run(by_torchs_tp, base, how, str(tmp_path))) < 1e-5
+
+
+def by_fsdp(base: Any, folder: str) -> float:
     model = with_adapters(Block(), base=base).to(worker.device())
     one = copy.deepcopy(model)
     mesh = dlp.build_mesh(dp_shard=dist.get_world_size())
@@ -102,7 +147,7 @@ def by_fsdp(base: str | None, folder: str) -> float:
     return difference(found, expected)
 
 
-@pytest.mark.parametrize("base", [None, "nvfp4", "fp8_current"], ids=str)
+@pytest.mark.parametrize("base", [None, "nvfp4", "fp8_current", INT4], ids=str)
 @pytest.mark.ranks(2)
 def test_fsdp_gathers_the_codes_of_the_base_and_trains_alike(ranks, base, tmp_path):
     assert max(ranks(2).run(by_fsdp, base, str(tmp_path))) < 1e-5
