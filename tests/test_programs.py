@@ -88,7 +88,7 @@ def test_so_it_does_for_every_kind_of_layer(recipe: str, case: dict[str, Any]):
     [
         *few(((recipe, {}) for recipe in RECIPES), ("fp8_block",)), nightly("fp8_current", {"learns": False}),
         nightly("fp8_block", {"siblings": True}), ("fp8_delayed", {"siblings": True}), ("fp8_delayed", {"attached": False}),
-        nightly("bf16", {"bias": True}), ("fp8_current", {"bias": True}),
+        nightly("bf16", {"bias": True}), nightly("fp8_current", {"bias": True}),
     ],
     ids=str,
 )  # fmt: skip
