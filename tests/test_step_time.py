@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,7 @@ def few(name: str, *settings: str, layers: int = 3):
     return replace(config, model=replace(config.model, layers=layers))
 
 
+@cache
 def step(name: str, world: int, *settings: str):
     config = few(name, *settings)
     return forecast(config, world, "h200", planned(config, world, "h200"))
@@ -140,7 +142,7 @@ def test_few_blocks_extend_to_all_exactly():
 
 
 def test_advice_is_ranked_and_names_what_does_not_fit(capsys):
-    arguments = ["--train.global_batch", "2"]
+    arguments = ["--train.global_batch", "2", "--train.micro_batch", "1"]
     fit, refused = advise.advise("llama3_1b", arguments, 2, "h200", ["fp8_current", "bf16"])
     assert [each.seconds for each in fit] == sorted(each.seconds for each in fit)
     assert {part for each in fit for part in each.settings} >= {"fp8_current", "bf16"}
@@ -149,7 +151,7 @@ def test_advice_is_ranked_and_names_what_does_not_fit(capsys):
     said = capsys.readouterr().out
     assert "settings fit" in said and "--plan --world 2 --device h200" in said
     with pytest.raises(ValueError, match="does not fit on 1 x h200 in any of .*: take more GPUs"):
-        advise.main(["llama3_70b", "--world", "1", "--board", "h200", "--train.global_batch", "1"])
+        advise.main(["llama3_70b", "--world", "1", "--board", "h200", "--train.global_batch", "1", "--train.micro_batch", "1"])
 
 
 def test_a_run_says_once_how_far_its_prediction_is_off(tmp_path, monkeypatch, capsys):

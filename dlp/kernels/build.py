@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.compile_only is None:
             print(loader.load().__file__)
         else:
-            loader.compile_module(loader.find_toolchain(), options.compile_only)
+            loader.compile_module(loader.find_toolchain(), options.compile_only, loader.CHECK)
             count = sum(file.suffix == ".cu" for file in loader.sources())
             print(f"compiled {count} files for {' '.join(options.compile_only)}")
     except loader.BuildError as error:
