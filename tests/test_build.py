@@ -73,7 +73,12 @@ def test_key_covers_everything(copied: Path, monkeypatch: pytest.MonkeyPatch) ->
     def key(cuda: str = "13.0", architectures: list[str] = ARCH) -> str:
         return build_key(sources(copied), cuda, architectures)
 
-    keys = [key(), key(cuda="12.9"), key(architectures=["sm_100a"]), build_key(sources(), "13.0", ARCH, "", loader.CHECK)]
+    keys = [
+        key(),
+        key(cuda="12.9"),
+        key(architectures=["sm_100a"]),
+        build_key(sources(), "13.0", ARCH, "", loader.CHECK),
+    ]
     assert key() == keys[0] == build_key(sources(), "13.0", ARCH)  # the folder of the sources is not part of the key
     for owner, name, value in [
         (loader, "NVCC_FLAGS", "-O0"), (loader, "CXX_FLAGS", "-O0"), (torch, "__version__", "2.0"), (sys, "version", "3.0"),

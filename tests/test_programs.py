@@ -115,11 +115,6 @@ def test_nothing_is_kept_of_tensors_that_are_gone():
     assert not [value for value in vars(found).values() if isinstance(value, Tensor)]
 
 
-COMPILED = pytest.mark.parametrize(
-    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
-)
-
-
 class _Watched(TorchDispatchMode):
     """Dispatch mode that changes nothing. Under a dispatch mode a linear is opaque ops."""
 
@@ -189,7 +184,7 @@ def test_some_siblings_without_a_gradient():
     check_used(pair.model, *DIRECTIONS)
 
 
-@COMPILED
+@pytest.mark.parametrize("compiled", [False, nightly(True)], ids=["eager", "compiled"])
 def test_evaluation_between_steps(compiled: bool):
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_delayed"))
     if compiled:
@@ -230,7 +225,7 @@ class _Recomputed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-@COMPILED
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_a_swap_a_load_and_new_operands(compiled: bool):
     """Captured launches are discarded when inputs move: after a recipe change, with new scales, and with newly cast
     weights."""

@@ -76,7 +76,9 @@ def is_eager(run) -> bool:
     return "--train.cuda_graph" in run["arguments"]
 
 
-@pytest.mark.parametrize(("fitted", "count", "largest", "mean"), [(True, 5, 0.06, 0.03), nightly(False, 24, 0.14, 0.04)])
+@pytest.mark.parametrize(
+    ("fitted", "count", "largest", "mean"), [(True, 5, 0.06, 0.03), nightly(False, 24, 0.14, 0.04)]
+)
 def test_predictions_of_recorded_runs_are_as_near_as_the_page_says(fitted, count, largest, mean):
     runs = [run for run in RECORDED if run["fitted"] == fitted and not is_eager(run)]
     errors = {each.name: abs(each.error) for each in map(compare, runs)}
@@ -151,7 +153,9 @@ def test_advice_is_ranked_and_names_what_does_not_fit(capsys):
     said = capsys.readouterr().out
     assert "settings fit" in said and "--plan --world 2 --device h200" in said
     with pytest.raises(ValueError, match="does not fit on 1 x h200 in any of .*: take more GPUs"):
-        advise.main(["llama3_70b", "--world", "1", "--board", "h200", "--train.global_batch", "1", "--train.micro_batch", "1"])
+        advise.main(
+            ["llama3_70b", "--world", "1", "--board", "h200", "--train.global_batch", "1", "--train.micro_batch", "1"]
+        )
 
 
 def test_a_run_says_once_how_far_its_prediction_is_off(tmp_path, monkeypatch, capsys):

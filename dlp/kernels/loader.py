@@ -61,6 +61,7 @@ class Added(NamedTuple):
     cxx: str = ""
 
 
+NOTHING = Added()
 # For a check that the sources compile: both architectures from front end to machine code, and the module linked. Most of the
 # time of a full compilation is spent on optimization of device code.
 CHECK = Added(" -Ofc=max -Xcompiler=-O0", " -O0")
@@ -221,7 +222,7 @@ def sources(folder: Path = CSRC) -> list[Path]:
 
 
 def build_key(
-    files: Sequence[Path], cuda: str, architectures: Sequence[str], runtime: str = "", added: Added = Added()
+    files: Sequence[Path], cuda: str, architectures: Sequence[str], runtime: str = "", added: Added = NOTHING
 ) -> str:
     """Return a digest of all inputs of the compilation."""
     facts = [NVCC_FLAGS, CXX_FLAGS, cuda, " ".join(architectures), torch.__version__, sys.version, runtime, *added]
@@ -231,7 +232,7 @@ def build_key(
     return digest.hexdigest()[:16]
 
 
-def ninja_file(tools: Toolchain, files: Sequence[Path], architectures: Sequence[str], added: Added = Added()) -> str:
+def ninja_file(tools: Toolchain, files: Sequence[Path], architectures: Sequence[str], added: Added = NOTHING) -> str:
     """Return the build file for ninja: one object per .cu and .cpp file, and one module."""
     targets = " ".join(f"-gencode=arch=compute_{name[3:]},code={name}" for name in architectures)
     headers, of_cuda = (" ".join(f"-I{folder}" for folder in each) for each in (tools.includes, tools.headers))
@@ -276,7 +277,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def compile_module(tools: Toolchain, architectures: Sequence[str], added: Added = Added()) -> Path:
+def compile_module(tools: Toolchain, architectures: Sequence[str], added: Added = NOTHING) -> Path:
     """Compile the module unless the cache has the module, and return the path."""
     files = sources()
     folder = cache_folder("kernels") / build_key(files, tools.cuda, architectures, tools.runtime, added)
