@@ -74,7 +74,12 @@ def test_key_covers_everything(copied: Path, monkeypatch: pytest.MonkeyPatch) ->
     def key(cuda: str = "13.0", architectures: list[str] = ARCH) -> str:
         return build_key(sources(copied), cuda, architectures)
 
-    keys = [key(), key(cuda="12.9"), key(architectures=["sm_100a"])]
+    keys = [
+        key(),
+        key(cuda="12.9"),
+        key(architectures=["sm_100a"]),
+        build_key(sources(), "13.0", ARCH, "", loader.CHECK),
+    ]
     assert key() == keys[0] == build_key(sources(), "13.0", ARCH)  # the folder of the sources is not part of the key
     for owner, name, value in [
         (loader, "NVCC_FLAGS", "-O0"), (loader, "CXX_FLAGS", "-O0"), (torch, "__version__", "2.0"), (sys, "version", "3.0"),
@@ -130,6 +135,8 @@ def test_every_source_is_compiled_once(copied: Path) -> None:
     for file in sources(copied):
         assert text.count(str(file)) == (file.suffix in {".cu", ".cpp"}), file.name
     assert "-gencode=arch=compute_90a,code=sm_90a -gencode=arch=compute_100a,code=sm_100a" in text
+    checked = loader.ninja_file(TOOLS, sources(copied), ARCH, loader.CHECK)
+    assert f"{loader.CXX_FLAGS} -O0 " in checked and f"{loader.NVCC_FLAGS} -Ofc=max " in checked and "-O0" not in text
 
 
 def test_one_of_many_builds(ninja: list[Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,7 @@ MODEL = "def make():\n    from torch import nn\n    return nn.Sequential(nn.Embe
 SMALL = ["--train.global_batch", "2", "--train.eval_batches", "1", "--train.sequence", "64", "--train.log_every", "1"]
 TINY = ["--model.layers", "1", "--model.hidden", "64", "--model.ffn", "128", "--model.head_dim", "16"]
 SHORT = {  # shorter settings of programs that take minutes
+    "launch.advise": ["--train.global_batch", "2", "--train.micro_batch", "1"],
     "launch.evaluate": ["--batches", "2"],
     "launch.generate": ["--tokens", "8"],
     "launch.prove": ["--meshes", "tp2", "--layers", "3", "--width", "64", "--steps", "1"],
@@ -168,7 +169,8 @@ def run_module(folder: Path, module: str, arguments: list[str], ranks: int = 0) 
         if setting(arguments, "train.steps", "200") not in [path.name.removeprefix("step-") for path in complete(made)]:
             renumber(complete(made)[-1], int(setting(arguments, "train.steps", "200")))
         return said
-    return started(folder, module, [*arguments, *SHORT.get(module, [])], ranks)
+    layers = ["--model.layers", "3"] if "--plan" in arguments and "--model" not in arguments else []
+    return started(folder, module, [*arguments, *layers, *SHORT.get(module, [])], ranks)
 
 
 def run_of(arguments: Sequence[str]) -> str:

@@ -93,13 +93,17 @@ def trained(folder: Path, mesh: Mapping[str, int], first: int, dies: bool = Fals
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-def test_programs_that_are_killed_go_on_with_the_same_bits(ranks: Any, tmp_path: Path):
-    """Each program resumes with its weights, momenta and delayed scales."""
+def test_programs_that_are_killed_go_on_with_the_same_bits(ranks: Any, tmp_path: Path, request: pytest.FixtureRequest):
+    """Each program resumes with its weights, momenta and delayed scales: on its mesh, on one rank and, with
+    `--all-cases`, on replicas."""
+    meshes: list[tuple[int, dict[str, int]]] = [(2, {"dp_shard": 2}), (1, {})]
+    if request.config.getoption("--all-cases"):
+        meshes.append((2, {"dp_replicate": 2, "dp_shard": 1}))
     expected = ranks(2).run(trained, tmp_path, {"dp_shard": 2}, 0)[0]
     with pytest.raises(RankError, match="SIGKILL|died"):
         ranks(2).run(trained, tmp_path, {"dp_shard": 2}, 0, True)
     assert any("slots." in name and ".scale" in name for name in expected)
-    for world, mesh in ((2, {"dp_shard": 2}), (2, {"dp_replicate": 2, "dp_shard": 1}), (1, {})):
+    for world, mesh in meshes:
         for found in ranks(world).run(trained, tmp_path, mesh, SAVED):
             assert found.keys() == expected.keys()
             for name, tensor in expected.items():

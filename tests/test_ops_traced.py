@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp import ops
-from tests.cases import few
+from tests.cases import few, nightly, of_these
 from tests.ops_models import FFN, H, M, Watched, linear, mlp, run, same, values
 from tests.ops_programs import PROGRAMS, LearnableScale, fuse_scale_add
 from tests.restored_tables import restored_fusions
@@ -35,7 +35,7 @@ def mlp_like(model: nn.Module) -> ops.Sequential:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", of_these(("Quantized", "Branching", "OwnOp", "OwnFusion"), PROGRAMS))
 @restored_fusions()
 def test_programs_of_users_compile(program: str):
     """The graph contains the basic ops. A region inside of compiled code is refused."""
@@ -64,8 +64,8 @@ def test_compiled_code_refuses_what_was_quantized_outside_of_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "make", [lambda: ops.Linear(H, H), lambda: ops.BasicLinear(H, H, recipe="fp8_current"), lambda: ops.RMSNorm(H),
-             ops.GELU, LearnableScale], ids=["linear", "basic", "norm", "activation", "own"]
+    "make", [lambda: ops.BasicLinear(H, H, recipe="fp8_current"), nightly(lambda: ops.Linear(H, H)), lambda: ops.RMSNorm(H),
+             nightly(ops.GELU), LearnableScale], ids=["basic", "linear", "norm", "activation", "own"]
 )  # fmt: skip
 def test_an_op_by_itself_compiles_before_it_has_run(make: Any):
     torch._dynamo.reset()
@@ -104,7 +104,7 @@ def test_what_was_changed_compiles_before_it_has_run(how: str):
     same(run(model), run(other), 1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
+@pytest.mark.parametrize("recipe", [nightly("bf16"), "fp8_current"])
 def test_ops_are_recomputed_inside_of_compiled_code(recipe: str):
     """torch traces a checkpoint if the function changes nothing outside of itself."""
     torch._dynamo.reset()
@@ -171,7 +171,7 @@ def test_equal_blocks_share_a_graph():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("recipe", [nightly("bf16"), "fp8_block"])
 def test_compiled_code_is_given_the_dtype_of_torch_autocast(recipe: str):
     model = mlp(recipe)
     with torch.autocast("cpu", torch.bfloat16):
@@ -183,7 +183,7 @@ def test_compiled_code_is_given_the_dtype_of_torch_autocast(recipe: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("needs_dx", [False, True])
+@pytest.mark.parametrize("needs_dx", [nightly(False), True])
 def test_compiled_code_names_the_linear_that_takes_other_features(needs_dx: bool):
     """The error is raised during tracing. Otherwise backward's view of dx would fail without naming the linear."""
     for model in (dlp.Linear(32, 16), ops.Sequential(ops.Linear(48, (24, 24)), ops.SwiGLU(), ops.Linear(32, 16))):

@@ -88,7 +88,7 @@ def test_so_it_does_for_every_kind_of_layer(recipe: str, case: dict[str, Any]):
     [
         *few(((recipe, {}) for recipe in RECIPES), ("fp8_block",)), nightly("fp8_current", {"learns": False}),
         nightly("fp8_block", {"siblings": True}), ("fp8_delayed", {"siblings": True}), ("fp8_delayed", {"attached": False}),
-        nightly("bf16", {"bias": True}), ("fp8_current", {"bias": True}),
+        nightly("bf16", {"bias": True}), nightly("fp8_current", {"bias": True}),
     ],
     ids=str,
 )  # fmt: skip
@@ -113,11 +113,6 @@ def test_nothing_is_kept_of_tensors_that_are_gone():
         pair.step(forward_backward, seed)
     (found,) = [made for made in programs(pair.model)["forward"] if isinstance(made, CapturedLaunches)]
     assert not [value for value in vars(found).values() if isinstance(value, Tensor)]
-
-
-COMPILED = pytest.mark.parametrize(
-    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
-)
 
 
 class _Watched(TorchDispatchMode):
@@ -189,7 +184,7 @@ def test_some_siblings_without_a_gradient():
     check_used(pair.model, *DIRECTIONS)
 
 
-@COMPILED
+@pytest.mark.parametrize("compiled", [False, nightly(True)], ids=["eager", "compiled"])
 def test_evaluation_between_steps(compiled: bool):
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_delayed"))
     if compiled:
@@ -230,7 +225,7 @@ class _Recomputed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-@COMPILED
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_a_swap_a_load_and_new_operands(compiled: bool):
     """Captured launches are discarded when inputs move: after a recipe change, with new scales, and with newly cast
     weights."""

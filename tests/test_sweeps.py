@@ -3,6 +3,7 @@ points and midpoints with their neighbours; and quantizers on the same values in
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -93,8 +94,14 @@ def test_scale_from_amax(element: str, power_of_two: bool, epsilon: float):
     assert np.array_equal(scale.numpy(), table.scale_from_amax(amax.numpy(), largest, power_of_two, epsilon, flt_max))
 
 
-@pytest.mark.parametrize("element", ELEMENTS)
-@pytest.mark.parametrize("kind", ["all bf16", pytest.param("all mantissas", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("element", "kind"),
+    [
+        *itertools.product(ELEMENTS, ["all bf16"]),
+        *[pytest.param(each, "all mantissas", marks=[pytest.mark.slow, *marks]) for each, marks in zip(
+            ELEMENTS, ([], *[[pytest.mark.full]] * (len(ELEMENTS) - 1)), strict=True)],
+    ],
+)  # fmt: skip
 def test_mx_scale_is_the_least_power_of_two_that_saturates_nothing(element: str, kind: str):
     amax = (
         all_bf16().float().abs()

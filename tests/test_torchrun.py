@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from launch.config.run_config import Config
+from launch.report import plots
 from tests import training
 from tests.pool import forking
 
@@ -53,6 +54,7 @@ def program(output: Path, module: str, arguments: list[str], environment: dict[s
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    plots.write_plot = training._no_plot  # importing matplotlib and plotting take longer than the steps
     if fork_ranks:
         subprocess_handler.Popen = ForkedRank
     sys.argv = [module, *arguments]

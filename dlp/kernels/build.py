@@ -1,7 +1,7 @@
 """Compile the CUDA kernels before the first use.
 
     python -m dlp.kernels.build                                  for this machine's GPU
-    python -m dlp.kernels.build --compile-only sm_90a sm_100a    check that the sources compile
+    python -m dlp.kernels.build --compile-only sm_90a sm_100a    check, without optimization, that the sources compile
 
 The exit status is 2 if a program or package is missing, which the message names, and 1 if the sources do not compile. The
 module is stored in ~/.cache/dlp, or in the folder that the environment variable DLP_CACHE names.
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.compile_only is None:
             print(loader.load().__file__)
         else:
-            loader.compile_module(loader.find_toolchain(), options.compile_only)
+            loader.compile_module(loader.find_toolchain(), options.compile_only, loader.CHECK)
             count = sum(file.suffix == ".cu" for file in loader.sources())
             print(f"compiled {count} files for {' '.join(options.compile_only)}")
     except loader.BuildError as error:

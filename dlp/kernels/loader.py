@@ -56,6 +56,19 @@ NVCC_FLAGS = ("-std=c++17 -O3 -lineinfo -ftz=false -prec-div=true -prec-sqrt=tru
 CXX_FLAGS = "-std=c++17 -O2 -fPIC -fvisibility=hidden"
 
 
+class Added(NamedTuple):
+    """Flags behind NVCC_FLAGS and CXX_FLAGS."""
+
+    nvcc: str = ""
+    cxx: str = ""
+
+
+NOTHING = Added()
+# For a check that the sources compile: both architectures from front end to machine code, and the module linked. Most of the
+# time of a full compilation is spent on optimization of device code.
+CHECK = Added(" -Ofc=max -Xcompiler=-O0", " -O0")
+
+
 class BuildError(RuntimeError):
     """Error of a compilation. The message is one sentence, followed by the output of the compiler."""
 
@@ -222,23 +235,25 @@ def sources(folder: Path = CSRC) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.suffix in {".cu", ".cuh", ".cpp", ".h"})
 
 
-def build_key(files: Sequence[Path], cuda: str, architectures: Sequence[str], runtime: str = "") -> str:
+def build_key(
+    files: Sequence[Path], cuda: str, architectures: Sequence[str], runtime: str = "", added: Added = NOTHING
+) -> str:
     """Return a digest of all inputs of the compilation."""
-    facts = [NVCC_FLAGS, CXX_FLAGS, cuda, " ".join(architectures), torch.__version__, sys.version, runtime]
+    facts = [NVCC_FLAGS, CXX_FLAGS, cuda, " ".join(architectures), torch.__version__, sys.version, runtime, *added]
     digest = hashlib.sha256("\0".join(facts).encode())
     for file in files:
         digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def ninja_file(tools: Toolchain, files: Sequence[Path], architectures: Sequence[str]) -> str:
+def ninja_file(tools: Toolchain, files: Sequence[Path], architectures: Sequence[str], added: Added = NOTHING) -> str:
     """Return the build file for ninja: one object per .cu and .cpp file, and one module."""
     targets = " ".join(f"-gencode=arch=compute_{name[3:]},code={name}" for name in architectures)
     headers, of_cuda = (" ".join(f"-I{folder}" for folder in each) for each in (tools.includes, tools.headers))
     compiled = [file for file in files if file.suffix in {".cu", ".cpp"}]
     lines = [
-        f"rule cu\n  command = {tools.nvcc} {NVCC_FLAGS} {targets} {of_cuda} -c $in -o $out",
-        f"rule cpp\n  command = {tools.cxx} {CXX_FLAGS} {headers} -c $in -o $out",
+        f"rule cu\n  command = {tools.nvcc} {NVCC_FLAGS}{added.nvcc} {targets} {of_cuda} -c $in -o $out",
+        f"rule cpp\n  command = {tools.cxx} {CXX_FLAGS}{added.cxx} {headers} -c $in -o $out",
         f"rule link\n  command = {_link(tools)}",
         *(f"build {file.stem}.o: {file.suffix[1:]} {file}" for file in compiled),
         f"build {MODULE}.so: link " + " ".join(f"{file.stem}.o" for file in compiled),
@@ -276,10 +291,10 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def compile_module(tools: Toolchain, architectures: Sequence[str]) -> Path:
+def compile_module(tools: Toolchain, architectures: Sequence[str], added: Added = NOTHING) -> Path:
     """Compile the module unless the cache has the module, and return the path."""
     files = sources()
-    folder = cache_folder("kernels") / build_key(files, tools.cuda, architectures, tools.runtime)
+    folder = cache_folder("kernels") / build_key(files, tools.cuda, architectures, tools.runtime, added)
     built, ready = folder / f"{MODULE}.so", folder / "ready" / f"{MODULE}.so"
     if os.path.exists(ready):  # the cache may be read-only
         return ready
@@ -290,7 +305,7 @@ def compile_module(tools: Toolchain, architectures: Sequence[str]) -> Path:
                 f"dlp: compiling kernels for {' '.join(architectures)} with {tools.nvcc} (CUDA {tools.cuda}, {tools.origin}), "
                 f"once, into {folder} ...", end="", file=sys.stderr, flush=True,
             )  # fmt: skip
-            (folder / "build.ninja").write_text(ninja_file(tools, files, architectures))
+            (folder / "build.ninja").write_text(ninja_file(tools, files, architectures, added))
             run_ninja(tools, folder)
             ready.parent.mkdir(exist_ok=True)
             built.replace(ready)  # appears only when complete
