@@ -34,7 +34,7 @@ CASES = [
     nightly(["--model.fused=true", "--recipe=nvfp4"], [SELECTIVE], id="tp-fused"),
     nightly(FSDP, [SELECTIVE, "--train.recompute_every=2"], id="fsdp-every-2nd"),
     pytest.param(FSDP, [FULL, "--train.recompute_every=2"], id="fsdp-full-every-2nd", marks=pytest.mark.slow),
-    pytest.param(FSDP, ["--mesh.reshard_after_forward=false"], id="fsdp-gathered"),
+    nightly(FSDP, ["--mesh.reshard_after_forward=false"], id="fsdp-gathered"),
     nightly(["--train.compile=true"], [FULL], id="tp-compiled-full"),
     nightly(
         [*FSDP, "--recipe=mxfp8", "--model.hidden=128", "--model.ffn=256"],

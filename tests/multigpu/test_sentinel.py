@@ -114,7 +114,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, recipe, compiled):
     """On GPUs steps 4 and 6 to 9 are replayed beside the eager steps of the sentinel, with a validation after steps 4 and 8."""
-    given = ("--recipe", recipe, "--train.compile", compiled, "--train.steps", "10", "--train.ledger", "off")
+    small = ("--train.global_batch", "2", "--train.sequence", "32", "--checkpoint.every", "20")
+    given = ("--recipe", recipe, "--train.compile", compiled, "--train.steps", "10", "--train.ledger", "off", *small)
     plain = ranks(2).run(losses, tmp_path / "plain", data, *given)[0]
     watched = ranks(2).run(losses, tmp_path / "watched", data, *given, "--train.sentinel", "5")[0]
     assert watched == plain and len(plain) == 10
@@ -125,7 +126,7 @@ def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, recipe, compil
     ("where", "said"),
     [
         ("y", f"y of {LAYER} in forward"),
-        ("gradient", f"the gradient of {LAYER}.weight in backward"),
+        nightly("gradient", f"the gradient of {LAYER}.weight in backward"),
         nightly("weight", f"{LAYER}.weight itself in memory"),
         ("state", f"exp_avg_sq of {LAYER}.weight in memory"),
     ],
