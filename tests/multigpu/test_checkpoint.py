@@ -49,7 +49,7 @@ THERE_AND_BACK = "{at_step = 1, recipe = 'fp8_current'}, {at_step = 2, recipe = 
 SWAPS = f"--groups.default.swap=[{THERE_AND_BACK}]"
 MESHES = [
     nightly(2, ["--recipe=fp8_delayed"], id="tp2-sp-delayed"),
-    pytest.param(2, ["--model.fused=true"], id="tp2-sp-fused"),  # the third step of a process is observed
+    nightly(2, ["--model.fused=true"], id="tp2-sp-fused"),  # the third step of a process is observed
     nightly(2, ["--mesh.tp=1", "--train.micro_batch=2"], id="dp2-accumulated"),
     pytest.param(
         2,

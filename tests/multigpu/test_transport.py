@@ -28,8 +28,8 @@ from dlp.kernels import ops
 from dlp.kernels.launches import Lane, recording
 from dlp.runtime import capture as captured
 from tests import pool as worker
-from tests.cases import nightly
 from tests import simulated_transport
+from tests.cases import nightly
 from tests.emulated import emulation
 from tests.shared_slot import SharedSlot
 from tests.simulated_transport import SimulatedLane, SimulatedSlot
