@@ -92,8 +92,8 @@ def test_a_swap_is_a_step_as_it_is_and_steps_are_captured_anew(ranks, data: Path
         pytest.skip("graphs are emulated on CPU ranks only")
     sizes = ["--mesh.tp=2"] if mesh == "tp" else ["--mesh.tp=1", "--mesh.dp_shard=2"]
     options = [*sizes, "--train.steps=10", "--train.sequence=16", "--train.global_batch=4",
-               f"--train.micro_batch={2 if mesh == 'tp' else 1}", "--train.ledger=always", "--checkpoint.every=20", "--train.eval_every=20",
-               "--groups.default.recipe=fp8_delayed", "--groups.default.swap", SWAP]  # fmt: skip
+               f"--train.micro_batch={2 if mesh == 'tp' else 1}", "--train.ledger=always", "--checkpoint.every=20",
+               "--train.eval_every=20", "--groups.default.recipe=fp8_delayed", "--groups.default.swap", SWAP]  # fmt: skip
     found = []
     for graph in (False, True):
         folder = tmp_path / str(graph)
