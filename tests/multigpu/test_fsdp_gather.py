@@ -299,7 +299,7 @@ SCENARIOS: dict[str, Scenario] = {
     ("name", "recipe"),
     [
         ("accumulation", "fp8_current"), nightly("accumulation", "mxfp8"), ("recomputation", "mxfp8"),
-        nightly("recomputation inside", "fp8_current"), ("frozen", "mxfp8"), ("loading", "fp8_current"),
+        nightly("recomputation inside", "fp8_current"), ("frozen", "mxfp8"), nightly("loading", "fp8_current"),
     ],
 )  # fmt: skip
 def test_training_that_reads_weights_in_other_ways(ranks, name, recipe):
@@ -336,7 +336,7 @@ def test_what_was_missing_once_travels_with_the_rest(ranks, recipe, first):
     ("name", "sizes", "world"),
     [
         ("swaps", {"dp_shard": 2}, 2),
-        ("in flight", {"dp_shard": 1}, 1),
+        nightly("in flight", {"dp_shard": 1}, 1),
         nightly("in flight", *MESHES[1]),
     ],
 )
@@ -404,7 +404,7 @@ VARIANTS: list[Any] = [
     nightly({"name": "fp8_current", "amax_scope": "all"}, {}, None),
     ({"name": "fp8_current"}, {"amax_group": "world"}, None),
     nightly({"name": "fp8_delayed", "amax_history_len": 2}, {"amax_group": "tp"}, None),
-    ({"name": "nvfp4", "disable_2d_quantization": True}, {}, None),
+    nightly({"name": "nvfp4", "disable_2d_quantization": True}, {}, None),
     nightly({"name": "fp8_current", "high_precision": ["dgrad"]}, {}, None),
     nightly({"name": "mxfp8", "high_precision": ["fprop"]}, {}, None),
     ({"name": "fp8_rowwise"}, {"amax_group": "world"},

@@ -62,6 +62,7 @@ def assert_near(before: list[float], after: list[float]) -> None:
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.full  # test_train_transformers.py compares runs on one rank
 @pytest.mark.parametrize("architecture", some(ARCHITECTURES, 1))
 def test_a_model_trains_as_it_did(ranks, architecture: str):
     for before, after in ranks(1).run(trained, architecture, 1, 1):

@@ -213,6 +213,7 @@ def resumed(folder: Path, data: Path) -> tuple[Any, Any, list[str]]:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.full  # the first test compares the bits of both meshes, and test_checkpoint.py has resumed runs
 def test_a_run_continues_on_another_mesh_with_recomputed_blocks_and_keeps_its_bits(ranks, tmp_path):
     whole, parts, said = ranks(2).run(resumed, tmp_path, training.shards(tmp_path))[0]
     assert any(line.startswith("resuming from step 1 (") for line in said)

@@ -160,7 +160,6 @@ FOR_ALL = [  # terms of the plan that no test below has
     "fp8 sums of microbatches",
     "odd tokens, and the world agrees",
     "whole tokens, one gemm in bf16, tied",
-    "fsdp of values in fp32 and the world agrees",
 ]
 ON_FOUR = {
     "fsdp and tp": ["--train.micro_batch=1", "--groups.default.recipe=fp8_delayed"],

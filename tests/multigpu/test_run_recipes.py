@@ -158,6 +158,7 @@ def asked(config: Config) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.full  # other tests stop a run at a boundary, and find scales
 def test_a_run_that_is_asked_to_stop_saves_before_it_finds_scales(ranks, tmp_path, data):
     swap = '[{at_step = 1, recipe = "fp8_delayed"}]'
     run = config(tmp_path, data, "--recipe=bf16", "--groups.default.swap", swap, "--checkpoint.every=100")

@@ -138,7 +138,7 @@ def test_lines_of_a_pipe_are_in_order_and_say_each_validation_once(ranks, tmp_pa
         "step 5: the bytes sent match the plan: from each rank tp", "step 5/5: validation",
     ]  # fmt: skip
     assert nothing == ""
-    longer = training.config(tmp_path, data, "--train.steps=6", *settings)
+    longer = training.config(tmp_path, data, "--train.steps=7", *settings)
     assert "WARNING: the learning rate goes from 0.001 in step 5 to " in ranks(2).run(printed, longer)[0]
 
 
