@@ -219,7 +219,7 @@ def test_a_branch_that_changes_nothing_is_the_run_without_a_branch(ranks, tmp_pa
         ranks(1).run(training.run, load(arguments[0], arguments[1:]))
         return 0
 
-    small = [*SMALL, "--model.layers=1", "--train.steps=6"]
+    small = [*SMALL, "--train.steps=6"]
     arguments = [str(tmp_path), "--seeds", "0", "--subjects", "nvfp4", "--branch-at", "3", "--megabytes", "0.5", *small]
     assert main([*arguments, "--side-by-side", "1"], train) == 0
     text = (tmp_path / "report.md").read_text()
