@@ -87,6 +87,7 @@ def compiled_gradients(delay: bool) -> tuple[int, dict[str, Tensor | None]]:
 
 @pytest.mark.ranks(1)
 @pytest.mark.slow
+@pytest.mark.full  # other tests compile blocks, or delay wgrads of captured launches
 def test_compiled_blocks_leave_theirs_too(ranks):
     ((now, expected),), ((waited, found),) = (ranks(1).run(compiled_gradients, delay) for delay in (False, True))
     assert (now, waited) == (0, LINEARS)

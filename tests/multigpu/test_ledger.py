@@ -255,6 +255,7 @@ class SilentWeights(Trainer):
 
 @pytest.mark.ranks(2)
 @pytest.mark.slow
+@pytest.mark.full  # the test above has a silent gather over tp
 def test_a_weight_that_silently_travels_in_bf16_raises(ranks, tmp_path, data):
     config = training.config(tmp_path, data, *OVER_DP)
     made = ranks(2).run(by_dp_shard, config)[0]

@@ -165,7 +165,7 @@ def alone(kind: str, sizes: int | tuple[int, ...], compiled: bool) -> tuple[dict
     ("kind", "sizes", "compiled"),
     [
         nightly("ColumnParallelLinear", N, False), ("ColumnParallelLinear", (N, K), False), ("RowParallelLinear", N, False),
-        nightly("ColumnParallelLinear", (N, K), True), ("RowParallelLinear", N, True),
+        nightly("ColumnParallelLinear", (N, K), True), nightly("RowParallelLinear", N, True),
     ],
     ids=["column", "siblings", "row", "compiled siblings", "compiled row"],
 )  # fmt: skip

@@ -125,7 +125,7 @@ def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, recipe, compil
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        ("y", f"y of {LAYER} in forward"),
+        nightly("y", f"y of {LAYER} in forward"),
         nightly("gradient", f"the gradient of {LAYER}.weight in backward"),
         nightly("weight", f"{LAYER}.weight itself in memory"),
         ("state", f"exp_avg_sq of {LAYER}.weight in memory"),
