@@ -376,7 +376,7 @@ def test_uneven_and_empty_shards(ranks, recipe, world):
 
 
 def compiled_training(on: bool) -> tuple[list[float], dict[str, Tensor], int]:
-    """Train with blocks that are compiled before they are sharded, as in the launcher; return results and the number of
+    """Train with a first block that is compiled before it is sharded, as in the launcher; return results and the number of
     graphs. On CPUs the captured graphs run without inductor, with the bits of eager code, because inductor compiles for
     ten seconds. Weights that are gathered as values are not compiled."""
     torch._dynamo.utils.counters.clear()
@@ -395,7 +395,7 @@ def test_compiled_blocks_read_gathered_weights(ranks):
     """The sums of inductor differ from eager sums, but are equal for both kinds of gathers."""
     quantized, plain = (ranks(2).run(compiled_training, on) for on in (True, False))
     for (losses, found, graphs), (losses_off, expected, graphs_off) in zip(quantized, plain, strict=True):
-        assert losses == losses_off and graphs == (graphs_off or 4), "as many as where values travel"
+        assert losses == losses_off and graphs == (graphs_off or 2), "as many as where values travel"
         for name, value in expected.items():
             assert_bit_equal(found[name], value, name)
 
@@ -540,11 +540,11 @@ def loaded(recipe: str, path: str) -> tuple[dict[str, Tensor], list[float]]:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("world", "using"), [(1, "fp8_current"), nightly(1, "nvfp4"), nightly(4, "fp8_current")])
+@pytest.mark.parametrize(("onto", "using"), [(1, "fp8_current"), nightly(1, "nvfp4"), nightly(4, "fp8_current")])
 @pytest.mark.slow
-def test_checkpoints_are_plain_and_know_no_recipe(ranks, tmp_path, world, using):
+def test_checkpoints_are_plain_and_know_no_recipe(ranks, tmp_path, onto, using):
     written = ranks(2).run(saved, "nvfp4", str(tmp_path / "checkpoint"))[0]
-    restored, losses = ranks(world).run(loaded, using, str(tmp_path / "checkpoint"))[0]
+    restored, losses = ranks(onto).run(loaded, using, str(tmp_path / "checkpoint"))[0]
     for name, value in written.items():
         assert_bit_equal(restored[name], value, name)
     assert sum(losses) > 0
