@@ -286,6 +286,7 @@ def graphs_of_blocks(config: Config) -> list[int]:
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.full  # test_a_converted_model_compiles counts the graphs of equal blocks
 def test_more_blocks_of_a_model_make_no_more_graphs(ranks, tmp_path):
     """torch stops compiling a function after eight graphs, and would run the remaining blocks of a deep model
     eagerly."""
