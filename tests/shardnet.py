@@ -25,8 +25,8 @@ def shardnet(
     lr: float = 1e-3, compiled: str = "", adamw: bool = False, down: Any = None,
     **keywords: Any,
 ) -> Net:  # fmt: skip
-    """The same network on every mesh, converted with `options` and with a separate recipe for `down`. Each block
-    (compiled by a backend) and the rest of the model are sharded with `keywords`; the optimizer is attached as
+    """The same network on every mesh, converted with `options` and with a separate recipe for `down`. The first block
+    is compiled by a backend. Each block and the rest of the model are sharded with `keywords`; the optimizer is attached as
     `model.optimizer`. The default size leaves complete blocks of 128 on a shard, or of 32 if the recipe has no larger
     blocks."""
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def shardnet(
     last = [] if down is None else [{"name": "other", "match": ["blocks.*.down"], "recipe": down}]
     dlp.convert(model, [first, *RUN_GROUPS, *last], mesh, batch=micro, **(options or {}))
     model.tp = mesh["tp"] if tp else None
-    for block in model.blocks if compiled else ():
+    for block in model.blocks[:1] if compiled else ():
         block.compile(backend=compiled)
     for module in (*model.blocks, model):
         dlp.fully_shard(module, mesh=mesh, **{"mp_policy": BF16, **keywords})

@@ -66,7 +66,7 @@ def both_ways(ranks, tmp_path, data, world, options):
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
-    ("world", "options"), [(2, CASES[2]), nightly(4, CASES[4]), (2, REPLICAS)], ids=["fsdp", "tp", "replicas"]
+    ("world", "options"), [(2, CASES[2]), nightly(4, CASES[4]), nightly(2, REPLICAS)], ids=["fsdp", "tp", "replicas"]
 )
 def test_both_ways_train_alike_and_keep_what_was_said(ranks, tmp_path, data, world, options):
     """The two settings differ only by the order of additions: the first loss is equal, and after two updates losses

@@ -49,14 +49,19 @@ THERE_AND_BACK = "{at_step = 1, recipe = 'fp8_current'}, {at_step = 2, recipe = 
 SWAPS = f"--groups.default.swap=[{THERE_AND_BACK}]"
 MESHES = [
     nightly(2, ["--recipe=fp8_delayed"], id="tp2-sp-delayed"),
-    pytest.param(2, ["--model.fused=true"], id="tp2-sp-fused"),  # the third step of a process is observed
+    nightly(2, ["--model.fused=true"], id="tp2-sp-fused"),  # the third step of a process is observed
     nightly(2, ["--mesh.tp=1", "--train.micro_batch=2"], id="dp2-accumulated"),
     pytest.param(
+        2,
+        ["--mesh.tp=1", "--train.checkpointing=full", "--train.micro_batch=2", "--recipe=qat", SWAPS],
+        id="dp2-recomputed-qat-swapped-back",
+    ),
+    nightly(
         4,
         ["--train.checkpointing=full", "--train.micro_batch=2", "--recipe=qat", SWAPS],
         id="dp2-tp2-recomputed-qat-swapped-back",
     ),
-    pytest.param(2, ["--mesh.tp=1", "--mesh.dp_replicate=2", "--recipe=bf16"], id="replicated2-bf16"),
+    nightly(2, ["--mesh.tp=1", "--mesh.dp_replicate=2", "--recipe=bf16"], id="replicated2-bf16"),
 ]
 
 
@@ -111,9 +116,11 @@ def equal_tensors(one: Config, other: Config) -> bool:
 RESHAPED = [
     nightly(2, [], 1, ["--mesh.tp=1"], id="tp2-to-1"),
     nightly(2, ["--mesh.tp=1"], 4, ["--mesh.tp=1"], id="dp2-to-4"),
-    pytest.param(4, ["--model.tie_embeddings=true"], 2, ["--model.tie_embeddings=true", "--mesh.tp=1"], id="tied"),
-    pytest.param(1, ["--mesh.tp=1"], 4, [], id="1-to-dp2-tp2"),
-    pytest.param(2, [], 2, ["--model.fused=true"], id="to-fused"),
+    nightly(4, ["--model.tie_embeddings=true"], 2, ["--model.tie_embeddings=true", "--mesh.tp=1"], id="tied"),
+    pytest.param(2, ["--model.tie_embeddings=true"], 4, ["--model.tie_embeddings=true"], id="tied-tp2-to-dp2-tp2"),
+    nightly(1, ["--mesh.tp=1"], 4, [], id="1-to-dp2-tp2"),
+    pytest.param(2, ["--mesh.tp=1"], 2, ["--model.fused=true"], id="dp2-to-fused-tp2"),
+    nightly(2, [], 2, ["--model.fused=true"], id="to-fused"),
 ]
 
 
@@ -152,18 +159,15 @@ def test_a_checkpoint_holds_plain_tensors_and_says_what_it_is(ranks, tmp_path, d
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["--model.ffn=256"], r"/step-2 is of another model: its \[model\] ffn is 128, this run's is 256; use --chec"),
-        (["--train.seed=1"], r"/step-2 is of another run: the checkpoint was made with seed 0 and this run has 1, so"),
-        (["--train.global_batch=16"], r"another run: the checkpoint was made with global_batch 8 and this run has 16"),
-    ],
-)
-def test_another_model_or_other_data_is_refused(ranks, tmp_path, data, overrides, message):
+def test_another_model_or_other_data_is_refused(ranks, tmp_path, data):
     ranks(2).run(training.run, training.config(tmp_path, data, "--train.steps=2"))
-    for refused in ranks(2).run(refusal, training.config(tmp_path, data, *overrides)):
-        assert re.search(message, refused)
+    for override, message in (
+        ("--model.ffn=256", r"/step-2 is of another model: its \[model\] ffn is 128, this run's is 256; use --chec"),
+        ("--train.seed=1", r"/step-2 is of another run: the checkpoint was made with seed 0 and this run has 1, so"),
+        ("--train.global_batch=16", r"another run: the checkpoint was made with global_batch 8 and this run has 16"),
+    ):
+        for refused in ranks(2).run(refusal, training.config(tmp_path, data, override)):
+            assert re.search(message, refused)
 
 
 def refusal(config: Config) -> str:
@@ -174,17 +178,18 @@ def refusal(config: Config) -> str:
 
 @pytest.mark.ranks(2)
 def test_a_torn_checkpoint_is_refused_and_the_one_before_is_used_when_asked(ranks, tmp_path, data):
-    config = training.config(tmp_path, data)
+    short = ["--train.steps=3", "--checkpoint.every=1"]
+    config = training.config(tmp_path, data, *short)
     ranks(2).run(training.run, config)
     before = training.metrics(config)
-    (folder(config) / "step-6" / "__1_0_0.distcp").write_bytes(b"torn")
+    (folder(config) / "step-3" / "__1_0_0.distcp").write_bytes(b"torn")
     for refused in ranks(2).run(refusal, config):
-        assert re.search(r"step-6 is torn: __1_0_0.distcp has 4 bytes, .* --checkpoint.resume \S+/step-4 ", refused)
-    asked = training.config(tmp_path, data, f"--checkpoint.resume={folder(config)}/step-4")
+        assert re.search(r"step-3 is torn: __1_0_0.distcp has 4 bytes, .* --checkpoint.resume \S+/step-2 ", refused)
+    asked = training.config(tmp_path, data, *short, f"--checkpoint.resume={folder(config)}/step-2")
     ranks(2).run(training.run, asked)
     assert training.metrics(asked) == before
-    assert any(f"it was moved to {folder(config)}/step-6.1" in line for line in training.said(asked))
-    assert [path.name for path in complete(folder(config))] == ["step-2", "step-4", "step-6"]
+    assert any(f"it was moved to {folder(config)}/step-3.1" in line for line in training.said(asked))
+    assert [path.name for path in complete(folder(config))] == ["step-1", "step-2", "step-3"]
 
 
 def refusals(config: Config, paths: list[Path]) -> list[str]:
@@ -346,15 +351,16 @@ def killed_while_saving(config: Config) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_rank_killed_during_a_save_leaves_the_checkpoint_before(ranks, tmp_path, data):
-    whole = training.config(tmp_path, data, f"--run.dir={tmp_path}/whole")
+    short = ["--train.steps=3", "--checkpoint.every=1"]
+    whole = training.config(tmp_path, data, *short, f"--run.dir={tmp_path}/whole")
     ranks(2).run(training.run, whole)
-    config = training.config(tmp_path, data)
+    config = training.config(tmp_path, data, *short)
     with pytest.raises(RankError, match="rank 1 of 2 died"):
         ranks(2).run(killed_while_saving, config)
-    assert sorted(path.name for path in folder(config).iterdir()) == [".step-4.tmp", "step-2"]
+    assert sorted(path.name for path in folder(config).iterdir()) == [".step-2.tmp", "step-1"]
     ranks(2).run(training.run, config)
     assert training.metrics(config) == training.metrics(whole)
-    assert [path.name for path in sorted(folder(config).iterdir())] == ["step-2", "step-4", "step-6"]
+    assert [path.name for path in sorted(folder(config).iterdir())] == ["step-1", "step-2", "step-3"]
 
 
 class FullDisk:
@@ -531,9 +537,9 @@ def unread(config: Config) -> str:
 
 @pytest.mark.ranks(2)
 def test_only_the_newest_are_kept(ranks, tmp_path, data):
-    config = training.config(tmp_path, data, "--checkpoint.every=1", "--checkpoint.keep=2")
+    config = training.config(tmp_path, data, "--train.steps=4", "--checkpoint.every=1", "--checkpoint.keep=2")
     ranks(2).run(training.run, config)
-    assert [path.name for path in sorted(folder(config).iterdir())] == ["step-5", "step-6"]
+    assert [path.name for path in sorted(folder(config).iterdir())] == ["step-3", "step-4"]
 
 
 def content(run: Path) -> dict[str, bytes]:
@@ -570,7 +576,7 @@ def refused(config: Config) -> None:
 
 @pytest.mark.ranks(2)
 def test_another_runs_checkpoint_begins_a_lineage_and_leaves_the_other(ranks, tmp_path, data):
-    one = training.config(tmp_path, data, f"--run.dir={tmp_path}/one", "--checkpoint.keep=2")
+    one = training.config(tmp_path, data, "--train.steps=2", f"--run.dir={tmp_path}/one", "--checkpoint.keep=2")
     ranks(2).run(training.run, one)
     two = training.config(tmp_path, data, "--train.steps=2", f"--run.dir={tmp_path}/two")
     ranks(2).run(training.run, two)

@@ -19,7 +19,7 @@ from dlp.quant.quantizer import KeepHighPrecision
 from dlp.quant.recipe import GEMMS, load
 from dlp.quant.tensor import Format, Part, QuantizedTensor
 from tests import pool as worker
-from tests.cases import matrix
+from tests.cases import matrix, nightly
 from tests.metrics import assert_bit_equal, assert_close, relative_error
 from tests.net import net, train, weights
 from tests.observe import Collectives
@@ -84,7 +84,7 @@ def initial(sizes: dict[str, int]) -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("recipe", ["silent", "mixed"])
+@pytest.mark.parametrize("recipe", ["silent", nightly("mixed")])
 def test_a_custom_recipe_trains_under_tp_sp_and_fsdp_as_on_one_rank(ranks, recipe):
     (start,) = ranks(1).run(initial, {"tp": 1})
     ((one, _),) = ranks(1).run(trained, recipe, {"tp": 1}, False)

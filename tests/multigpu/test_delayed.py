@@ -319,6 +319,7 @@ def test_slots_load_on_another_mesh(ranks):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.full  # the test above loads slots on another mesh
 def test_slots_of_a_narrower_group_are_saved_by_rank_and_merged_elsewhere(ranks):
     saved = ranks(4).run(save_with, {"tp": 2, "dp_shard": 2}, "tp")[0]
     key = "slots.blocks.0.gate.x"

@@ -16,6 +16,7 @@ import dlp
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.quant.integers import IntScaling
 from tests import pool as worker
+from tests.cases import nightly
 from tests.metrics import assert_bit_equal
 from tests.test_flows import FLOWS, LARGEST, batch, error, net
 
@@ -81,7 +82,11 @@ def saved_and_loaded(recipe: Any, mode: str, folder: str) -> None:
     assert_bit_equal(again(x), y, "tp")
 
 
-@pytest.mark.parametrize(("recipe", "mode"), FLOWS, ids=str)
+# One flow of each granularity of scales and each mode; scales of a row are those of fp8_current on the other axis
+CHOSEN = [("fp8_current", "static"), ("fp8_block", "dynamic"), ("nvfp4", "weight_only"), ("int8", "static")]
+
+
+@pytest.mark.parametrize(("recipe", "mode"), [each if each in CHOSEN else nightly(*each) for each in FLOWS], ids=str)
 @pytest.mark.ranks(2)
 def test_codes_go_from_one_mesh_to_another(ranks, tmp_path, recipe, mode):
     ranks(2).run(saved_and_loaded, recipe, mode, str(tmp_path))
@@ -169,7 +174,7 @@ def of_token_shards(recipe: str) -> None:
     assert (y - expected).norm() < 1e-2 * expected.norm()
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+@pytest.mark.parametrize("recipe", [nightly("fp8_current"), "mxfp8"])
 @pytest.mark.ranks(2)
 def test_sequence_parallel(ranks, recipe):
     ranks(2).run(of_token_shards, recipe)

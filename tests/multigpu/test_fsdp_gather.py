@@ -69,7 +69,7 @@ def trained(recipe: Any, sizes: dict[str, int], keywords: dict[str, Any]) -> tup
 
 @pytest.mark.parametrize(
     ("world", "recipe"),
-    few([*((2, recipe) for recipe in [*RECIPES, PACKED]), nightly(4, "nvfp4")], ("bf16", "fp8_block", "nvfp4")),
+    few([*((2, recipe) for recipe in RECIPES), nightly(2, PACKED), nightly(4, "nvfp4")], ("nvfp4",)),
     ids=str,
 )
 def test_losses_and_gradients_do_not_depend_on_what_travels(ranks, recipe, world):
@@ -135,6 +135,7 @@ def arrivals(recipe: Any, sizes: dict[str, int], how: str) -> int:
             *((recipe, *MESHES[1]) for recipe in ("fp8_current", "fp8_block", "nvfp4")),
             ("mxfp8", {"dp_shard": 2, "dp_replicate": 2}, 4),
         ],
+        ("nvfp4",),  # test_zero_shards_and_nan_arrive_as_they_would_be_cast also has fp8_block
     ),
     ids=str,
 )
@@ -227,7 +228,7 @@ def frozen(model: Net, mesh: DeviceMesh) -> list[float]:
 def swaps(model: Net, mesh: DeviceMesh) -> list[float]:
     """Change the recipe after every step, each time after an evaluation and a pass without gradients."""
     losses = []
-    for step, recipe in enumerate(("fp8_current", "nvfp4", "mxfp8", "bf16", "fp8_delayed", "bf16", "fp8_block")):
+    for step, recipe in enumerate(("nvfp4", "fp8_delayed", "bf16", "fp8_block")):
         losses += train(model, mesh, range(step, step + 1))
         with torch.no_grad():
             losses.append(backward_free(model, mesh))
@@ -250,7 +251,7 @@ def swaps_in_flight(model: Net, mesh: DeviceMesh) -> list[float]:
     """Change the recipe between a forward and the backward; gradients must be computed with the recipe of the
     forward."""
     losses = train(model, mesh, range(1))
-    for recipe in ("nvfp4", "bf16", "fp8_current", "mxfp8"):
+    for recipe in ("nvfp4", "bf16", "mxfp8"):
         x = torch.full(
             (BATCH // ParallelDims.from_mesh(mesh).dp_size, SEQUENCE, model.size), 0.5, device=worker.device()
         )
@@ -275,9 +276,9 @@ def regions(model: Net, mesh: DeviceMesh) -> list[float]:
 def loading(model: Net, mesh: DeviceMesh) -> list[float]:
     """Load weights between steps, and write weights directly once."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    losses = train(model, mesh, range(2))
+    losses = train(model, mesh, range(1))
     model.load_state_dict(before)
-    losses += train(model, mesh, range(2))
+    losses += train(model, mesh, range(1))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.to_local().mul_(1.5)
@@ -298,7 +299,7 @@ SCENARIOS: dict[str, Scenario] = {
     ("name", "recipe"),
     [
         ("accumulation", "fp8_current"), nightly("accumulation", "mxfp8"), ("recomputation", "mxfp8"),
-        ("recomputation inside", "fp8_current"), ("frozen", "mxfp8"), ("loading", "fp8_current"),
+        nightly("recomputation inside", "fp8_current"), ("frozen", "mxfp8"), nightly("loading", "fp8_current"),
     ],
 )  # fmt: skip
 def test_training_that_reads_weights_in_other_ways(ranks, name, recipe):
@@ -307,7 +308,7 @@ def test_training_that_reads_weights_in_other_ways(ranks, name, recipe):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", [nightly("fp8_delayed"), "mxfp8"])
 def test_weights_that_stay_gathered_through_forward_and_backward(ranks, recipe):
     both_ways(ranks, 2, "plain", recipe, {"dp_shard": 2}, reshard_after_forward=False)
 
@@ -335,7 +336,7 @@ def test_what_was_missing_once_travels_with_the_rest(ranks, recipe, first):
     ("name", "sizes", "world"),
     [
         ("swaps", {"dp_shard": 2}, 2),
-        ("in flight", {"dp_shard": 1}, 1),
+        nightly("in flight", {"dp_shard": 1}, 1),
         nightly("in flight", *MESHES[1]),
     ],
 )
@@ -356,8 +357,8 @@ def test_regions_under_other_recipes_gather_values(ranks):
 @pytest.mark.parametrize(
     ("world", "recipe"),
     few(
-        [*((2, recipe) for recipe in QUANTIZED), nightly(4, "fp8_current"), (4, "nvfp4")],
-        ("fp8_block", "fp8_delayed", "nvfp4"),
+        [*((2, recipe) for recipe in QUANTIZED), nightly(4, "fp8_current"), pytest.param(4, "nvfp4")],
+        ("fp8_delayed",),
     ),
 )
 def test_uneven_and_empty_shards(ranks, recipe, world):
@@ -375,14 +376,14 @@ def test_uneven_and_empty_shards(ranks, recipe, world):
 
 
 def compiled_training(on: bool) -> tuple[list[float], dict[str, Tensor], int]:
-    """Train with blocks that are compiled before they are sharded, as in the launcher; return results and the number of
+    """Train with a first block that is compiled before it is sharded, as in the launcher; return results and the number of
     graphs. On CPUs the captured graphs run without inductor, with the bits of eager code, because inductor compiles for
     ten seconds. Weights that are gathered as values are not compiled."""
     torch._dynamo.utils.counters.clear()
     mesh = worker.mesh(dp_shard=2)
     backend = "inductor" if worker.device().type == "cuda" else "aot_eager" if on else ""
     model = shardnet("fp8_current", mesh, compiled=backend, quantized_gather=on, size=64)
-    losses = train(model, mesh, range(3))
+    losses = train(model, mesh, range(2))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
     return losses, tensors(model), graphs
@@ -394,7 +395,7 @@ def test_compiled_blocks_read_gathered_weights(ranks):
     """The sums of inductor differ from eager sums, but are equal for both kinds of gathers."""
     quantized, plain = (ranks(2).run(compiled_training, on) for on in (True, False))
     for (losses, found, graphs), (losses_off, expected, graphs_off) in zip(quantized, plain, strict=True):
-        assert losses == losses_off and graphs == (graphs_off or 4), "as many as where values travel"
+        assert losses == losses_off and graphs == (graphs_off or 2), "as many as where values travel"
         for name, value in expected.items():
             assert_bit_equal(found[name], value, name)
 
@@ -402,10 +403,10 @@ def test_compiled_blocks_read_gathered_weights(ranks):
 VARIANTS: list[Any] = [
     nightly({"name": "fp8_current", "amax_scope": "all"}, {}, None),
     ({"name": "fp8_current"}, {"amax_group": "world"}, None),
-    ({"name": "fp8_delayed", "amax_history_len": 2}, {"amax_group": "tp"}, None),
-    ({"name": "nvfp4", "disable_2d_quantization": True}, {}, None),
+    nightly({"name": "fp8_delayed", "amax_history_len": 2}, {"amax_group": "tp"}, None),
+    nightly({"name": "nvfp4", "disable_2d_quantization": True}, {}, None),
     nightly({"name": "fp8_current", "high_precision": ["dgrad"]}, {}, None),
-    ({"name": "mxfp8", "high_precision": ["fprop"]}, {}, None),
+    nightly({"name": "mxfp8", "high_precision": ["fprop"]}, {}, None),
     ({"name": "fp8_rowwise"}, {"amax_group": "world"},
      "the amax group would mix the scales of different rows of fp8_rowwise[e4m3]"),
 ]  # fmt: skip
@@ -455,19 +456,21 @@ def test_late_casts_leave_what_others_have_staged_and_replace_the_amaxes_of_weig
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", few(["fp8_current", "nvfp4"], ("fp8_current",)))
+@pytest.mark.parametrize(
+    ("recipe", "size"),
+    [("fp8_current", 0), nightly("fp8_current", 17), nightly("nvfp4", 0), nightly("nvfp4", 17)],
+)
 @pytest.mark.slow
-def test_casts_from_the_master_weights(ranks, recipe):
+def test_casts_from_the_master_weights(ranks, recipe, size):
     """Weights are cast without rounding them first, also where the values are gathered, as for nvfp4 with 17 rows."""
-    first, _ = both_ways(ranks, 2, "plain", recipe, {"dp_shard": 2}, quantize_from_master=True)
-    rounded = ranks(2).run(scenario, "plain", recipe, {"dp_shard": 2}, True, {})[0]
+    first, _ = both_ways(ranks, 2, "plain", recipe, {"dp_shard": 2}, quantize_from_master=True, size=size)
+    rounded = ranks(2).run(scenario, "plain", recipe, {"dp_shard": 2}, True, {"size": size})[0]
     assert first["losses"] != rounded["losses"], "the option does something"
-    uneven, _ = both_ways(ranks, 2, "plain", recipe, {"dp_shard": 2}, quantize_from_master=True, size=17)
-    assert (set(uneven["why"].values()) == {None}) == (recipe == "fp8_current")
+    assert (set(first["why"].values()) == {None}) == (recipe == "fp8_current" or not size)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "world", "down"), [nightly(*MESHES[0], "mxfp8"), (*MESHES[1], "bf16")], ids=["dp2", "dp2-tp2"]
+    ("sizes", "world", "down"), [(*MESHES[0], "mxfp8"), nightly(*MESHES[1], "bf16")], ids=["dp2", "dp2-tp2"]
 )
 def test_several_recipes_in_one_unit(ranks, down, sizes, world):
     both_ways(ranks, world, "plain", "fp8_current", sizes, down=down)
@@ -537,15 +540,14 @@ def loaded(recipe: str, path: str) -> tuple[dict[str, Tensor], list[float]]:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("recipe", "other"), [("nvfp4", "fp8_current")])
+@pytest.mark.parametrize(("onto", "using"), [(1, "fp8_current"), nightly(1, "nvfp4"), nightly(4, "fp8_current")])
 @pytest.mark.slow
-def test_checkpoints_are_plain_and_know_no_recipe(ranks, tmp_path, recipe, other):
-    written = ranks(2).run(saved, recipe, str(tmp_path / "checkpoint"))[0]
-    for world, using in ((1, recipe), (4, other)):
-        results = ranks(world).run(loaded, using, str(tmp_path / "checkpoint"))
-        for name, value in written.items():
-            assert_bit_equal(results[0][0][name], value, name)
-        assert sum(results[0][1]) > 0
+def test_checkpoints_are_plain_and_know_no_recipe(ranks, tmp_path, onto, using):
+    written = ranks(2).run(saved, "nvfp4", str(tmp_path / "checkpoint"))[0]
+    restored, losses = ranks(onto).run(loaded, using, str(tmp_path / "checkpoint"))[0]
+    for name, value in written.items():
+        assert_bit_equal(restored[name], value, name)
+    assert sum(losses) > 0
 
 
 def freed(on: bool) -> list[bool]:
@@ -559,7 +561,7 @@ def freed(on: bool) -> list[bool]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("on", [True, nightly(False)])
 def test_a_model_that_is_let_go_frees_its_memory(ranks, on):
     assert ranks(2).run(freed, on) == [[True] * 3] * 2
 

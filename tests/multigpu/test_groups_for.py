@@ -17,6 +17,7 @@ import dlp
 from dlp.tp_plan import block_modules, blocks_of, tp_plan
 from tests import hf_models
 from tests import pool as worker
+from tests.cases import nightly
 
 transformers = pytest.importorskip("transformers")
 
@@ -61,14 +62,15 @@ def assert_near(before: list[float], after: list[float]) -> None:
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("architecture", some(ARCHITECTURES, 4))
+@pytest.mark.full  # test_train_transformers.py compares runs on one rank
+@pytest.mark.parametrize("architecture", some(ARCHITECTURES, 1))
 def test_a_model_trains_as_it_did(ranks, architecture: str):
     for before, after in ranks(1).run(trained, architecture, 1, 1):
         assert_near(before, after)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("architecture", some(ON_TP, 2))
+@pytest.mark.parametrize("architecture", some(ON_TP, 1))
 def test_a_model_trains_on_two_tp_ranks(ranks, architecture: str):
     for before, after in ranks(2).run(trained, architecture, 2, 1):
         assert_near(before, after)
@@ -130,7 +132,7 @@ def streamed(folder: str, tp: int, dp_shard: int) -> list[float]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("tp", "dp_shard"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp", "dp_shard"), [nightly(2, 1), (1, 2)])
 def test_weights_of_a_folder_are_streamed_into_shards(ranks, tmp_path, tp: int, dp_shard: int):
     """The folder has several files and tied embeddings."""
     hf_models.make("Qwen2ForCausalLM", tie_word_embeddings=True).save_pretrained(tmp_path, max_shard_size="20KB")

@@ -97,8 +97,9 @@ def losses(config: Config, steps: int) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.full  # tests/test_low_bit.py compares single updates
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("optimizer", ["adamw8bit", nightly("adamwfp8")])
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adamwfp8"])
 def test_codes_of_eight_bits_train_as_fp32_does(ranks, tmp_path, data, optimizer):
     """The losses of the last 6 of 12 steps are within 0.1 %. The loss of adamw4bit differs by 1.3 % at that point: see
     docs/optimizers.md, which also has 200 steps of `tiny`."""
@@ -157,7 +158,7 @@ def skipped(config: Config) -> list[bool]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("optimizer", [nightly("adamw"), "adamw8bit"])
 def test_a_step_that_is_not_finite_is_skipped(ranks, tmp_path, data, optimizer):
     for found in ranks(2).run(skipped, config(tmp_path, data, optimizer)):
         assert len(found) > 20 and all(found)

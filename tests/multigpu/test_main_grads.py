@@ -54,6 +54,7 @@ def test_gradients_have_autograds_bits(ranks, sizes, fsdp, added, left):
 
 
 @pytest.mark.slow
+@pytest.mark.full  # test_raw_gradients.py compares gradients of such a run
 @pytest.mark.ranks(2)
 def test_a_run_has_the_same_losses(ranks, tmp_path):
     data = training.shards(tmp_path)

@@ -83,7 +83,7 @@ def mapped(config: Config) -> int:
     mesh = worker.mesh(tp=2)
     moves = Transport(mesh["tp"].get_group(), worker.device(), SharedSlot)
     transport.use(moves.group, moves)
-    bench_memory.measure("", config, mesh, 2, torch.device(worker.device()))
+    bench_memory.measure("", config, mesh, 1, torch.device(worker.device()))
     transport.destroy()
     return sum(mapped_bytes(slot.payload.nbytes) for slot in moves.slots)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dlp
 from tests import pool as worker
+from tests.cases import nightly
 from tests.emulated import emulation
 
 # Sizes on each rank; complete blocks of 128, so that every operand is gathered as codes
@@ -74,7 +75,7 @@ def told(recipe: str, held: str, into: str, value: float) -> list[str]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_block", "fp8_rowwise"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_block", nightly("fp8_rowwise")])
 @pytest.mark.parametrize(
     ("held", "into", "of"), [("tp", "x", "x of up"), ("tp", "dy", "dy of down"), ("fsdp", "w", "w of up")]
 )

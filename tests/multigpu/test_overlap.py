@@ -302,7 +302,7 @@ def said_and_sent() -> dict[tuple[str, str, str, int], tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, nightly(4)])
 def test_strategies_say_what_their_reductions_send(ranks, world):
     for of_rank in ranks(world).run(said_and_sent):
         assert len(of_rank) == 36 and not {k: v for k, v in of_rank.items() if not v[0] == v[1] > 0}

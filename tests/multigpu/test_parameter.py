@@ -23,6 +23,7 @@ from dlp.quant.integers import IntScaling
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.parameter import QuantizedParameter
 from tests import pool as worker
+from tests.cases import nightly
 from tests.metrics import assert_bit_equal, relative_error
 from tests.test_parameter import linear
 
@@ -205,7 +206,7 @@ def by_torchs_tp(recipe: str, compiled: bool) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, nightly(True)])
 @pytest.mark.ranks(2)
 def test_torchs_tensor_parallelism_multiplies_codes(ranks, compiled):
     """With mxfp8 each rank computes the scales of the local blocks, so that results differ only by sums."""

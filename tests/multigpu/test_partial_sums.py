@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dlp
 from tests import pool as worker
+from tests.cases import nightly
 from tests.metrics import assert_close
 from tests.multigpu.test_grads import (
     BATCH,
@@ -45,7 +46,7 @@ def gathered_between() -> dict[str, Tensor]:
     return gradients(parameters)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, nightly(4)])
 def test_gathered_parameters_have_no_part_in_the_sums(ranks, world):
     expected = ranks(1).run(run, three_backwards, 1, False)[0]
     for found in ranks(world).run(gathered_between, timeout=30):

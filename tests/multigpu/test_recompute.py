@@ -29,12 +29,12 @@ SELECTIVE, FULL = "--train.checkpointing=selective", "--train.checkpointing=full
 
 
 CASES = [
-    pytest.param([], [SELECTIVE], id="tp"),
+    nightly([], [SELECTIVE], id="tp"),
     nightly(["--recipe=fp8_delayed"], [SELECTIVE], id="tp-delayed"),
     nightly(["--model.fused=true", "--recipe=nvfp4"], [SELECTIVE], id="tp-fused"),
-    nightly(FSDP, [SELECTIVE, "--train.recompute_every=2"], id="fsdp-every-2nd"),
-    pytest.param(FSDP, [FULL, "--train.recompute_every=2"], id="fsdp-full-every-2nd", marks=pytest.mark.slow),
-    pytest.param(FSDP, ["--mesh.reshard_after_forward=false"], id="fsdp-gathered"),
+    pytest.param(FSDP, [SELECTIVE, "--train.recompute_every=2"], id="fsdp-every-2nd"),
+    nightly(FSDP, [FULL, "--train.recompute_every=2"], id="fsdp-full-every-2nd"),
+    nightly(FSDP, ["--mesh.reshard_after_forward=false"], id="fsdp-gathered"),
     nightly(["--train.compile=true"], [FULL], id="tp-compiled-full"),
     nightly(
         [*FSDP, "--recipe=mxfp8", "--model.hidden=128", "--model.ffn=256"],

@@ -37,15 +37,14 @@ def config(folder: Path, data: Path, *overrides: str, groups: str = "") -> Confi
 
 @pytest.mark.ranks(2)
 def test_a_run_that_swaps_resumes_between_swaps_bit_for_bit_and_shows_them(ranks, tmp_path, data):
-    whole = config(
-        tmp_path / "a", data, "--groups.default.swap", SWAPS, "--train.eval_batches=1", "--checkpoint.every=3"
-    )
+    settings = ("--groups.default.swap", SWAPS, "--train.steps=5", "--checkpoint.every=3")
+    whole = config(tmp_path / "a", data, *settings)
     ranks(2).run(training.run, whole)
     first = Path(whole.run.dir) / "checkpoints" / "step-3"
-    again = config(tmp_path / "b", data, "--groups.default.swap", SWAPS, f"--checkpoint.resume={first}")
+    again = config(tmp_path / "b", data, *settings, f"--checkpoint.resume={first}")
     ranks(2).run(training.run, again)
     losses, resumed = training.metrics(whole), training.metrics(again)
-    assert list(resumed) == [4, 5, 6] and all(resumed[step] == losses[step] for step in resumed)
+    assert list(resumed) == [4, 5] and all(resumed[step] == losses[step] for step in resumed)
     assert training.metrics(whole, "swap") == {
         2: {"recipe": "nvfp4", "layers": 7},
         4: {"recipe": "fp8_delayed(amax_history_len=4)", "layers": 7},
@@ -159,16 +158,16 @@ def asked(config: Config) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.full  # other tests stop a run at a boundary, and find scales
 def test_a_run_that_is_asked_to_stop_saves_before_it_finds_scales(ranks, tmp_path, data):
     swap = '[{at_step = 1, recipe = "fp8_delayed"}]'
     run = config(tmp_path, data, "--recipe=bf16", "--groups.default.swap", swap, "--checkpoint.every=100")
     ranks(2).run(asked, run)
     assert not passes(run) and training.said(run)[-1].startswith("stopped by SIGTERM at step 1, ")
-    again = config(tmp_path, data, "--recipe=bf16", "--groups.default.swap", swap, "--train.steps=3")
+    settings = ("--recipe=bf16", "--groups.default.swap", swap, "--train.steps=2")
+    again = config(tmp_path, data, *settings)
     ranks(2).run(training.run, again)
-    whole = config(
-        tmp_path, data, "--recipe=bf16", "--groups.default.swap", swap, "--train.steps=3", f"--run.dir={tmp_path}/whole"
-    )
+    whole = config(tmp_path, data, *settings, f"--run.dir={tmp_path}/whole")
     ranks(2).run(training.run, whole)
     assert passes(again) == passes(whole) == ["step 2: 3 passes without an update found 18 delayed scales"]
     assert training.metrics(again) == training.metrics(whole)
@@ -214,15 +213,15 @@ def test_a_wrong_swap_is_refused(tmp_path, data, swap, sentence):
 @pytest.mark.ranks(2)
 def test_statistics_of_chosen_layers_are_in_the_metrics_and_on_a_page(ranks, tmp_path, data):
     group = '\n[[groups]]\nname = "look"\nmatch = ["layers.0.**"]\nstats = true\n'
-    made = config(tmp_path, data, "--recipe=mxfp8", "--train.steps=3", groups=group)
+    made = config(tmp_path, data, "--recipe=mxfp8", "--train.steps=2", groups=group)
     ranks(2).run(training.run, made)
     stats = training.metrics(made, "stats")
-    assert list(stats) == [1, 2, 3]
+    assert list(stats) == [1, 2]
     layers = {parts_of(name)[0] for name in stats[1]}
     assert layers == {
         f"model.layers.0.{n}" for n in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
     }
-    assert all(25 < numbers["sqnr_db"] < 40 and numbers["saturation"] == 0 for numbers in stats[3].values())
+    assert all(25 < numbers["sqnr_db"] < 40 and numbers["saturation"] == 0 for numbers in stats[2].values())
     plot.main([made.run.dir, "--stats", "--out", str(tmp_path / "page.png")])
     assert (tmp_path / "page.png").read_bytes()[:4] == b"\x89PNG"
     (Path(made.run.dir) / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
@@ -255,7 +254,7 @@ def recipe(*, element: str = "e4m3") -> Recipe:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", few([*RECIPES, "mine"], ("nvfp4",)))
+@pytest.mark.parametrize("name", few([*RECIPES, "mine"], ()))
 def test_every_recipe_trains_a_file_dropped_into_a_folder_too(ranks, tmp_path, data, name):
     recipe: Any = f'"{name}"'
     if name == "mine":

@@ -131,7 +131,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, recipe, compiled):
     """On GPUs steps 4 and 6 to 9 are replayed beside the eager steps of the sentinel, with a validation after steps 4 and 8."""
-    given = ("--recipe", recipe, "--train.compile", compiled, "--train.steps", "10", "--train.ledger", "off")
+    small = ("--train.global_batch", "2", "--train.sequence", "32", "--checkpoint.every", "20")
+    given = ("--recipe", recipe, "--train.compile", compiled, "--train.steps", "10", "--train.ledger", "off", *small)
     plain = ranks(2).run(losses, tmp_path / "plain", data, *given, timeout=300.0)[0]
     watched = ranks(2).run(losses, tmp_path / "watched", data, *given, "--train.sentinel", "5", timeout=300.0)[0]
     assert watched == plain and len(plain) == 10
@@ -141,7 +142,7 @@ def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, recipe, compil
 @pytest.mark.parametrize(
     ("where", "said", "microbatches"),
     [
-        ("y", f"y of {LAYER} in forward", 1),
+        nightly("y", f"y of {LAYER} in forward", 1),
         ("gradient", f"the gradient of {LAYER}.weight in backward", 2),
         nightly("gradient", f"the gradient of {LAYER}.weight in backward", 1),
         nightly("weight", f"{LAYER}.weight itself in memory", 1),

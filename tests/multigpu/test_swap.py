@@ -18,7 +18,6 @@ from dlp.parallel.model.session import session_of
 from dlp.quant.custom import CustomRecipe
 from dlp.quant.fp8 import CurrentScaling
 from tests import pool as worker
-from tests.cases import nightly
 from tests.metrics import assert_bit_equal
 from tests.net import Net, net, train, weights
 
@@ -213,7 +212,8 @@ def interrupted(sizes: dict[str, int], at: int) -> tuple[dict[str, Tensor], list
 
 @pytest.mark.ranks(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [nightly(3), 5, nightly(7)])
+@pytest.mark.parametrize("at", [3, 5, 7])
+@pytest.mark.full  # test_run_recipes.py resumes a run between swaps
 def test_a_run_resumed_between_swaps_continues_bit_for_bit(ranks, at):
     sizes = {"tp": 2}
     for (whole, losses, swaps), (resumed, again, swaps_again) in zip(

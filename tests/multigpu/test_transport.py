@@ -29,6 +29,7 @@ from dlp.kernels.launches import Lane, recording
 from dlp.runtime import capture as captured
 from tests import pool as worker
 from tests import simulated_transport
+from tests.cases import nightly
 from tests.emulated import emulation
 from tests.shared_slot import SharedSlot
 from tests.simulated_transport import SimulatedLane, SimulatedSlot
@@ -148,9 +149,9 @@ def falls_behind(mine: random.Random) -> None:
         time.sleep(mine.random() / 50)
 
 
-@pytest.mark.parametrize(("world", "count"), [(2, 500), (4, 125)])
+@pytest.mark.parametrize(("world", "count"), [(2, 250), nightly(2, 500), nightly(4, 125)])
 def test_random_transfers_arrive(ranks, device_type, share_gpu, world, count):
-    """Runs 1,000 or 250 operations, and ten times as many on separate GPUs."""
+    """Runs twice `count` operations, and ten times as many on separate GPUs."""
     times = count if device_type == "cpu" or share_gpu else 10 * count
     assert ranks(world).run(random_operations, 1, times, timeout=600.0) == [0] * world
 

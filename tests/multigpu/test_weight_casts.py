@@ -100,15 +100,15 @@ def compared(recipe: Any, held: str, optimizer: str) -> tuple[Trained, Trained]:
 
 
 CASES = few(((recipe, "dtensor", "fused") for recipe in QUANTIZED), ("fp8_block",))  # these recipes cast shards
-CASES += few(((recipe, "fsdp", "fused") for recipe in QUANTIZED), ("fp8_current", "nvfp4"))
-CASES += [nightly("fp8_block", "plain", "fused"), ("nvfp4", "plain", "fused")]
+CASES += few(((recipe, "fsdp", "fused") for recipe in QUANTIZED), ("nvfp4",))
+CASES += [nightly("fp8_block", "plain", "fused"), nightly("nvfp4", "plain", "fused")]
 CASES += [
     nightly("fp8_current", "plain", "for-loop"),
     nightly("fp8_current", "fsdp", "for-loop"),
-    ("fp8_current", "dtensor", "foreach"),
+    nightly("fp8_current", "dtensor", "foreach"),
 ]
 CASES += [nightly({"name": name, "amax_scope": "all"}, "dtensor", "fused") for name in ("fp8_current", "nvfp4")]
-CASES += [({"name": "fp8_rowwise", "amax_scope": "all"}, "dtensor", "fused")]
+CASES += [nightly({"name": "fp8_rowwise", "amax_scope": "all"}, "dtensor", "fused")]
 CASES += [nightly({"name": "nvfp4", "disable_2d_quantization": True}, "fsdp", "fused")]
 
 

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import dlp
 from dlp.parallel.linear.state import cores
 from tests import pool as worker
+from tests.cases import nightly
 from tests.metrics import assert_bit_equal
 from tests.net import batch, gradients, net, train
 
@@ -103,7 +104,7 @@ def copied(recipe: str) -> list[tuple[Tensor, Tensor]]:
 
 
 # Recipes with a history of scales, or with a counter of microbatches
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["fp8_delayed", nightly("nvfp4")])
 @pytest.mark.ranks(2)
 def test_a_deep_copy_goes_on_as_its_original(ranks, recipe):
     for pairs in ranks(2).run(copied, recipe):
