@@ -169,7 +169,8 @@ def run_module(folder: Path, module: str, arguments: list[str], ranks: int = 0) 
         if setting(arguments, "train.steps", "200") not in [path.name.removeprefix("step-") for path in complete(made)]:
             renumber(complete(made)[-1], int(setting(arguments, "train.steps", "200")))
         return said
-    layers = ["--model.layers", "3"] if "--plan" in arguments and "--model" not in arguments else []
+    is_plan = module == "launch.train" and "--model" not in arguments
+    layers = ["--model.layers", "3"] if is_plan else []
     return started(folder, module, [*arguments, *layers, *SHORT.get(module, [])], ranks)
 
 
