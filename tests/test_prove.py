@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,6 +153,23 @@ def test_a_refusal_on_a_started_rank_is_raised_here(monkeypatch):
     with pytest.raises(ValueError, match="^group 'default' is left with no layer") as error:
         prove.prove_config(config, ["accumulate2"], steps=1)
     assert "make_plan" in error.value.__notes__[0]
+
+
+def refused_on_rank_1(mesh: Any, case: Any) -> Any:
+    if os.environ["RANK"] == "1":
+        raise ValueError("rank 1 has another file")
+    return torch.nn.Linear(4, 4)
+
+
+def nothing(model: Any, batch: Any, mesh: Any) -> Any:
+    return model(batch).sum()
+
+
+@pytest.mark.slow
+def test_a_refusal_on_one_rank_is_raised_here(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="^rank 1 has another file\n"):
+        dlp.prove(refused_on_rank_1, torch.ones(2, 4), nothing, meshes=["dp2"], steps=1)
 
 
 def test_help_names_meshes_and_exit_codes(capsys):

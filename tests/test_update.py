@@ -62,6 +62,15 @@ def test_norms_that_are_not_finite_are_not_remembered() -> None:
     assert [limit for limit, _ in found[KNOWN:]] == [4.0] * 4
 
 
+def test_a_norm_that_is_known_to_be_bad_is_skipped_and_forgotten():
+    decides = SpikeFilter(3.0, torch.device("cpu"))
+    decides(torch.tensor(1.0))
+    before = [value.nan_to_num(0.0) for value in decides.state().values()]
+    _, skips = decides(torch.tensor(7.0), known_bad=True)
+    assert skips and all(map(torch.equal, before, (value.nan_to_num(0.0) for value in decides.state().values())))
+    assert SpikeFilter(0.0, torch.device("cpu"))(torch.tensor(7.0), known_bad=True)[1]
+
+
 def test_without_a_factor_nothing_is_skipped_or_saved() -> None:
     assert not any(skips for _, skips in skipped([1.0] * 50 + [1e30], 0.0))
     assert SpikeFilter(0.0, torch.device("cpu")).state() == {} != SpikeFilter(2.0, torch.device("cpu")).state()

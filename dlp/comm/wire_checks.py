@@ -12,7 +12,8 @@ copies into memory of a peer, are not checked.
     checksum = sum_p (2 p + 1) s_p  modulo 2^64,     s_p: sum of the bits of piece p of PIECES equal pieces, as 64-bit integers
 
 As in Fletcher's checksum, the position has a weight: pieces that arrive in another order change the sum. Weights are odd, so
-that any single flipped bit changes the sum. Changes inside one piece that add up to 0 do not.
+that any single flipped bit changes the sum. Changes inside one piece that add up to 0 do not. The number of pieces divides the
+number of integers, so a tensor with an odd number is a single piece.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _CHECKED = {
     "c10d::alltoall_base_": ("output", "input"),
 }
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-PIECES = 1024  # at most; their number divides the number of elements
+PIECES = 1024  # at most; the number of pieces divides the number of integers
 
 
 def piece_sums(tensor: Tensor, chunks: int = 1) -> Tensor:

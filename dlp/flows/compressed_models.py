@@ -66,7 +66,7 @@ def save_compressed(model: nn.Module, folder: str | Path, config: Mapping[str, A
     schemes = {}
     for name, each in held.items():
         try:
-            if each.y is not None or each.name.endswith(name):
+            if each.y is not None or each.name == name:
                 what = "a quantized y" if each.y is not None else "several weights of one module"
                 raise ValueError(
                     f"compressed-tensors files of dlp have no entry for {what}: save codes with dlp.quantized_state_dict"

@@ -134,7 +134,7 @@ def sums_by_index(x: Tensor, index: Tensor, counts: Tensor, rows: int) -> Tensor
 
 
 def _bits_of_sum(terms: int) -> int:
-    """Largest number of bits of integers for which the sum of `count` integers is exact in fp64."""
+    """Largest number of bits of integers for which the sum of `terms` integers is exact in fp64."""
     return min(40, MANTISSA - max(terms - 1, 0).bit_length())
 
 

@@ -81,7 +81,7 @@ class GemmProblem(NamedTuple):
             f"[{self.rows}, {self.contraction}] {names[self.a_type]} x [{self.cols}, {self.contraction}] {names[self.b_type]} "
             f"-> {names[self.d_type]}{scales}, strides {(self.a_stride, self.b_stride, self.d_stride)}"
             f"{', with bias' if self.bias_type != NONE else ''}{', accumulating' if self.accumulate else ''}, "
-            f"{self.alignment} bytes aligned"
+            f"{self.alignment} bytes aligned{f', {self.segments} segments' if self.segments else ''}"
         )
 
 
@@ -307,8 +307,8 @@ def workspace(device: int, stream: int) -> int:
 
 
 def key_of(problem: GemmProblem) -> str:
-    """Return the key of a problem in the file of measured choices."""
-    return " ".join(map(str, problem))
+    """Return the key of a problem in the file of measured choices, which has no problems of segments."""
+    return " ".join(map(str, problem[: GemmProblem._fields.index("segments")]))
 
 
 def choice_file(device: int) -> Path:

@@ -148,7 +148,9 @@ def packaged_nvcc() -> Packaged | None:
             f"native kernels need the packages {', '.join(lacking)} for the nvcc in {root}; {INSTALL['nvcc']} installs all "
             f"packages"
         )
-    includes = dict.fromkeys(f"{where}/include" for where in found.values() if where != root)
+    includes = [f"{where}/include" for where in dict.fromkeys(found.values()) if where != root]
+    if found["nvidia-cuda-cccl"] != root:  # nvcc looks for cccl beside its own headers
+        includes.append(f"{found['nvidia-cuda-cccl']}/{PARTS['nvidia-cuda-cccl']}")
     runtime = f"{found['nvidia-cuda-runtime']}/lib/libcudart.so.{major}"
     return Packaged(str(root / "bin" / "nvcc"), runtime, tuple(includes))
 

@@ -22,7 +22,7 @@ from dlp.kernels.codes import sum_by_tree
 from dlp.kernels.registry import NATIVE, device_of
 
 ROOM = 2**26  # fp32 sums of segments that are held at a time
-ALIGNMENT = 8  # elements of bf16 in the 16 bytes that cuBLASLt aligns rows to
+ROW_UNIT = 8  # elements of bf16 in the 16 bytes that cuBLASLt aligns rows to
 
 
 class Factored(NamedTuple):
@@ -37,7 +37,7 @@ def takes(pairs: Sequence[tuple[Factored, Factored]], segments: int) -> bool:
     operands = [operand for pair in pairs for operand in pair]
     return device_of(operands[0].values) in NATIVE and all(
         operand.values.dtype == torch.bfloat16
-        and operand.values.shape[1] % (segments * ALIGNMENT) == 0
+        and operand.values.shape[1] % (segments * ROW_UNIT) == 0
         and (operand.scale is None or operand.scale.dim() == 0)
         for operand in operands
     )
@@ -51,7 +51,7 @@ def products(pairs: Sequence[tuple[Factored, Factored]], segments: int, dtype: t
         return torch.zeros(rows, cols, dtype=dtype, device=pairs[0][0].values.device)
     ready = [(_aligned(a.values), _aligned(b.values), _alpha(a.scale, b.scale)) for a, b in pairs]
     left, right = ready[0][:2]
-    height, device, totals = max(ROOM // (segments * len(right)) & -ALIGNMENT, ALIGNMENT), left.get_device(), []
+    height, device, totals = max(ROOM // (segments * len(right)) & -ROW_UNIT, ROW_UNIT), left.get_device(), []
     for part in range(0, len(left), height):
         here = slice(part, part + height)
         sums = torch.empty(segments, len(left[here]), len(right), device=left.device)
@@ -63,9 +63,9 @@ def products(pairs: Sequence[tuple[Factored, Factored]], segments: int, dtype: t
 
 
 def _aligned(values: Tensor) -> Tensor:
-    """Return the matrix as contiguous rows at an aligned address, with zeros up to a multiple of ALIGNMENT rows: cuBLASLt has
+    """Return the matrix as contiguous rows at an aligned address, with zeros up to a multiple of ROW_UNIT rows: cuBLASLt has
     no such algorithm for other numbers of rows."""
-    short = -len(values) % ALIGNMENT
+    short = -len(values) % ROW_UNIT
     values = F.pad(values, (0, 0, 0, short)) if short else values.contiguous()
     return values if values.data_ptr() % gemms.ALIGNMENT == 0 else values.clone()
 

@@ -219,7 +219,7 @@ def _cuts(case: Case, found: list[Terms]) -> dict[Share, Part]:
             return {}
         size = length // mesh.tp
         return {Share(-1, -1, tp): slice(tp * size, (tp + 1) * size) for tp in range(mesh.tp)}
-    if length % (mesh.pieces * mesh.tp) or (mesh.cp > 1 and length % (2 * mesh.cp * mesh.sequences)):
+    if length % (mesh.pieces * mesh.tp) or (mesh.cp > 1 and length % max(2 * mesh.cp * mesh.sequences, 1)):
         return {}
     shares = starmap(Share, product(*map(range, (mesh.pieces, mesh.cp, mesh.tp))))
     return {share: tokens_of(mesh, length, *share) for share in shares}

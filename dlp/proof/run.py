@@ -135,11 +135,16 @@ def _in_processes(program: Program, cases: list[MeshCase], ranks: int) -> Report
             f"which failed: {error}. Define the functions at the top level of a file, or start the script by torchrun"
         ) from error
     with tempfile.TemporaryDirectory(prefix="dlp-prove-") as folder:
-        mp.start_processes(_rank, (ranks, device, folder, job), ranks, start_method="spawn")
-        answer: Report | ValueError = pickle.loads((Path(folder) / "answer").read_bytes())
-    if isinstance(answer, ValueError):
-        raise answer
-    return answer
+        try:
+            mp.start_processes(_rank, (ranks, device, folder, job), ranks, start_method="spawn")
+        except (mp.ProcessRaisedException, mp.ProcessExitedException):
+            # The other ranks may have lost the connection to a rank that refused
+            refused = sorted(Path(folder).glob("refused-*"))
+            if refused:
+                raise pickle.loads(refused[0].read_bytes()) from None
+            raise
+        report: Report = pickle.loads((Path(folder) / "report").read_bytes())
+    return report
 
 
 def _rank(rank: int, ranks: int, device: str, folder: str, job: bytes) -> None:
@@ -154,14 +159,16 @@ def _rank(rank: int, ranks: int, device: str, folder: str, job: bytes) -> None:
     program, cases = pickle.loads(job)
     if program.exact:
         torch.set_num_threads(1)  # sums of torch depend on the number of threads
-    answer: Report | ValueError
     try:
-        answer = prove_here(program, cases)
-    except ValueError as error:  # for example a refusal of `build_model`, which all ranks raise
+        report = prove_here(program, cases)
+    except ValueError as error:  # for example a refusal of `build_model`
         error.add_note(traceback.format_exc())
-        answer = error
+        part = Path(folder) / f"part-{rank}"
+        part.write_bytes(pickle.dumps(error))
+        part.replace(Path(folder) / f"refused-{rank}")  # appears only when complete
+        raise
     if rank == 0:
-        (Path(folder) / "answer").write_bytes(pickle.dumps(answer))
+        (Path(folder) / "report").write_bytes(pickle.dumps(report))
     dist.destroy_process_group()
 
 
@@ -204,11 +211,11 @@ def one_rank(program: Program) -> Trace:
 
 def on_mesh(program: Program, bounds: Bounds, case: MeshCase) -> MeshResult:
     """Run and compare one mesh; all ranks call this function and get the result."""
-    tensors = (each for each in tree_leaves(_batch(program, 0)) if isinstance(each, Tensor) and each.dim())
-    case = replace(case, sequences=len(next(tensors, ())))
     result, error, follower = MeshResult(case.name, case.ranks), "", None
     mesh = mesh_of(case, program.device_type)
     try:
+        tensors = (each for each in tree_leaves(_batch(program, 0)) if isinstance(each, Tensor) and each.dim())
+        case = replace(case, sequences=len(next(tensors, ())))
         model, optimizer = _built(program, mesh, case)
         place = Place.of(case, ParallelDims.from_mesh(mesh))
         follower = Follower(model, bounds, place, program.exact)

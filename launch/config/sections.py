@@ -197,13 +197,13 @@ class Train(Section):
     )
     sentinel: int = setting(
         integer(">= 1", also=(0,)),
-        "in every n-th step the first microbatch runs twice, and the run ends before the update if the bits differ; 0: never",
+        "in every n-th step the first microbatch runs twice, and sentinel_action applies if the bits differ; 0: never",
         0,
     )
     sentinel_action: str = setting(
         choice("stop", "skip"),
         "with sentinel, if the bits differ: stop: the run ends; skip: the update of the step is skipped, unless a weight or "
-        "optimizer state differs in memory",
+        "optimizer state differs in memory or scales are delayed",
         "stop",
     )
     sentinel_tensors: bool = setting(

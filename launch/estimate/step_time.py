@@ -87,8 +87,8 @@ class Forecast:
         ]
         if self.slowest > self.seconds:
             lines.append(
-                f"up to {said_seconds(self.slowest)} a step: no CUDA graph hides the host, and the slowest measured host takes "
-                f"{self.slowest / self.seconds:.2g} times as long"
+                f"up to {said_seconds(self.slowest)} a step with the slowest measured host, {self.slowest / self.seconds:.2g} "
+                f"times as long: no CUDA graph hides the host"
             )
         links = ", ".join(f"{lane} {said_seconds(seconds)}" for lane, seconds in self.transfers.items())
         lines += [f"links busy: {links}"] if links else []
@@ -125,9 +125,7 @@ def forecast(config: Config, world: int, board: str, found: Planned) -> Forecast
         ValueError: There is no table of this board, or no measured GEMM of a recipe of the plan.
     """
     if config.train.invariant:
-        raise ValueError(
-            "[train] invariant = true: GEMMs are sums in fp64, which have no table of rates; leave invariant out"
-        )
+        raise ValueError("[train] invariant = true: sums of segments have no table of rates; leave invariant out")
     rates = rates_of(board)
     work = StepWork(config, found, rates, board)
     last = schedule(work.microbatch(last=True), rates.nccl_slowdown)

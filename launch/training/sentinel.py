@@ -160,23 +160,26 @@ class Sentinel:
             said = f"{self._damaged[0]}, which arrived with other bits than were sent"
         elif own:
             said = f"{keys[own[0]][1]} in {keys[own[0]][0].split()[0]}" if same else "other modules ran"
-        stays = not same or any(keys[i][0] == "memory" for i in own)  # the next step would read the difference
+        # The next step would read the difference; the step boundary of a skipped update takes its amaxes into delayed scales
+        delayed = (session := session_of(self._model)) is not None and session.has_slots()
+        stays = not same or delayed or any(keys[i][0] == "memory" for i in own)
         kept = self._keep(keys[own[0]], step) if own and same else ""
+        self._copies.clear()
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, (said, kind, len(self._damaged), len(own), stays, kept))
         return self._react(step, told)
 
     def _keep(self, key: tuple[str, str], step: int) -> str:
-        """Write both tensors of a difference; return the name of the file, "" without a file."""
+        """Write both tensors of a difference; return a clause about the file, "" if no file was asked for."""
         if self._folder is None:
             return ""
         first, second = self._copies[key]
         name = f"sentinel-step-{step}-rank{dist.get_rank()}.pt"
         try:
             torch.save({"tensor": key[1], "first": first, "second": second}, self._folder / name)
-        except OSError as error:
-            return f"no file, because {name} could not be written: {error.strerror}"
-        return name
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError where a file cannot be written
+            return f"{name} could not be written ({str(error).partition(chr(10))[0]})"
+        return f"{name} has both tensors"
 
     def _react(self, step: int, told: list[Any]) -> str:
         """Return the sentence about a difference if the update can be skipped, else raise SentinelError.
@@ -190,10 +193,10 @@ class Sentinel:
             for rank, (said, kind, transfers, differences, _, _) in enumerate(told)
             if said and bool(transfers) == damaged
         ]
-        files = ", ".join(kept for *_, kept in told if kept)
+        files = "".join(f"; {kept}" for *_, kept in told if kept)
         found = (
             f"step {step}: the first microbatch ran twice and gave other bits, first on {'; on '.join(where)}: a device, its "
-            f"memory or a transfer failed{'; both tensors are in ' * bool(files)}{files}"
+            f"memory or a transfer failed{files}"
         )
         if self._skips and not any(stays for *_, stays, _ in told):
             return f"{found}; the update was skipped"

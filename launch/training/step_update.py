@@ -34,14 +34,17 @@ class SpikeFilter:
         """Return the tensors that a checkpoint saves and loading overwrites."""
         return {"norms": self.norms, "taken": self.taken, "in_a_row": self.in_a_row} if self._factor else {}
 
-    def __call__(self, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest norm that is not a spike, fp32 [], and whether this norm is a spike, bool []."""
+    def __call__(self, norm: Tensor, known_bad: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the largest norm that is not a spike, fp32 [], and whether the update is skipped, bool []: if the norm is a
+        spike, or `known_bad`. The window takes no norm that is known to be bad."""
         if not self._factor:
-            return torch.full_like(norm, torch.inf), torch.zeros_like(norm, dtype=torch.bool)
+            return torch.full_like(norm, torch.inf), torch.full_like(norm, known_bad, dtype=torch.bool)
         middle = (self.taken.clamp(max=WINDOW) - 1).clamp(min=0) // 2
         # Norms that are not known yet are NaN, which sorts last
         limit = self._factor * self.norms.sort().values.gather(0, middle)
         limit = torch.where(self.taken >= KNOWN, limit, torch.inf)
+        if known_bad:
+            return limit[0], torch.ones_like(limit[0], dtype=torch.bool)
         spike = norm > limit
         skips = spike & (self.in_a_row < IN_A_ROW)
         place = self.taken % WINDOW
@@ -68,8 +71,7 @@ class Update:
         skipped because of a spike or `skip`.
         """
         optimizer, norm = self._optimizer, self._norm()
-        limit, skips = self.spikes(norm)
-        skips = torch.ones_like(skips) if skip else skips
+        limit, skips = self.spikes(norm, known_bad=skip)
         optimizer.grad_scale = ((norm + 1e-6) / self._clip).clamp(min=1.0)  # type: ignore[attr-defined]
         optimizer.found_inf = (~torch.isfinite(norm) | skips).float()  # type: ignore[attr-defined]
         optimizer.step()

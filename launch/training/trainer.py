@@ -253,12 +253,15 @@ class Trainer:
         """Run the device work of a step; return this rank's part of the loss and the results of `optimize`, fp32 [4]."""
         return torch.cat([self.forward_backward(batches, lap).unsqueeze(0), self.optimize()])
 
-    def forward_backward(self, batches: Sequence[Batch], lap: Callable[[str], None] = lambda part: None) -> Tensor:
-        """Compute the gradients of a step; return this rank's part of the loss, fp32 []."""
+    def forward_backward(
+        self, batches: Sequence[Batch], lap: Callable[[str], None] = lambda part: None, *, sentinel: bool = True
+    ) -> Tensor:
+        """Compute the gradients of a step; return this rank's part of the loss, fp32 []. `sentinel`: a step in which a sentinel
+        is due has one."""
         model = self.built.model
         valid = self.valid_tokens(batches)
         losses: list[Tensor] = []
-        watched = self.sentinel.due(self.recipes.steps + 1) and not self.wire.watches
+        watched = sentinel and self.sentinel.due(self.recipes.steps + 1) and not self.wire.watches
         # FSDP that reduces once a step has incomplete gradients after the first of several microbatches
         once = isinstance(model, FSDPModule) and self.built.accumulation.reductions == 1
         gradients = len(batches) == 1 or not once
@@ -321,7 +324,7 @@ class Trainer:
         """Calibrate delayed scales without history on the batches of the next step."""
 
         def without_update() -> None:
-            self.forward_backward(list(self.batches(self.train_data, step)))
+            self.forward_backward(list(self.batches(self.train_data, step)), sentinel=False)
             self.built.optimizer.zero_grad(set_to_none=True)
             self.stop.beat()
 

@@ -280,6 +280,7 @@ def sum_in_order(
 def sum_by_tree(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the sum [...] of a power-of-two number of fp32 parts [P, ...] by a binary tree of neighbours, rounded once to
     `dtype`."""
+    assert len(parts).bit_count() == 1, f"a tree of {len(parts)} parts"
     while len(parts) > 1:
         parts = parts[::2] + parts[1::2]
     return parts[0].to(dtype)

@@ -55,7 +55,7 @@ def obstacle(bound: BoundSpec, direction: str) -> str:
     """Reason why this direction is never captured: a quantizer is not pure, a GEMM is not a kernel of this package, or a
     transfer is neither a launch nor a collective. Empty: the direction can be captured."""
     if bound.spec.invariant:
-        return "invariant = true: exact sums are operations of torch"
+        return "invariant = true: sums of segments are several operations"
     return bound.spec.recipe.beyond_launches or _sends_otherwise(bound.spec, direction)
 
 

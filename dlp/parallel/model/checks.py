@@ -14,9 +14,8 @@ ten steps, and then in every hundredth (`looks`).
     marks     in-place operations (torch's version counters), steps of other optimizers, replaced parameters and memory, before
               each forward of the model. The casts are dropped, and weights are cast where they are used until the next boundary
     samples   writes without a version counter, for example into `.data` or into the local tensor of a detached DTensor:
-              some values
-            of each weight are compared before forwards without gradients and, in steps of `looks`, before the optimizer
-            step
+              some values of each weight are compared before forwards without gradients and, in steps of `looks`, before
+              the optimizer step
 
 **Non-finite values.** `NonFiniteWatch` reads the flags of a step (`dlp.parallel.linear.step`) one step later
 (`dlp.attach(on_nonfinite=...)`).

@@ -387,7 +387,7 @@ def _refuse(block: str, row: LayerPlan, other: LayerPlan) -> None:
 
 
 INVARIANT = (
-    "invariant = true: equal bits on every mesh, by exact sums of 8 segments in fp64 in place of GEMM kernels; partial sums "
+    "invariant = true: equal bits on every mesh, by sums of 8 segments in a fixed order in place of other GEMMs; partial sums "
     "and gradients travel in fp32"
 )
 _LAYER_HEADER = (
