@@ -33,12 +33,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import dlp
 from bench.ranks import start
 from dlp.comm import observer
 from dlp.comm.wire_checks import WireChecks
+from dlp.parallel.weight.local import local_values
 from launch.config.run_config import load
 from launch.training import sentinel
 from launch.training.build import Built, build
@@ -65,10 +65,6 @@ def flip(draw: random.Random, tensor: Tensor) -> tuple[Callable[[], None], int]:
 
     change()
     return change, bit
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class Damaging(WireChecks):
@@ -152,18 +148,18 @@ def injected(subject: Subject, kind: str, number: int) -> dict[str, Any]:
     draw, hit = random.Random(number), dist.get_rank() == number // len(KINDS) % WORLD
     names, found = list(subject.modules), {"where": "", "bit": -1}
     undo: list[Callable[[], None]] = []
-    named = {name: p for name, p in subject.built.model.named_parameters() if local(p).numel()}
+    named = {name: p for name, p in subject.built.model.named_parameters() if local_values(p).numel()}
     name, passes = draw.choice(list(named)), [0]
     handles: list[Any] = []
 
     def in_memory(tensor: Tensor) -> None:
         if hit:
-            back, found["bit"] = flip(draw, local(tensor))
+            back, found["bit"] = flip(draw, local_values(tensor))
             undo.append(back)
 
     def on_gradient(parameter: Any) -> None:
         if passes[0] == 1 and hit:
-            _, found["bit"] = flip(draw, local(parameter.grad))
+            _, found["bit"] = flip(draw, local_values(parameter.grad))
 
     def on_y(module: Any, args: Any, y: Tensor) -> Tensor:
         if passes[0] != 1 or not hit or not torch.is_grad_enabled():

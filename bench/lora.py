@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from bench.files import add_files, write_files
 from dlp.comm.mesh import init_process_group, shutdown
 from launch.common.devices import BOARDS
 from launch.config.run_config import Config, load
+from launch.estimate.few_blocks import with_blocks
 from launch.estimate.saved_activations import saved_by
 from launch.models.initial_weights import init_weights
 from launch.models.modules import Llama
@@ -59,7 +59,7 @@ def planned(config: Config, base: str, rank: int, world: int, batch: tuple[int, 
 
     decoded    the largest weight in fp32 and in bf16, which a forward of codes decodes
     """
-    few = [replace(config, model=replace(config.family, layers=count)) for count in (1, 2)]
+    few = [with_blocks(config, count) for count in (1, 2)]
     one, two = (_planned(each, base, rank, world, batch) for each in few)
     more = config.family.layers - 2
     return {row: size + (more * (size - one[row]) if row in GROWING else 0.0) for row, size in two.items()}

@@ -134,7 +134,7 @@ def packaged_nvcc() -> Packaged | None:
     """Return the nvcc that pip installed for torch's major release of CUDA; None if there is none, or if CUDA_HOME is set.
 
     Raises MissingError for an incomplete installation."""
-    major = (torch.version.cuda or "13").split(".")[0]
+    major = _major_release()
     spec = None if os.environ.get("CUDA_HOME") else importlib.util.find_spec("nvidia")
     folders = () if spec is None else spec.submodule_search_locations or ()
     roots = [Path(folder) / f"cu{major}" for folder in folders]
@@ -176,15 +176,19 @@ def _program(name: str) -> str:
     return found
 
 
+def _major_release() -> str:
+    """Return the major release of torch's CUDA; for a torch without CUDA, of the packages of PyPI."""
+    return (torch.version.cuda or PACKAGED).split(".")[0]
+
+
 def _way_to_install(name: str) -> str:
     """Return the advice for a missing program. The extra `gpu` does not help a torch of another major release of CUDA."""
-    release = torch.version.cuda or PACKAGED
-    major = release.split(".")[0]
+    major = _major_release()
     if name != "nvcc" or major == PACKAGED:
         return INSTALL[name]
     return (
-        f"torch has CUDA {release}, and {INSTALL[name]} brings CUDA {PACKAGED}: install a toolkit of CUDA {major}, or a torch "
-        f"with CUDA {PACKAGED}"
+        f"torch has CUDA {torch.version.cuda}, and {INSTALL[name]} brings CUDA {PACKAGED}: install a toolkit of CUDA {major}, "
+        f"or a torch with CUDA {PACKAGED}"
     )
 
 

@@ -219,7 +219,8 @@ def _cuts(case: Case, found: list[Terms]) -> dict[Share, Part]:
             return {}
         size = length // mesh.tp
         return {Share(-1, -1, tp): slice(tp * size, (tp + 1) * size) for tp in range(mesh.tp)}
-    if length % (mesh.pieces * mesh.tp) or (mesh.cp > 1 and length % max(2 * mesh.cp * mesh.sequences, 1)):
+    chunks = 2 * mesh.cp * mesh.sequences if mesh.cp > 1 else 1  # of sequences; 0: a batch without tensors
+    if not chunks or length % chunks or length % (mesh.pieces * mesh.tp):
         return {}
     shares = starmap(Share, product(*map(range, (mesh.pieces, mesh.cp, mesh.tp))))
     return {share: tokens_of(mesh, length, *share) for share in shares}

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dlp.comm import observer
 from dlp.comm.wire_checks import Damaged, WireChecks, piece_sums
 from dlp.parallel.model.session import session_of, without_effects
+from dlp.parallel.weight.local import local_values
 from launch.ranks.links import OWN
 
 Sums = dict[tuple[str, str], Tensor]  # (direction, name of the tensor or module) -> sums of the bits of pieces
@@ -39,10 +39,6 @@ Sums = dict[tuple[str, str], Tensor]  # (direction, name of the tensor or module
 class SentinelError(Exception):
     """Error for a microbatch that gave different bits when it ran again; the message is equal on all ranks and names the
     place."""
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class Sentinel:
@@ -85,9 +81,9 @@ class Sentinel:
 
     def _add(self, sums: Sums, direction: str, name: str, tensor: Tensor) -> None:
         """Add the sums of a tensor, and keep a copy of the tensor if the run has a folder for tensors."""
-        sums[direction, name] = piece_sums(local(tensor))[0]
+        sums[direction, name] = piece_sums(local_values(tensor))[0]
         if self._folder is not None:
-            self._copies.setdefault((direction, name), []).append(local(tensor.detach()).to("cpu", copy=True))
+            self._copies.setdefault((direction, name), []).append(local_values(tensor).to("cpu", copy=True))
 
     def _memory(self) -> Sums:
         """Sums of weights and optimizer states on this rank, without states that are tensors of user-defined classes."""
@@ -98,7 +94,7 @@ class Sentinel:
                 f"{name} itself": parameter,
                 **{f"{key} of {name}": x for key, x in states.items()},
             }.items():
-                if type(local(tensor)) in (Tensor, nn.Parameter):
+                if type(local_values(tensor)) in (Tensor, nn.Parameter):
                     self._add(sums, "memory", what, tensor)
                     sums["memory", what] = sums["memory", what].to(parameter.device)
         return sums

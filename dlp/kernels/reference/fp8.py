@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dlp.kernels.canonical import tree
+
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 FLT_MAX = torch.finfo(torch.float32).max
 EXPONENT = 0x7F800000  # exponent bits of a binary32
@@ -280,10 +282,7 @@ def sum_in_order(
 def sum_by_tree(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the sum [...] of a power-of-two number of fp32 parts [P, ...] by a binary tree of neighbours, rounded once to
     `dtype`."""
-    assert len(parts).bit_count() == 1, f"a tree of {len(parts)} parts"
-    while len(parts) > 1:
-        parts = parts[::2] + parts[1::2]
-    return parts[0].to(dtype)
+    return tree(parts.unbind()).to(dtype)
 
 
 def with_own(contributions: Tensor, own: tuple[int, Tensor] | None) -> list[Tensor]:
