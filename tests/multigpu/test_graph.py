@@ -165,3 +165,27 @@ def test_a_graph_on_a_mesh_has_the_losses_of_launches(ranks, data: Path, tmp_pat
     assert found[1] == found[0] and len(found[0][0]) == 50
     launched = {1, 2, 3, 31, 32, 33} | ({6, 7, 8, 9} if "swap" in case else set())
     assert set(range(1, 51)) - set(replayed(config)) == launched
+
+
+SERIAL = "--groups.default.overlap=serial"  # chunks are GEMMs of fewer rows, with other last bits
+FOUR_RANKS = {
+    "tp": ["--mesh.tp=4", "--model.kv_heads=4"],
+    "tp x dp_shard": ["--mesh.tp=2", "--mesh.dp_shard=2"],
+    "dp_replicate x dp_shard": ["--mesh.tp=1", "--mesh.dp_replicate=2", "--mesh.dp_shard=2", "--train.micro_batch=1"],
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("mesh", FOUR_RANKS)
+def test_graphs_launches_and_nccl_have_equal_losses_on_four_gpus(ranks, data: Path, tmp_path: Path, mesh: str):
+    if ranks(4).device_type != "cuda":
+        pytest.skip("needs 4 GPUs")
+    found = {}
+    for graph, mapped in ((True, True), (False, True), (False, False)):
+        folder = tmp_path / f"{graph}-{mapped}"
+        folder.mkdir()
+        options = [*FOUR_RANKS[mesh], SERIAL, "--train.steps=20", f"--train.cuda_graph={str(graph).lower()}"]
+        config = training.config(folder, data, *options)
+        ranks(4).run(real, config, mapped)
+        found[graph, mapped] = numbers(config)
+    assert found[True, True] == found[False, True] == found[False, False] and len(found[True, True][0]) == 20

@@ -1,5 +1,5 @@
 """Layers of every kind, recipe and strategy over two meshes of one process, run in random order through mapped memory,
-compared bit for bit with collectives.
+compared bit for bit with collectives. Of four ranks, one mesh has groups of four, the other groups of two.
 
 Backwards run later than other forwards, some backwards recompute, and ranks are delayed at random.
 """
@@ -45,26 +45,28 @@ STRATEGIES = ("serial", "chunked", "chunked:2")
 
 @functools.cache
 def another_mesh() -> DeviceMesh:
-    return dlp.build_mesh(tp=dist.get_world_size(), device_type=worker.device().type)
+    """A second mesh over the same two ranks; over four ranks, pairs of ranks."""
+    return dlp.build_mesh(tp=2, dp_shard=-1, device_type=worker.device().type)
 
 
-def layers(draw: random.Random, meshes: list[DeviceMesh]) -> list[torch.nn.Module]:
+def layers(draw: random.Random, meshes: list[DeviceMesh]) -> list[tuple[torch.nn.Module, int]]:
     """Draw layers of every recipe: column- or row-parallel, with or without siblings and sequence parallelism, with a
-    random strategy for each GEMM, on one of the meshes."""
+    random strategy for each GEMM, on one of the meshes. Each comes with the number of its tp ranks."""
     made = []
     for recipe in 2 * (EMULATED if worker.device().type == "cpu" else tuple(names())):
         kind, several = draw.choice((dlp.ColumnParallelLinear, dlp.RowParallelLinear)), draw.random() < 0.3
-        options = {"tp": draw.choice(meshes)["tp"], "sequence_parallel": draw.random() < 0.7, "recipe": recipe,
+        tp = draw.choice(meshes)["tp"]
+        options = {"tp": tp, "sequence_parallel": draw.random() < 0.7, "recipe": recipe,
                    "overlap": {gemm: draw.choice(STRATEGIES) for gemm in GEMMS}}  # fmt: skip
         outs = (FEATURES, 2 * FEATURES) if several and kind is dlp.ColumnParallelLinear else FEATURES
-        made.append(kind(FEATURES, outs, dtype=torch.bfloat16, device=worker.device(), **options))
+        made.append((kind(FEATURES, outs, dtype=torch.bfloat16, device=worker.device(), **options), tp.size()))
     return made
 
 
-def input_shape(draw: random.Random, layer: torch.nn.Module) -> tuple[int, int]:
-    style, world = layer.core.spec.style, dist.get_world_size()
-    tokens = draw.choice((128, 256)) * (1 if style.cut_x == 0 else world)
-    return tokens, FEATURES // world if style.cut_x == 1 else FEATURES
+def input_shape(draw: random.Random, layer: torch.nn.Module, tp: int) -> tuple[int, int]:
+    style = layer.core.spec.style
+    tokens = draw.choice((128, 256)) * (1 if style.cut_x == 0 else tp)
+    return tokens, FEATURES // tp if style.cut_x == 1 else FEATURES
 
 
 def in_random_order(seed: int, count: int, mapped: bool) -> list[Tensor]:
@@ -93,15 +95,16 @@ def in_random_order(seed: int, count: int, mapped: bool) -> list[Tensor]:
                 transport.use(group, Transport(group, worker.device(), SimulatedSlot, lane))
             else:
                 transport.ask_for(group, "cuda")
-        if mapped and on_cpu:
+        if mapped and on_cpu and world == 2:  # the search for races takes transports of equally many ranks
             both = [transport.transport_of(mesh["tp"].get_group()) for mesh in meshes]
             checked.enter_context(in_order(*both))  # type: ignore[arg-type]
         all_layers = layers(draw, meshes)
         for turn in range(count):
             if mine.random() < 0.05:
                 time.sleep(mine.random() / 50)
-            layer = draw.choice(all_layers)
-            x = values(1000 * turn + dist.get_rank(), *input_shape(draw, layer)).to(worker.device()).requires_grad_()
+            layer, tp = draw.choice(all_layers)
+            shape = input_shape(draw, layer, tp)
+            x = values(1000 * turn + dist.get_rank(), *shape).to(worker.device()).requires_grad_()
             again = draw.random() < 0.3
             y = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
             waiting.append((layer, x, [y] if isinstance(y, Tensor) else y))
@@ -128,9 +131,9 @@ def differences(seed: int, count: int) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.full  # test_programs.py and test_transport.py have layers and transfers through mapped memory
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_random_layers_in_random_order(ranks, device_type, share_gpu, seed):
+def test_random_layers_in_random_order(ranks, device_type, share_gpu, seed, world):
     count = 20 if device_type == "cpu" else 100 if share_gpu else 1750
-    for compared, different in ranks(2).run(differences, seed, count, timeout=600.0):
+    for compared, different in ranks(world).run(differences, seed, count, timeout=600.0):
         assert compared == 3 * count and different == 0
