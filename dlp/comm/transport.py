@@ -133,7 +133,7 @@ def _obstacle(group: ProcessGroup, device_type: str) -> str:
 
 
 def describe(name: str, group: ProcessGroup) -> str:
-    """Describe the transport of a group and the reason in one line for the plan and the log. `name`: mesh axis of the
+    """Describe the transport of a group and the reason in one line for the log of a run. `name`: mesh axis of the
     group."""
     size = group.size()
     if transport_of(group) is not None:

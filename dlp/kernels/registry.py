@@ -2,7 +2,8 @@
 
     entry      `KernelEntry`: one kernel of one operation, with conditions as plain data and functions that launch the kernel
     device     one of DEVICES: "cpu", "cuda" (a GPU on which this package's kernels cannot be built), "sm_90", "sm_100"
-    look-up    the entries of an operation on a device, the last registered first; the first entry that supports a call runs
+    look-up    the entries of an operation on a device are asked from the last registered to the first; the first that supports
+               a call runs
 
 An operation is a function of `dlp.kernels.ops`. The decorator `operation` makes the operation from a reference in plain torch,
 which is an entry on every device. All GEMMs are one operation, and each entry (`GemmEntry`) lists pairs of operands.

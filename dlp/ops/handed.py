@@ -181,7 +181,7 @@ class LayerOperand(Operand):
     obstacle: str = ""
 
     def cast(self, value: Any, strict: bool = False) -> Handed:
-        """x or dy [..., C], cast as the linear casts it, for which `why_not` has found no reason against. strict: see
+        """Cast x or dy [..., C] as the linear casts the tensor. The caller has asked `why_not`, which returned "". strict: see
         `CastRecord`."""
         spec, rows, route = self.bound.spec, as_matrix(value), self._route(value)
         assert route.before is not None

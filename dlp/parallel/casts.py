@@ -19,7 +19,7 @@ matrix is observed and cast separately, with equal bits, if the quantizer has no
 kernel can read the matrix.
 
 This file knows no layers. A layer passes delayed scales, random-number origins and flags in a `CastContext`, from
-`dlp.parallel.linear.state`.
+`dlp.parallel.linear.quantize`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ BOTH: Orientations = (True, True)
 
 HP = HighPrecision()
 Values = Tensor | LazyMatrix
-# The groups that agree on an amax: first all ranks of the first group, then of the second; None: no agreement.
+# The two groups that agree on an amax, one after the other. The maxima of the first group are inputs of the second agreement.
+# None: no agreement.
 Groups = tuple[ProcessGroup | None, ProcessGroup | None]
 NOBODY: Groups = (None, None)
 NOWHERE: Wanted = (None, None)  # casts allocate their operands

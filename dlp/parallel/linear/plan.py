@@ -9,7 +9,7 @@ A pure function of a recipe, a row of the style table, the number of tp ranks an
 these decisions:
 
     dlp.parallel.linear.functional    executes the plan; `dlp.parallel.linear.quantize` the routes of x and dy
-    dlp.parallel.linear.autograd      reads shapes and dtypes of results, for torch.compile
+    dlp.parallel.linear.opaque        reads shapes and dtypes of results, for torch.compile
     dlp.parallel.model.rows           prints notes
     dlp.parallel.traffic.predict      predicts bytes; the observer that counts bytes does not read the plan
 
@@ -129,7 +129,7 @@ class Route:
     gathers       the gathers, in the order in which they start
     cast_after    orientations that are cast from the gathered values of all ranks
     reasons       for each orientation in `cast_after` the reason why the cast is not before the gather
-    casts         (orientations, of gathered values) -> how these orientations are cast
+    casts         how orientations are cast; the key has the orientations, and whether the values have been gathered
     """
 
     tensor: str
@@ -240,8 +240,8 @@ class LinearPlan:
 
     def sends_codes(self, tensor: str, agreed: ProcessGroup | None, group: ProcessGroup) -> bool:
         """Whether operands of x or dy that were cast outside of the layer, with scales that the ranks of `agreed` share, can
-        be gathered over `group` unchanged: no route gathers values, and the scales are agreed over `group` or need no
-        agreement."""
+        be gathered over `group` unchanged. They can if every gather of the tensor sends codes, and if the scales either need
+        no agreement or were agreed over `group`."""
         routes = [*self.x, self.x_again] if tensor == "x" else list(self.dys.values())
         if any(any(route.cast_after) for route in routes) or (tensor == "x" and self.kept == "values"):
             return False

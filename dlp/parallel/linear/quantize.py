@@ -283,9 +283,11 @@ def trimmed(values: Tensor, columns: int, rows: int | None = None) -> Tensor:
 
 
 def accepted(bound: BoundSpec, value: Any, tensor: str) -> Any:
-    """Return an x or dy that arrives quantized (`dlp.ops.handed.Handed`) unchanged if this layer cast the tensor, or
-    would produce the same operands; else decode the tensor, which is quantized again, and log a note. Raises ValueError
-    if the tensor is `strict`, which forbids a second quantization."""
+    """Check an x or dy that arrives quantized (`dlp.ops.handed.Handed`).
+
+    A tensor that this layer cast, or whose operands this layer would produce itself, is returned unchanged. Another tensor is
+    decoded, so that the layer quantizes the values a second time, with a note in the log. Raises ValueError if such a tensor is
+    `strict`, which forbids a second quantization."""
     spec, record = bound.spec, value.cast_record
     if record.bound is bound:
         return value

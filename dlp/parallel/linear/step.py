@@ -359,8 +359,8 @@ class PassState:
     # ---- the step boundary
 
     def end_step(self) -> None:
-        """The session's part of the step boundary: close the step's statistics, update delayed scales. The amax of a weight,
-        which was recorded at the last boundary, counts only if the layer has run since."""
+        """The session's part of the step boundary: close the step's statistics, update delayed scales. The last
+        boundary recorded amaxes of weights; amaxes of layers that have not run since are dropped."""
         if self.stats is not None:
             self.stats.close()
         if self.has_slots():

@@ -369,7 +369,7 @@ def set_recipe(model: nn.Module, pattern: str, recipe: Any) -> Swap:
         recipe: name of a recipe, a dict {"name": ..., option: value}, a `Recipe` or a `CustomRecipe`.
 
     Returns:
-        A record of the change: step, pattern, recipe and layers.
+        A record of the change: step, layers and recipe.
 
     Raises:
         ValueError: before anything is changed, for a pattern that matches no layer or only some of a set of siblings, a recipe
@@ -467,7 +467,7 @@ def _session(model: nn.Module, layers: Sequence[str]) -> StepState:
 
 
 def _new_specs(model: nn.Module, layers: Sequence[str], resolved: Any) -> list[tuple[LinearCore, LinearSpec]]:
-    """The cores of these layers, each with the spec that results from recipe `made`."""
+    """The cores of these layers, each with the spec that results from the recipe `resolved`."""
     modules = _by_own_name(model)
     found = list(dict.fromkeys(modules[name].core for name in layers))
     for core in found:

@@ -138,8 +138,8 @@ class Session(StepState):
     def count_step(self, optimizer: Optimizer) -> None:
         """Count a step of an attached optimizer.
 
-        Several optimizers step one after the other, and a step of each is one step of the session: `optimizers` holds the
-        optimizers that have stepped already."""
+        Several optimizers step one after the other, and a step of each is one step of the session: `optimizers` maps
+        each attached optimizer to whether the optimizer has made this step already."""
         found = _STEPPING.get()
         if found is not None and self not in found:
             found.append(self)

@@ -127,7 +127,7 @@ class WeightParts:
     spec                 returns the spec of the layer, which a layer that is being copied has not yet
     parts                for each weight, parts of the rowwise operand, then parts of the columnwise operand
     rowwise, columnwise  parts of one orientation
-    operands             rowwise operands of all weights, then columnwise operands; none of a frozen layer
+    operands             rowwise operands of all weights, then columnwise operands, which a frozen layer does not have
     calls                `BoundCall`s whose captured launches hold the addresses of these parts
     """
 

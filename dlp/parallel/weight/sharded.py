@@ -102,8 +102,8 @@ def read_of(layouts: ShardRead, groups: tuple[Groups, Groups] = (NOBODY, NOBODY)
 
 
 def agreed_over(layout: ShardLayout | None, style: ParallelStyle, recipe: Recipe, own_group: bool) -> tuple[bool, bool]:
-    """Whether ranks of dp_shard agree on the amaxes of one layout, since a scale spans their rows; and whether they then agree
-    over the layer's amax group (`agrees`)."""
+    """Return two answers for one layout: whether the ranks of dp_shard agree on amaxes, because a scale spans the rows of
+    several ranks; and whether the ranks of the layer's amax group agree afterwards (`agrees`)."""
     if layout is None:
         return False, False
     return layout.spans_rows, agrees(style, recipe, "w", layout.quantizer, layout.transposed, own_group=own_group)
@@ -184,7 +184,7 @@ class ShardedWeight(Weight):
     rows      the parameter
     layouts   layouts of the gathered orientations; None: FSDP gathers the values
     own       operands of this rank's shard, by layout, from the step boundary
-    fresh     the operands were cast from the current values
+    fresh     the operands were cast at a step boundary, from the current values
     """
 
     managed = gathered = True
