@@ -260,17 +260,17 @@ def table(effects: dict[str, float], seeds: int = 4) -> list[Branch]:
     ]
 
 
-EFFECTS = {"bf16": 0.0, "bf16-again": 0.0, "mxfp8": 0.0002, "planted-int3": 0.003, "fp8_block": 0.0015, "nvfp4": 0.005}
+EFFECTS = {"bf16": 0.0, "bf16-again": 0.0, "mxfp8": 0.0002, "planted-nvfp4": 0.003, "fp8_block": 0.0015, "nvfp4": 0.005}
 
 
 def test_the_table_finds_what_was_planted():
     found = {(row.subject, row.measure): row for row in rows(table(EFFECTS))}
     said = {name: found[name, "end"].verdict for name in EFFECTS if name != "bf16"}
     assert said == {
-        "bf16-again": "within", "mxfp8": "within", "planted-int3": "outside", "fp8_block": "not resolved", "nvfp4": "within",
+        "bf16-again": "within", "mxfp8": "within", "planted-nvfp4": "outside", "fp8_block": "not resolved", "nvfp4": "within",
     }  # fmt: skip
     text = report(table(EFFECTS))
-    assert "| planted-int3 | 4 | +0.3" in text and text.count(" outside |") == 2
+    assert "| planted-nvfp4 | 4 | +0.3" in text and text.count(" outside |") == 2
     assert f"steps 5 to 14; means of {round(0.1 * 14)} steps, the learning rate decays after step 11" in text
     few = report(table(EFFECTS, seeds=1))
     assert "| nvfp4 | 1 | +0.49% | +0.49% | +0.80% | not resolved |" in few and not {"nan", "inf"} & set(few.split())
@@ -292,7 +292,7 @@ def test_files_hold_every_branch_and_the_plot_every_subject():
     assert branches_csv(made).count("\n") == 1 + len(made)
     lines = losses_csv(made).splitlines()
     assert lines[0].startswith("step,bf16-0,bf16-1,") and lines[1].startswith("5,2.0002,") and len(lines) == 11
-    assert curves(made)["planted-int3"] == pytest.approx([0.003 / (1 + 0.00005)] * 10, abs=2e-4)
+    assert curves(made)["planted-nvfp4"] == pytest.approx([0.003 / (1 + 0.00005)] * 10, abs=2e-4)
     figure = draw(made)
     assert {line.get_label() for axes in figure.axes[::2] for line in axes.lines} >= set(EFFECTS) - {"bf16"}
     assert figure.axes[1].get_xlabel().endswith(f"the bar of {EIGHT.end:.2%}")
