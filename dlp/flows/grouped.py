@@ -113,11 +113,14 @@ class GroupedLinear(nn.ModuleList):
         return x.is_cuda and x.dtype is torch.bfloat16 and all(_groups(expert) for expert in self)
 
     def _multiplies_rowwise(self, x: Tensor) -> bool:
-        """Whether fprop and dgrad run as grouped GEMMs of rowwise FP8. A note of the plan gives the reason against it."""
+        """Whether fprop and dgrad run as grouped GEMMs of rowwise FP8. A note of the plan gives the reason against them, except
+        in compiled code, where a log would break the graph."""
         cores = [expert.core for expert in self if isinstance(expert, ParallelLinear)]
-        if len(cores) < len(self) or not grouped_fp8.are_rowwise(cores):
+        compiling = torch.compiler.is_dynamo_compiling()
+        if compiling or len(cores) < len(self) or not grouped_fp8.are_rowwise(cores):
             return False
-        hooked = any(expert._forward_pre_hooks or expert._forward_hooks for expert in self)
+        hooks = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+        hooked = any(getattr(expert, each) for expert in self for each in hooks)
         why = "experts have hooks" if hooked else grouped_fp8.obstacle(cores, x)
         how = f"one after the other: {why}" if why else "as one grouped GEMM for fprop and one for dgrad"
         cores[0].session.note(f"experts of a GroupedLinear in {cores[0].spec.recipe} run {how}")

@@ -44,7 +44,7 @@ def obstacle(cores: Sequence[LinearCore], x: Tensor) -> str:
     gemms = {(spec.recipe.fprop, spec.recipe.dgrad) for spec in specs}
     out_dtypes = {gemm.out_dtype for both in gemms for gemm in both}
     if opaque() or autocasts(x) or active_region() is not None:
-        return "grouped GEMMs run without torch.compile, torch.autocast and dlp.autocast"
+        return "grouped GEMMs run without dispatch modes, torch.autocast and dlp.autocast"
     if x.dtype is not torch.bfloat16 or not out_dtypes <= {None, torch.bfloat16}:
         return "the grouped GEMM returns bf16"
     if any(format.parts[0].dtype is not torch.float8_e4m3fn for spec in specs for format in _formats(spec)):

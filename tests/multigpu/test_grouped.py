@@ -236,7 +236,7 @@ def test_the_plan_says_why_experts_of_rowwise_fp8_run_one_after_the_other(
     options = {"in_features": K, "out_features": N, "recipe": "fp8_rowwise", "style": "local"} | options
     bank = dlp.GroupedLinear(len(sizes), **options)
     if hooked:
-        bank[0].register_forward_hook(lambda *_: None)
+        bank[0].register_full_backward_hook(lambda *_: None)
     with grouped_gemms() as launches:
         bank(tokens(sizes).to(x.get("dtype", torch.bfloat16)), ends(sizes))
     assert not launches and f"run one after the other: {'' if 'features' in reason else reason}" in caplog.text
