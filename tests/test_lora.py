@@ -186,6 +186,18 @@ def test_dropout_is_of_the_adapter_alone():
     assert torch.equal(module(x), module(x))
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7])
+def test_an_integer_base_is_qat_in_groups_of_32(bits):
+    x, by_name, by_recipe = torch.randn(16, 128), made(), made()
+    dlp.lora(by_name, rank=4, base=f"int{bits}")
+    dlp.lora(by_recipe, rank=4, base=dlp.recipe("qat", weight=f"int{bits} group 32"))
+    codes = [module[0].base.weight for module in (by_name, by_recipe)]
+    assert len(codes[0].parts) == len(codes[1].parts) and all(map(torch.equal, codes[0].parts, codes[1].parts))
+    assert torch.equal(by_name(x), by_recipe(x))
+    with pytest.raises(ValueError, match="int9"):
+        dlp.lora(made(), base="int9")
+
+
 def test_quantize_after_lora_is_the_base_option():
     torch.manual_seed(1)
     x, by_option, after = torch.randn(16, 128), with_adapters(made(), base="fp8_current"), with_adapters(made())

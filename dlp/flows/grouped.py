@@ -10,8 +10,10 @@ gathers of FSDP, delayed scales, checkpoints and `dlp.quantize_` treat an expert
 linear that is called with the rows of the expert. An expert without rows also runs: the expert takes part in collectives and
 gets a gradient of zeros, which FSDP needs on every rank.
 
-GEMMs run as one `torch.nn.functional.grouped_mm` on a GPU if all experts are in bf16 and unsharded; else one expert after the
-other. Routing and the transfer of tokens between ranks are left to the user.
+GEMMs run as one `torch.nn.functional.grouped_mm` on a GPU if all experts are in bf16 and unsharded. On sm_90, fprop and dgrad
+of rowwise FP8 run as one `torch.nn.functional.scaled_grouped_mm` each (`dlp.flows.grouped_fp8`); a note of the plan says so, or
+gives the reason against it. Else one expert runs after the other. Routing and the transfer of tokens between ranks are left to
+the user.
 
     dlp.group_experts(model)     the experts of Mixtral and Qwen3-MoE (transformers), as banks
 """
@@ -26,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dlp.flows import grouped_fp8
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, ParallelLinear, RowParallelLinear
 from dlp.quant.parameter import QuantizedParameter
 
@@ -85,6 +88,8 @@ class GroupedLinear(nn.ModuleList):
         if self.multiplies_grouped(x):
             return self._grouped(x, offsets)
         sizes = self._sizes(x, offsets)
+        if self._multiplies_rowwise(x):
+            return grouped_fp8.multiply([expert.core for expert in self], x, sizes, offsets)  # type: ignore[misc]
         return torch.cat([expert(rows) for expert, rows in zip(self, x.split(sizes), strict=True)])
 
     def _sizes(self, x: Tensor, offsets: Tensor) -> list[int]:
@@ -106,6 +111,20 @@ class GroupedLinear(nn.ModuleList):
     def multiplies_grouped(self, x: Tensor) -> bool:
         """Whether all experts run as one grouped GEMM: bf16 x on a GPU, experts in bf16 or in high precision, unsharded."""
         return x.is_cuda and x.dtype is torch.bfloat16 and all(_groups(expert) for expert in self)
+
+    def _multiplies_rowwise(self, x: Tensor) -> bool:
+        """Whether fprop and dgrad run as grouped GEMMs of rowwise FP8. A note of the plan gives the reason against them, except
+        in compiled code, where a log would break the graph."""
+        cores = [expert.core for expert in self if isinstance(expert, ParallelLinear)]
+        compiling = torch.compiler.is_dynamo_compiling()
+        if compiling or len(cores) < len(self) or not grouped_fp8.are_rowwise(cores):
+            return False
+        hooks = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+        hooked = any(getattr(expert, each) for expert in self for each in hooks)
+        why = "experts have hooks" if hooked else grouped_fp8.obstacle(cores, x)
+        how = f"one after the other: {why}" if why else "as one grouped GEMM for fprop and one for dgrad"
+        cores[0].session.note(f"experts of a GroupedLinear in {cores[0].spec.recipe} run {how}")
+        return not why
 
     def _grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
         """One GEMM; weights are stacked, which copies them once. torch's grouped kernel may round sums differently from

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,11 +32,13 @@ from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.model.groups import LayerGroup
 from dlp.parallel.model.survey import container_lengths
 from dlp.parallel.weight.local import fill
+from dlp.quant import recipe as recipes
 from dlp.quant.parameter import QuantizedParameter
 from dlp.quant.patterns import match_names, must_match
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # prefix of every name in a PEFT file
+INTEGERS = re.compile("int[2-7]")  # bases that stand for the recipe qat with weights in groups of 32
 
 
 class LoRALinear(nn.Module):
@@ -86,8 +89,9 @@ def lora(
         rank: rank of the adapters.
         alpha: the adapter is scaled by alpha / rank; `rank` by default.
         layers: pattern of module names, as in a layer group, or several patterns.
-        base: recipe whose weight format holds the weights of these linears as codes ("nvfp4", "fp8_block", "int8",
-            `dlp.recipe("qat", weight="int4 group 32")`, ...), as `dlp.quantize_` does; None: weights stay as they are.
+        base: recipe whose weight format holds the weights of these linears as codes ("nvfp4", "fp8_block", "int8", ...), as
+            `dlp.quantize_` does; "int4" is `dlp.recipe("qat", weight="int4 group 32")`, and "int2" to "int7" likewise; None:
+            weights stay as they are.
         dropout: probability with which elements of x are dropped before the adapter.
 
     Returns:
@@ -124,7 +128,9 @@ def lora(
             f"{type(model).__name__}: choose '**', or pass the module that contains the linear"
         )
     if base is not None:
-        quantize_(model, base, lambda module, name: name in chosen)
+        integers = isinstance(base, str) and INTEGERS.fullmatch(base)
+        config = recipes.load("qat", weight=f"{base} group 32") if integers else base
+        quantize_(model, config, lambda module, name: name in chosen)
     model.requires_grad_(False)
     for name in chosen:
         model.set_submodule(name, LoRALinear(linears[name], rank, rank if alpha is None else alpha, dropout))

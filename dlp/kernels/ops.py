@@ -54,6 +54,7 @@ from dlp.kernels.codes import (
 from dlp.kernels.dispatch import Flags, Launches, Wanted
 from dlp.kernels.gate_grads import amax_gate_grads, cast_gate_grads_fp8_block, cast_gate_grads_fp8_tensor
 from dlp.kernels.gemm_entries import gemm_hp
+from dlp.kernels.grouped import grouped_fp8_rowwise
 from dlp.kernels.lazy_activations import Activated, ActivationGrad, GatedBy, GatedGrad, GatedGrads, LayerNormed
 from dlp.kernels.lazy_matrix import (
     ACTIVATION_CODES,
@@ -118,8 +119,8 @@ __all__ = [
     "cast_mxfp8_batch", "cast_mxfp8_both", "cast_nvfp4", "cast_nvfp4_batch", "cast_nvfp4_both", "column_sums",
     "decode_e2m1", "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale",
     "delayed_update", "delayed_updates", "empty_block_scales", "empty_mx_scales", "encode_e2m1",
-    "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gated", "gated_backward", "gemm_hp", "has_batches", "layer_norm",
-    "layer_norm_backward", "log_sum_exp", "mx_scale",
+    "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gated", "gated_backward", "gemm_hp", "grouped_fp8_rowwise",
+    "has_batches", "layer_norm", "layer_norm_backward", "log_sum_exp", "mx_scale",
     "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_stored_amax",
     "nvfp4_tensor_scale", "pack_e2m1", "pad_scales",
     "random_bytes", "rht16", "rms_norm", "rms_norm_backward", "rounded", "scale_from_amax", "softmax_gradient",

@@ -21,7 +21,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlp.kernels import activations, casts, casts_blocks, casts_fp4, codes, dispatch, gate_grads, loss, producers, wire
+from dlp.kernels import (
+    activations,
+    casts,
+    casts_blocks,
+    casts_fp4,
+    codes,
+    dispatch,
+    gate_grads,
+    grouped,
+    loss,
+    producers,
+    wire,
+)
 from dlp.kernels import gemm_entries as gemm
 from dlp.kernels.registry import *  # noqa: F403  (names for users of the table)
 from dlp.kernels.registry import DEVICES, NATIVE, GemmEntry, KernelEntry, OperandLayout, register
@@ -126,6 +138,7 @@ KERNELS = (
     Kernel("layer_norm_backward",        activations.layer_norm_backward_kernel,          activations.takes_norm_backward,      FLOATS),
     Kernel("log_sum_exp",                loss.log_sum_exp_kernel,                         dispatch.is_readable,                 FLOATS),
     Kernel("softmax_gradient",           loss.softmax_gradient_kernel,                    dispatch.is_readable,                 FLOATS),
+    Kernel("grouped_fp8_rowwise",        grouped.grouped_fp8_rowwise_kernel,              grouped.takes_grouped,                (),     None,                    ("sm_90",), "torch scaled_grouped_mm"),
 )
 
 HP, FP8_TENSOR, FP8_ROWWISE = (("hp", "hp"),), (("fp8_tensor", "fp8_tensor"),), (("fp8_rowwise", "fp8_rowwise"),)

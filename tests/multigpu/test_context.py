@@ -8,6 +8,7 @@ over cp, a wrong last key), which the comparison must detect.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import dlp
+from bench import context as bench_context
 from dlp import Context
 from dlp.comm import traced
 from dlp.comm.mesh import DP_SHARD, ParallelDims
@@ -343,3 +345,18 @@ def test_the_plan_counts_tokens_keys_and_memory_of_a_rank():
     text = plan_text(load_config("tiny", [*sizes, "--mesh.cp=2"]), 8, "sm_90")
     assert text.startswith("mesh: 8 sm_90 ranks = dp_replicate 1 x dp_shard 2 x cp 2 x tp 2")
     assert "cp 2: NCCL (keys and values of attention); dp_shard_cp 4: NCCL (FSDP's collectives)" in text
+
+
+def timed(file: str) -> None:
+    with patch.multiple(bench_context, init_process_group=lambda device_type: None, shutdown=lambda: None, COUNT=1):
+        bench_context.main(["--tokens", "128", "256", "--backends", "flash", "--json", file])
+
+
+@pytest.mark.ranks(2)
+def test_attention_over_cp_is_timed_beside_torchs(ranks, tmp_path):
+    ranks(2).run(timed, str(tmp_path / "context.json"))
+    rows = json.loads((tmp_path / "context.json").read_text())
+    assert {(row["cp"], row["tokens"]) for row in rows if row["attention"] == "dlp"} == {(2, 128), (2, 256)}
+    assert all(row["both"] > 0 and row["error"] < 2**-6 for row in rows if not row["refused"])
+    assert not any(row["refused"] for row in rows if row["attention"] == "dlp" or "repeated" in row["attention"])
+    assert {row["attention"] for row in rows} >= ({"dlp", "torch alltoall"} if torch.cuda.is_available() else {"dlp"})

@@ -4,13 +4,19 @@ transformers."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import dlp
+from dlp.kernels import reference
+from dlp.kernels.table import KernelEntry, registered
 from dlp.quant import recipe as recipes
 from dlp.quant.parameter import QuantizedParameter
 from tests import hf_models
@@ -123,6 +129,118 @@ def test_the_grouped_gemm_computes_what_the_loop_computes() -> None:
     expected = run(lambda x: bank(x, ends()), parameters, tokens())
     for a, b in zip(found, expected, strict=True):
         assert (a - b).float().norm() <= 2**-7 * b.float().norm()
+
+
+@contextmanager
+def grouped_gemms() -> Iterator[list[int]]:
+    """A kernel of grouped GEMMs on the CPU, which is the reference. Yields the number of rows of each launch."""
+    rows: list[int] = []
+
+    def launched(a: Tensor, *more: Any) -> Tensor:
+        rows.append(len(a))
+        return reference.grouped_fp8_rowwise(a, *more)
+
+    entry = KernelEntry(operation="grouped_fp8_rowwise", name="grouped", run=launched, devices=("cpu",))
+    with registered(entry):
+        yield rows
+
+
+def rowwise(sizes: tuple[int, ...] = SIZES, **options: Any) -> list[Tensor]:
+    """y, dx and dw_e of a bank in fp8_rowwise."""
+    torch.manual_seed(0)
+    bank = dlp.GroupedLinear(len(sizes), K, N, style="local", recipe="fp8_rowwise", dtype=torch.bfloat16, **options)
+    found = run(lambda x: bank(x, ends(sizes)), list(bank.parameters()), tokens(sizes))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [SIZES, (0, 0, 7), (16, 16, 16)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"save_original_input": True}], ids=["", "save_original_input"])
+def test_grouped_gemms_of_rowwise_fp8_have_the_bits_of_linears(sizes: tuple[int, ...], options: Any) -> None:
+    expected = rowwise(sizes, **options)
+    with grouped_gemms() as launches:
+        found = rowwise(sizes, **options)
+    assert launches == [sum(sizes)] * 2, "one launch for fprop and one for dgrad"
+    assert all(map(torch.equal, found, expected))
+
+
+class Unchanged(TorchDispatchMode):
+    """A mode under which a backward runs op by op."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", ["no grad", "frozen x", "frozen expert", "checkpoint", "mode", "delayed", "main grads"])
+def test_passes_of_a_bank_with_grouped_gemms(way: str) -> None:
+    def passes() -> list[Tensor]:
+        torch.manual_seed(0)
+        bank = dlp.GroupedLinear(
+            len(SIZES), K, N, style="local", recipe="fp8_rowwise", dtype=torch.bfloat16, delay_wgrad=way == "delayed"
+        )
+        bank[0].weight.requires_grad_(way != "frozen expert")
+        x = tokens().requires_grad_(way not in ("frozen x", "frozen expert"))
+        if way == "main grads":
+            dlp.attach(bank, torch.optim.SGD(bank.parameters()), main_grads="main_grad")
+            for parameter in bank.parameters():
+                parameter.main_grad = torch.ones(parameter.shape)
+        with torch.set_grad_enabled(way != "no grad"):
+            y = checkpoint(bank, x, ends(), use_reentrant=False) if way == "checkpoint" else bank(x, ends())
+        if way != "no grad":
+            with Unchanged() if way == "mode" else nullcontext():
+                y.float().square().mean().backward()
+        if way == "delayed":
+            dlp.backward_dw(bank)
+        grads = [getattr(p, "main_grad", p.grad) for p in bank.parameters()]
+        return [tensor.detach() for tensor in (y, x.grad, *grads) if tensor is not None]
+
+    expected = passes()
+    with grouped_gemms() as launches:
+        found = passes()
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    assert len(launches) == {"checkpoint": 3, "no grad": 1, "frozen x": 1, "frozen expert": 1, "mode": 1}.get(way, 2)
+
+
+def grouped_over_fsdp() -> tuple[int | None, list[Tensor]]:
+    """Number of launches on the CPU, None on a GPU, and `trained`."""
+    with grouped_gemms() as launches:
+        found = trained("fp8_rowwise", True)
+    return len(launches) if worker.device().type == "cpu" else None, found
+
+
+@pytest.mark.ranks(2)
+def test_fsdp_trains_experts_by_grouped_gemms(ranks: Any) -> None:
+    expected = ranks(2).run(trained, "fp8_rowwise", False)[0]
+    for launches, found in ranks(2).run(grouped_over_fsdp):
+        if launches is None:  # torch's kernel sums in another order
+            assert all((a - b).norm() <= 2**-6 * b.norm() for a, b in zip(found, expected, strict=True))
+        else:
+            assert launches == 2 * 3 and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    "reason, options, x",
+    [
+        ("the grouped GEMM adds no bias", {"bias": True}, {}),
+        ("the grouped GEMM multiplies E4M3", {"recipe": {"name": "fp8_rowwise", "fp8_format": "HYBRID"}}, {}),
+        ("the grouped GEMM returns bf16", {}, {"dtype": torch.float32}),
+        ("features that are multiples of 16; got 24 x 64", {"out_features": 24}, {}),
+        ("x has no rows", {}, {"sizes": (0, 0)}),
+        ("experts have hooks", {"hooked": True}, {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_plan_says_why_experts_of_rowwise_fp8_run_one_after_the_other(
+    reason: str, options: dict[str, Any], x: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes, hooked = x.get("sizes", (3, 5)), options.pop("hooked", False)
+    options = {"in_features": K, "out_features": N, "recipe": "fp8_rowwise", "style": "local"} | options
+    bank = dlp.GroupedLinear(len(sizes), **options)
+    if hooked:
+        bank[0].register_full_backward_hook(lambda *_: None)
+    with grouped_gemms() as launches:
+        bank(tokens(sizes).to(x.get("dtype", torch.bfloat16)), ends(sizes))
+    assert not launches and f"run one after the other: {'' if 'features' in reason else reason}" in caplog.text
+    assert reason in caplog.text
 
 
 @pytest.mark.parametrize(

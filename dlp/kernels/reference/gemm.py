@@ -7,6 +7,7 @@ unspecified. Scales that are not powers of two are applied to fp32 sums.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -65,6 +66,19 @@ def gemm_fp8_rowwise(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Ten
     """Multiply FP8 codes a [rows, C] and b [cols, C] with scale_inv [rows] and [cols] -> fp32 [rows, cols] =
     fl(fl(acc * sa) * sb)."""
     return matmul_bf16_exact(decode_fp8(a), decode_fp8(b)) * a_scale_inv[:, None] * b_scale_inv
+
+
+def grouped_fp8_rowwise(
+    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, ends: Tensor, fast_accumulation: bool = False
+) -> Tensor:
+    """Multiply each group of rows of FP8 codes a [rows, C] by one matrix of b [groups, cols, C], with scale_inv [rows] and
+    [groups, cols] -> bf16 [rows, cols]. ends: int32 [groups], the end of the rows of each group."""
+    ends_before = [0, *ends.tolist()]
+    products = [
+        gemm_fp8_rowwise(a[start:end], b[i], a_scale_inv[start:end], b_scale_inv[i])
+        for i, (start, end) in enumerate(pairwise(ends_before))
+    ]
+    return torch.cat(products).bfloat16()
 
 
 def gemm_int8_rowwise(

@@ -24,7 +24,7 @@ from dlp.kernels.ranges import named_range
 from dlp.kernels.table import runs_kernels
 from dlp.parallel.linear import functional
 from dlp.parallel.linear.capture import of_layer
-from dlp.parallel.linear.functional import linear_backward, linear_forward
+from dlp.parallel.linear.functional import NO_FINISH, Finish, linear_backward, linear_forward
 from dlp.parallel.linear.plan import GradsWanted, keeps_x, reads_w
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, waits
@@ -166,8 +166,8 @@ def _parameter_key(parameter: Any) -> Key:
 Run = tuple[BoundCall, WeightParts | None]
 
 
-def forward(ctx: Any, run: Run, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
-    """[x, *weights, *biases] -> y_i [..., N_i]. ctx: of autograd; None: there will be no backward."""
+def forward(ctx: Any, run: Run, tensors: Sequence[Any], finish: Finish = NO_FINISH) -> tuple[Tensor, ...]:
+    """[x, *weights, *biases] -> y_i [..., N_i]. ctx: of autograd; None: there will be no backward. finish: not captured."""
     (call, cast_weights), (x, *parameters) = run, tensors
     bound, count, record = call.bound, call.count, call.record
     bound.session.begin_forward(bound.spec, record)
@@ -179,13 +179,13 @@ def forward(ctx: Any, run: Run, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
         ws = cast_weights.operands[0]
     else:
         ws = bound.weights.read(bound, call.everyone, weights, call.x_dtype, columnwise=False, record=record)
-    if call.captured.possible[FORWARD]:
+    if call.captured.possible[FORWARD] and finish is NO_FINISH:
         parts = cast_weights.rowwise if cast_weights is not None else parts_of(ws)
         key: Key = () if cast_weights is not None else tuple(map(shape_key, parts))
         compute = partial(linear_forward, bound, x, weights, biases, ws, call.save, record)
         ys, kept = call.captured.forward(key, compute, forward_reads(x, weights, biases, parts), count)
     else:
-        ys, kept = linear_forward(bound, x, weights, biases, ws, call.save, record)
+        ys, kept = linear_forward(bound, x, weights, biases, ws, call.save, record, finish)
     if ctx is None:
         return tuple(ys)
     session = bound.session
@@ -205,7 +205,7 @@ def parts_of(operands: Sequence[QuantizedTensor]) -> list[Tensor]:
     return [part for operand in operands for part in operand.parts]
 
 
-def backward(ctx: Any, run: Run, dys: Sequence[Tensor | None]) -> Sequence[Any]:
+def backward(ctx: Any, run: Run, dys: Sequence[Tensor | None], finish: Finish = NO_FINISH) -> Sequence[Any]:
     """dy_i -> the gradients of [x, *weights, *biases], None where no gradient is needed."""
     call, saved = run[0], ctx.saved_tensors
     needs, has_dy = ctx.needs_input_grad[2:], tuple([dy is not None for dy in dys])
@@ -217,7 +217,7 @@ def backward(ctx: Any, run: Run, dys: Sequence[Tensor | None]) -> Sequence[Any]:
     into = _targets(call, wanted, weights) if call.bound.weights.main_grads else []
     written = [1 + i for i, target in zip(wanted.used, into, strict=True) if target] if into else ()
     returned = [place for place in places if place not in written] if written else places
-    for place, grad in zip(returned, _gradients(ctx, run, wanted, dys, weights, saved, into), strict=True):
+    for place, grad in zip(returned, _gradients(ctx, run, wanted, dys, weights, saved, into, finish), strict=True):
         grads[place] = grad
     for place in written:
         grads[place] = call.bound.weights.written(place - 1)
@@ -241,14 +241,9 @@ def _targets(call: BoundCall, wanted: GradsWanted, weights: Sequence[Tensor]) ->
 
 
 def _gradients(
-    ctx: Any,
-    run: Run,
-    wanted: GradsWanted,
-    dys: Sequence[Any],
-    weights: Sequence[Tensor],
-    saved: Sequence[Tensor],
-    into: Sequence[Target | None],
-) -> list[Tensor]:
+    ctx: Any, run: Run, wanted: GradsWanted, dys: Sequence[Any], weights: Sequence[Tensor], saved: Sequence[Tensor],
+    into: Sequence[Target | None], finish: Finish,
+) -> list[Tensor]:  # fmt: skip
     """The wanted gradients, in the order dx, dw_i, db_i, without each dw_i that is written `into` a target."""
     (call, cast_weights), bound, used = run, run[0].bound, wanted.used
     session = bound.session
@@ -264,10 +259,10 @@ def _gradients(
         ws = cast_weights.columnwise_operands(used)
     elif wanted.reads_w:
         ws = bound.weights.read(bound, used, weights, call.x_dtype, columnwise=True, record=True)
-    if call.captured.possible[BACKWARD]:
+    if call.captured.possible[BACKWARD] and finish is NO_FINISH:
         grads = _captured_gradients(run, wanted, dys, weights, saved, ws, into)
     else:
-        grads = linear_backward(bound, dys, saved, weights, ws, wanted, into=into)
+        grads = linear_backward(bound, dys, saved, weights, ws, wanted, finish, into)
     session.scales = None
     if session.drawn_again is not None:
         session.end_layer_backward()

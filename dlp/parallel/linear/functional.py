@@ -26,7 +26,7 @@ agreed on, sent and saved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -64,10 +64,11 @@ from dlp.quant.tensor import QuantizedTensor
 
 class Finish(NamedTuple):
     """Epilogue of fprop or dgrad: alpha A @ B.T; if `into` [rows, columns] is given, the product is added to `into`, which is
-    the result."""
+    the result. `run` runs in place of `token_gemm`."""
 
     alpha: float = 1.0
     into: Tensor | None = None
+    run: Callable[..., Tensor] | None = None
 
 
 NO_FINISH = Finish()
@@ -113,7 +114,7 @@ def linear_forward(
                 gemm_bias = F.pad(bias, (0, appended)) if appended else bias
             gemm = Gemm("fprop", w, dtype, gemm_bias, finish.into, options, alpha=finish.alpha, rounds=True)
             with plan.scope["fprop"]():
-                result = token_gemm(spec, plan.fprop, [quantized.rowwise], [gemm], dtype)
+                result = (finish.run or token_gemm)(spec, plan.fprop, [quantized.rowwise], [gemm], dtype)
                 y = trimmed(result if isinstance(result, Tensor) else result.wait(), features)
             if bias is not None and not plan.bias_in_gemm:
                 y = y + bias.to(y.dtype)
@@ -194,7 +195,7 @@ def _dgrad(
     if finish is not NO_FINISH:
         gemms[0] = replace(gemms[0], alpha=finish.alpha, accumulate=finish.into, rounds=True)
     with plan.scope["dgrad"]():
-        return token_gemm(bound.spec, plan.dgrad, dy_rows, gemms, dtype)
+        return (finish.run or token_gemm)(bound.spec, plan.dgrad, dy_rows, gemms, dtype)
 
 
 def _wgrads(
