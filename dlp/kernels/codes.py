@@ -247,6 +247,10 @@ def sum_in_order_kernel(
 checksums = operation(reference.checksums)
 
 
+def takes_checksums(*tensors: Tensor) -> bool:
+    return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)  # other classes may have no memory
+
+
 def checksums_kernel(*tensors: Tensor) -> Tensor:
     out = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
     cuda_codes.add_checksums([tensor.detach().contiguous() for tensor in tensors], out)
