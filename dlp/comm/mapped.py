@@ -70,18 +70,11 @@ class Transport:
     def finish(self) -> None:
         """End the current direction: release the slots. All launches that read them have been issued on the current
         stream."""
-        if self.checked:
-            self._sum_received()
-        for slot in self._used:
-            slot.release()
-        self._used, self._direction = [], NO_LAYER
-
-    def _sum_received(self) -> None:
-        for slot in self._used:
-            slot.wait()
         for transfer in self.checked:
             transfer.wait()
-        self.checked = []
+        for slot in self._used:
+            slot.release()
+        self._used, self._direction, self.checked = [], NO_LAYER, []
 
     def begin(self, nbytes: int, piece: int = 0, of: int = 0) -> Slot:
         """Return the slot of the next transfer of the current direction, or of piece `piece` > 0 of transfer `of`.

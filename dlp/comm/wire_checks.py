@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from dlp.comm import collectives, observer
@@ -37,7 +38,14 @@ _CHECKED = {
     "c10d::allgather_into_tensor_coalesced_": ("outputs", "inputs"),
     "c10d::alltoall_base_": ("output", "input"),
 }
-Chunks = Mapping[int, Sequence[Tensor]]  # by rank: the parts for the rank, or from the rank; the same number for each rank
+# by rank: the parts for the rank, or from the rank; the same number for each rank
+Chunks = Mapping[int, Sequence[Tensor]]
+
+
+def unobserved_checksums(*tensors: Tensor) -> Tensor:
+    """`dlp.kernels.ops.checksums` outside of dispatch modes, in which each operation of torch takes several times as long."""
+    with _disable_current_modes():
+        return checksums(*tensors)
 
 
 class Transfer:
@@ -47,21 +55,22 @@ class Transfer:
     """
 
     def __init__(self, group: ProcessGroup, outgoing: Chunks | Sequence[Tensor], arriving: Chunks) -> None:
-        self.label, self._group, self._arriving = observer._LABEL.get(), group, arriving
-        self.sent, self.arrived = self._sums(outgoing), Tensor()
+        self.label, self._group = observer._LABEL.get(), group
+        self._arriving: Chunks = arriving
+        self.sent, self.arrived = self._sums(outgoing), torch.empty(0)
 
     def _sums(self, chunks: Chunks | Sequence[Tensor]) -> Tensor:
         ranks = self._group.size()
         if not isinstance(chunks, Mapping):
-            return checksums(*chunks)[:, None].expand(-1, ranks)
+            return unobserved_checksums(*chunks)[:, None].expand(-1, ranks)
         some = next(iter(chunks.values()))
         nothing = [part.new_empty(0) for part in some]
-        flat = checksums(*(part for rank in range(ranks) for part in chunks.get(rank, nothing)))
+        flat = unobserved_checksums(*(part for rank in range(ranks) for part in chunks.get(rank, nothing)))
         return flat.view(-1, len(some)).t()
 
     def wait(self) -> None:
         """Sum the received chunks, which the current stream may read."""
-        self.arrived = self._sums(self._arriving)
+        self.arrived, self._arriving = self._sums(self._arriving), {}  # the memory is not kept
 
 
 class Damaged(NamedTuple):

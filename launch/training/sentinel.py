@@ -4,9 +4,10 @@
 
 With equal weights, tokens and random state both passes give equal bits, unless a GPU, its memory or a transfer failed. Compared
 are the loss, y of each module and the gradient of each parameter, by checksums of the bits (`dlp.kernels.ops.checksums`), which
-any flipped bit changes. A difference ends the run before the update, on all ranks, with rank, layer, direction, device and step,
-or skips the update. Under FSDP that reduces gradients once a step, the
-gradients of a step with several microbatches are not compared.
+any flipped bit changes. A difference ends the run before the update, on all ranks, with rank, layer, direction, device and
+step, or skips the update. Under FSDP that reduces gradients once a step, the gradients of a step with several microbatches are
+not compared. Weights, optimizer states and gradients take one launch for 128 tensors; each y takes one launch, because later
+modules may write to its memory.
 
 Weights and optimizer states, which a step reads before writing, must have equal bits before the first pass and after the
 second; a difference of these always ends the run. In the repeated pass, ranks also compare checksums of what they send each
@@ -28,8 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlp.comm import observer
-from dlp.comm.wire_checks import Damaged, WireChecks
-from dlp.kernels.ops import checksums
+from dlp.comm.wire_checks import Damaged, WireChecks, unobserved_checksums
 from dlp.parallel.model.session import session_of, without_effects
 from dlp.parallel.weight.local import local_values
 from launch.ranks.links import OWN
@@ -88,7 +88,7 @@ class Sentinel:
         values = [local_values(tensor) for tensor in tensors.values()]
         if not values:
             return
-        sums.append((list(tensors), checksums(*values)))
+        sums.append((list(tensors), unobserved_checksums(*values)))
         if self._folder is not None:
             for name, value in zip(tensors, values, strict=True):
                 self._copies.setdefault(name, []).append(value.to("cpu", copy=True))

@@ -33,7 +33,9 @@ from tests.cases import few, nightly
 from tests.shared_slot import SharedSlot
 
 LAYER = "model.layers.0.mlp.up_proj"
-QKV, O, GATE, DOWN = (f"model.layers.0.{name}_proj" for name in ("self_attn.q", "self_attn.o", "mlp.gate", "mlp.down"))
+QKV, OUT, GATE, DOWN = (
+    f"model.layers.0.{name}_proj" for name in ("self_attn.q", "self_attn.o", "mlp.gate", "mlp.down")
+)
 
 
 def flipped(tensor: Tensor) -> Tensor:
@@ -170,7 +172,9 @@ class DamagedSlots:
         self._run(slot, *self._kept, *given[1:])
 
 
-def damaged_in_memory(folder: Path, data: Path, call: str, direction: LayerDirection, number: int, *overrides: str) -> str:
+def damaged_in_memory(
+    folder: Path, data: Path, call: str, direction: LayerDirection, number: int, *overrides: str
+) -> str:
     """The message of a run in which mapped memory is damaged in the repeated pass of step 1. Runs in a worker."""
     trainer, done = training.trainer(training.config(folder, data, *overrides))
     group = trainer.built.mesh["tp"].get_group()
@@ -305,11 +309,18 @@ def test_a_damaged_transfer_is_named_with_its_sender(ranks, tmp_path, data, dire
     ("call", "number", "direction", "said", "overlap", "sequence_parallel"),
     [
         ("push", 1, (f"{QKV} and siblings", "forward"), f"fprop of {QKV}", "serial", "true"),  # a gather
-        ("push", 1, (O, "forward"), f"fprop of {O}", "serial", "true"),  # a reduce-scatter
+        ("push", 1, (OUT, "forward"), f"fprop of {OUT}", "serial", "true"),  # a reduce-scatter
         ("push", 1, (DOWN, "backward"), f"dgrad of {DOWN}", "chunked:2", "true"),  # a piece of a gather
-        ("push", 2, (f"{GATE} and siblings", "backward"), f"dgrad of {GATE}", "chunked:2", "true"),  # of a reduce-scatter
+        (
+            "push",
+            2,
+            (f"{GATE} and siblings", "backward"),
+            f"dgrad of {GATE}",
+            "chunked:2",
+            "true",
+        ),  # of a reduce-scatter
         ("push", 1, (f"{QKV} and siblings", "backward"), f"wgrad of {QKV}", "chunked", "true"),
-        ("push", 2, (O, "forward"), f"fprop of {O}", "chunked", "false"),  # the sum of an all-reduce
+        ("push", 2, (OUT, "forward"), f"fprop of {OUT}", "chunked", "false"),  # the sum of an all-reduce
         ("wait", 1, (f"{GATE} and siblings", "forward"), f"fprop of {GATE}", "chunked", "true"),
         ("wait", 1, (DOWN, "forward"), f"fprop of {DOWN}", "serial", "true"),
     ],
@@ -317,7 +328,16 @@ def test_a_damaged_transfer_is_named_with_its_sender(ranks, tmp_path, data, dire
 def test_damage_in_mapped_memory_is_named(
     ranks, tmp_path, data, world, call, number, direction, said, overlap, sequence_parallel
 ):
-    given = ["--train.sentinel", "1", "--train.ledger", "off", "--groups.default.overlap", overlap, "--mesh.tp", str(world)]
+    given = [
+        "--train.sentinel",
+        "1",
+        "--train.ledger",
+        "off",
+        "--groups.default.overlap",
+        overlap,
+        "--mesh.tp",
+        str(world),
+    ]
     given += ["--mesh.sequence_parallel", sequence_parallel, "--model.kv_heads", "4"]
     messages = ranks(world).run(damaged_in_memory, tmp_path, data, call, direction, number, *given)
     assert len(set(messages)) == 1
@@ -328,7 +348,8 @@ def test_damage_in_mapped_memory_is_named(
 
 @pytest.mark.ranks(2)
 def test_a_damaged_send_of_chunked_is_named(ranks, tmp_path, data):
-    given = ("--train.sentinel", "1", "--train.ledger", "off", "--groups.default.overlap", "chunked", "--mesh.transport", "nccl")
+    given = ["--train.sentinel", "1", "--train.ledger", "off", "--mesh.transport", "nccl"]
+    given += ["--groups.default.overlap", "chunked"]
     messages = ranks(2).run(damaged_send, tmp_path, data, *given)
     assert messages[0] == messages[1]
     assert re.search(rf"first on rank 1 \([^)]*\): fprop of {re.escape(GATE)} from rank 0, which arrived", messages[0])

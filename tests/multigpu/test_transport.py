@@ -24,6 +24,7 @@ from dlp.comm import slots, transport
 from dlp.comm.mapped import Transport
 from dlp.comm.slots import CudaSlot, Wait
 from dlp.comm.transfers import WHOLE, Gathering
+from dlp.comm.wire_checks import WireChecks
 from dlp.kernels import ops
 from dlp.kernels.launches import Lane, recording
 from dlp.runtime import capture as captured
@@ -147,6 +148,20 @@ def arrives(made: Gathering, expected: list[Tensor], mine: random.Random) -> int
 def falls_behind(mine: random.Random) -> None:
     if mine.random() < 0.03:
         time.sleep(mine.random() / 50)
+
+
+def checked_operations(seed: int, count: int) -> tuple[int, int, int]:
+    """Random operations whose bits are summed on both ends: errors, transfers through mapped memory, and those that arrived with
+    other bits than were sent."""
+    with WireChecks() as checks:
+        wrong = random_operations(seed, count)
+    return wrong, len(checks._transfers[dist.group.WORLD]), len(checks.damaged())
+
+
+@pytest.mark.ranks(2)
+def test_sums_of_random_transfers_agree(ranks):
+    for wrong, transfers, damaged in ranks(2).run(checked_operations, 2, 40):
+        assert (wrong, damaged) == (0, 0) and transfers >= 40
 
 
 @pytest.mark.parametrize(("world", "count"), [(2, 250), nightly(2, 500), nightly(4, 125)])
