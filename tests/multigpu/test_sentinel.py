@@ -412,6 +412,15 @@ def test_a_checksum_sees_each_bit(dtype):
     assert checksums(x.clone()) == checksums(x)
 
 
+def test_a_checksum_is_the_weighted_sum_of_words():
+    data = torch.randint(256, (20_000,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    for start, size in ((0, 0), (0, 1), (3, 9), (0, 8192), (8, 8193), (5, 16_384), (0, 20_000)):
+        memory = bytes(data[start : start + size].tolist()) + bytes(-size % 8)
+        words = [int.from_bytes(memory[at : at + 8], "little") for at in range(0, len(memory), 8)]
+        expected = sum((2 * i + 1) * word for i, word in enumerate(words)) % 2**64
+        assert checksums(data[start : start + size]).item() % 2**64 == expected
+
+
 def test_a_checksum_sees_another_order():
     x = torch.arange(4096, dtype=torch.int32)
     swapped, balanced = x.clone(), x.clone()
