@@ -73,14 +73,13 @@ class Damaging(WireChecks):
     draw = random.Random(0)
     at, seen, bit, where = -1, 0, -1, ""
 
-    def arrived(self, tensor: Tensor) -> Tensor:
+    def arrived(self, tensor: Tensor) -> None:
         kind = type(self)
         if kind.seen == kind.at:
             label = observer._LABEL.get()
             kind.where = f"{label.direction} of {label.layer}"
             _, kind.bit = flip(kind.draw, tensor)
         kind.seen += 1
-        return tensor
 
 
 class Subject:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm.collectives import Parts
+from dlp.comm.wire_checks import WireChecks
 from dlp.kernels.launches import call
 
 
@@ -59,7 +60,10 @@ class DirectExchange:
         sent = [part for part in self.outgoing[to % len(self.outgoing)] if part.numel()]
         received = [part[source] for part in self.arrived if part[source].numel()]
         if sent:
-            self._works[source] = call(partial(_start_steps, self.group, to, source), *sent, *received)
+            works = call(partial(_start_steps, self.group, to, source), *sent, *received)
+            if WireChecks.active is not None:
+                works = [*works, WireChecks.active.sends(self.group, {to: sent}, {source: received})]
+            self._works[source] = works
 
     def wait(self, source: int) -> None:
         """Order the current stream after the arrival of the parts from rank `source`. `wait` must be called for every

@@ -35,6 +35,7 @@ from dlp.comm import observer
 from dlp.comm.collectives import Parts, fields
 from dlp.comm.slots import AGREED, AGREES, MAXIMA, WAITS_FOR, Slot, Wait, too_long
 from dlp.comm.transfers import Exchange, Gathering, views
+from dlp.comm.wire_checks import Transfer
 from dlp.kernels.launches import Lane, is_recording
 
 LEAST = 1 << 16  # bytes of the smallest slot; sizes are powers of two
@@ -47,6 +48,7 @@ class Transport:
 
     make        allocates a `Slot` from (bytes, group, device, name of a use, side stream); all ranks call it together
     transfers   number of transfers that the current direction has begun
+    checked     transfers of the current direction whose received bits are summed at its end (`dlp.comm.wire_checks`)
     """
 
     def __init__(
@@ -56,20 +58,23 @@ class Transport:
         self._make, self._lane = make, lane
         self._slots: dict[tuple[int, str, int, int], Slot] = {}
         self._style, self._direction, self._used, self.transfers = "", NO_LAYER, list[Slot](), 0
+        self.checked = list[Transfer]()
         self._numbers, self._names = dict[tuple[LayerDirection, int, int], int](), dict[int, str]()
         self._name_of_use = partial(_name_of, self._names, self.rank)
 
     def start(self, style: str = "", direction: LayerDirection = NO_LAYER) -> None:
         """Begin a direction of a layer. style: name of the layer's `ParallelStyle`; layers of the same style share
         slots."""
-        self._style, self._direction, self._used, self.transfers = style, direction, [], 0
+        self._style, self._direction, self._used, self.transfers, self.checked = style, direction, [], 0, []
 
     def finish(self) -> None:
         """End the current direction: release the slots. All launches that read them have been issued on the current
         stream."""
+        for transfer in self.checked:
+            transfer.wait()
         for slot in self._used:
             slot.release()
-        self._used, self._direction = [], NO_LAYER
+        self._used, self._direction, self.checked = [], NO_LAYER, []
 
     def begin(self, nbytes: int, piece: int = 0, of: int = 0) -> Slot:
         """Return the slot of the next transfer of the current direction, or of piece `piece` > 0 of transfer `of`.

@@ -13,22 +13,26 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from dlp.comm import observer
 from dlp.comm.collectives import Parts, Pending, record
 from dlp.comm.slots import Place, Slot
+from dlp.comm.wire_checks import Chunks, Transfer, WireChecks
 
 Cuts = Sequence[tuple[int, int]]  # rows [start, stop) of each piece of a shard; the last stop is the number of rows
 WHOLE: Cuts = ((0, 1),)
 
 
 class SlotSource(Protocol):
-    """The interface of `dlp.comm.mapped.Transport` that a transfer uses. `transfers`: transfers begun in the current
-    direction."""
+    """The interface of `dlp.comm.mapped.Transport` that a transfer uses. `transfers`, `checked`: transfers that the current
+    direction has begun, and transfers among them whose bits are summed at its end."""
 
+    group: ProcessGroup
     rank: int
     world: int
     transfers: int
+    checked: list[Transfer]
 
     def begin(self, nbytes: int, piece: int = 0, of: int = 0) -> Slot: ...
     def count(self, part: Tensor, peer: int) -> None: ...
@@ -59,6 +63,8 @@ class Gathering:
         """
         transport, world = self.transport, self.transport.world
         self._piece_slots = [*(transport.begin(0, piece, self._transfer) for piece in range(1, len(cuts))), self.slot]
+        if WireChecks.active is not None and (mine := [part for part, _ in self._sent()]):
+            transport.checked.append(WireChecks.active.sends(transport.group, mine, self._arriving(mine)))
         self.slot.follow()
         for cut, piece_slot in zip(cuts, self._piece_slots, strict=True):
             for distance in range(1, world):
@@ -97,6 +103,12 @@ class Gathering:
                 self.slot.keep(part, place)
         self._kept = True
 
+    def _arriving(self, mine: Sequence[Tensor]) -> Chunks:
+        """Memory of the parts of each rank that are sent; this rank's rows of the slot may not be written."""
+        world = self.transport.world
+        cut = [self.whole[i].chunk(world, self.dims[i] or 0) for i in self.starts if self.whole[i].numel()]
+        return {rank: [parts[rank] for parts in cut] for rank in range(world)} | {self.transport.rank: mine}
+
     def _sent(self) -> Iterator[tuple[Tensor, Place]]:
         """This rank's parts that are sent, with their places in the slots of all ranks."""
         world, rank = self.transport.world, self.transport.rank
@@ -116,7 +128,8 @@ class Exchange:
 
     def __init__(self, transport: SlotSource, slot: Slot, arrived: Parts, starts: Sequence[int]) -> None:
         self.arrived = arrived
-        self._transport, self._slot, self._starts, self._sent = transport, slot, starts, list[Tensor]()
+        self._transport, self._slot, self._starts = transport, slot, starts
+        self._sent = list[tuple[int, int, Sequence[Tensor]]]()  # receiver, first row and chunks, which the copies read
 
     def send(self, chunks: Sequence[Tensor], to: int, row: int = 0) -> None:
         """Send this rank's chunk of each part to rank `to`, which may be this rank, or send the rows of the chunks from
@@ -138,12 +151,25 @@ class Exchange:
                 self._slot.push(chunk, to, place)
             elif chunk.nbytes and chunk.data_ptr() != self._slot.payload.data_ptr() + place.offset:
                 self._slot.keep(chunk, place)
-        self._sent += chunks
+        self._sent.append((to, row, chunks))
 
     def sent(self) -> Pending[Parts]:
         """Return the pending `arrived`. The caller has sent all chunks."""
+        if WireChecks.active is not None:
+            self._transport.checked.append(WireChecks.active.sends(self._transport.group, *self._ends()))
         self._slot.meet()
         return Pending([self], lambda: self.arrived)
+
+    def _ends(self) -> tuple[Chunks, Chunks]:
+        """The chunks for each other rank, and the memory of the chunks from each other rank, which sends the same rows to this
+        rank as this rank sends to the other rank."""
+        outgoing, arriving = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
+        for to, row, chunks in self._sent:
+            if to != self._transport.rank:
+                outgoing.setdefault(to, []).extend(chunks)
+                rows = [part[to, row : row + len(chunk)] for part, chunk in zip(self.arrived, chunks, strict=True)]
+                arriving.setdefault(to, []).extend(rows)
+        return outgoing, arriving
 
     def wait(self) -> None:
         self._slot.wait()

@@ -6,6 +6,7 @@ nvfp4_alpha, rounded                            factor of a GEMM, rounded result
 swizzle_128x4                                   rearrange scales into the tiles that block-scaled GEMMs read
 delayed_updates                                 update all delayed scales of a model
 sum_in_order, sum_by_tree                       sum the contributions of the ranks of a reduction
+checksums                                       sum the bits of tensors
 """
 
 from __future__ import annotations
@@ -240,4 +241,17 @@ def sum_in_order_kernel(
     if out is None:
         out = torch.empty(contributions.shape[1:], dtype=dtype or contributions.dtype, device=contributions.device)
     cuda_codes.sum_in_order(contributions, out, own, divisor)
+    return out
+
+
+checksums = operation(reference.checksums)
+
+
+def takes_checksums(*tensors: Tensor) -> bool:
+    return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)  # other classes may have no memory
+
+
+def checksums_kernel(*tensors: Tensor) -> Tensor:
+    out = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+    cuda_codes.add_checksums([tensor.detach().contiguous() for tensor in tensors], out)
     return out

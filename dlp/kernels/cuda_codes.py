@@ -178,3 +178,10 @@ def sum_by_tree(parts: Tensor, out: Tensor) -> None:
     pointer = _output(parts, parts.shape, [torch.float32], "parts")
     target = _output(out, parts.shape[1:], INPUTS, "out")
     launch("sum_by_tree", out, pointer, target, len(parts), out.numel(), out.dtype == torch.float32)
+
+
+def add_checksums(tensors: Sequence[Tensor], out: Tensor) -> None:
+    """Add the checksum of the bits of each tensor, which must be contiguous, to `out`, int64 [number of tensors]."""
+    target = _output(out, [len(tensors)], [torch.int64], "out")
+    ranges = [(_output(tensor, tensor.shape, [tensor.dtype], "a tensor"), tensor.nbytes) for tensor in tensors]
+    launch("checksums", out, ranges, target)

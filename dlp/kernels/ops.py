@@ -39,6 +39,7 @@ from dlp.kernels.casts_blocks import (
 from dlp.kernels.casts_fp4 import amax_nvfp4, amax_nvfp4_both, cast_nvfp4, cast_nvfp4_batch, cast_nvfp4_both
 from dlp.kernels.codes import (
     DelayedSlots,
+    checksums,
     decode_fp8_block,
     decode_mxfp8,
     decode_nvfp4,
@@ -116,7 +117,7 @@ __all__ = [
     "cast_fp8_block", "cast_fp8_block_batch", "cast_fp8_block_both", "cast_fp8_rowwise", "cast_fp8_rowwise_batch",
     "cast_fp8_rowwise_both", "cast_fp8_tensor", "cast_fp8_tensor_batch", "cast_fp8_tensor_both",
     "cast_gate_grads_fp8_block", "cast_gate_grads_fp8_tensor", "cast_mxfp8",
-    "cast_mxfp8_batch", "cast_mxfp8_both", "cast_nvfp4", "cast_nvfp4_batch", "cast_nvfp4_both", "column_sums",
+    "cast_mxfp8_batch", "cast_mxfp8_both", "cast_nvfp4", "cast_nvfp4_batch", "cast_nvfp4_both", "checksums", "column_sums",
     "decode_e2m1", "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale",
     "delayed_update", "delayed_updates", "empty_block_scales", "empty_mx_scales", "encode_e2m1",
     "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gated", "gated_backward", "gemm_hp", "grouped_fp8_rowwise",

@@ -123,6 +123,7 @@ KERNELS = (
     Kernel("delayed_update",             codes.delayed_update_kernel,                     codes.takes_delayed_update,           (),     codes.prepare_update),
     Kernel("sum_in_order",               codes.sum_in_order_kernel,                       codes.takes_sum_in_order),
     Kernel("sum_by_tree",                codes.sum_by_tree_kernel,                        codes.takes_sum_by_tree),
+    Kernel("checksums",                  codes.checksums_kernel,                          codes.takes_checksums),
     Kernel("pack_fp8",                   wire.pack_fp8_kernel,                            wire.takes_pack_fp8),
     Kernel("sum_fp8",                    wire.sum_fp8_kernel,                             wire.takes_sum_fp8),
     Kernel("rms_norm",                   producers.rms_norm_kernel,                       dispatch.is_readable,                 FLOATS),

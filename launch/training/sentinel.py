@@ -3,10 +3,11 @@
     [train] sentinel = N     in every N-th step the first microbatch runs forward and backward once more, before the step
 
 With equal weights, tokens and random state both passes give equal bits, unless a GPU, its memory or a transfer failed. Compared
-are the loss, y of each module and the gradient of each parameter, by sums of the bits of up to 1024 pieces of a tensor as
-integers (`dlp.comm.wire_checks.piece_sums`), which any flipped bit changes. A difference ends the run before the update, on all
-ranks, with rank, layer, direction, device and step, or skips the update. Under FSDP that reduces gradients once a step, the
-gradients of a step with several microbatches are not compared.
+are the loss, y of each module and the gradient of each parameter, by checksums of the bits (`dlp.kernels.ops.checksums`), which
+any flipped bit changes. A difference ends the run before the update, on all ranks, with rank, layer, direction, device and
+step, or skips the update. Under FSDP that reduces gradients once a step, the gradients of a step with several microbatches are
+not compared. Weights, optimizer states and gradients take one launch for 128 tensors; each y takes one launch, because later
+modules may write to its memory.
 
 Weights and optimizer states, which a step reads before writing, must have equal bits before the first pass and after the
 second; a difference of these always ends the run. In the repeated pass, ranks also compare checksums of what they send each
@@ -17,7 +18,7 @@ A step whose bytes the ledger counts has no sentinel, which would send twice. Mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlp.comm import observer
-from dlp.comm.wire_checks import Damaged, WireChecks, piece_sums
+from dlp.comm.wire_checks import Damaged, WireChecks, unobserved_checksums
 from dlp.parallel.model.session import session_of, without_effects
 from dlp.parallel.weight.local import local_values
 from launch.ranks.links import OWN
 
-Sums = dict[tuple[str, str], Tensor]  # (direction, name of the tensor or module) -> sums of the bits of pieces
+Name = tuple[str, str]  # direction, and tensor or module
+
+
+Sums = list[tuple[list[Name], Tensor]]  # names of tensors, and the checksum of each, int64 [number of names]
 
 
 class SentinelError(Exception):
@@ -55,8 +59,8 @@ class Sentinel:
     ) -> None:  # fmt: skip
         self._model, self.every, self._optimizer = model, every, optimizer
         self._skips, self._folder = skips, folder
-        self._first: Sums = {}
-        self._copies: dict[tuple[str, str], list[Tensor]] = {}  # copies of both passes in host memory
+        self._first: Sums = []
+        self._copies: dict[Name, list[Tensor]] = {}  # copies of both passes in host memory
         self._damaged: list[Damaged] = []
 
     def due(self, step: int) -> bool:
@@ -73,40 +77,44 @@ class Sentinel:
             with self.recording() as sums, nullcontext() if alone else checks:
                 loss = backward()
             self.close(sums, loss, gradients=gradients)
-        self._first = memory | sums
+        self._first = memory + sums
         with observer.label(**OWN):
             self._damaged = checks.damaged()
         for parameter in self._model.parameters():
             parameter.grad = None
 
-    def _add(self, sums: Sums, direction: str, name: str, tensor: Tensor) -> None:
-        """Add the sums of a tensor, and keep a copy of the tensor if the run has a folder for tensors."""
-        sums[direction, name] = piece_sums(local_values(tensor))[0]
+    def _add(self, sums: Sums, tensors: Mapping[Name, Tensor]) -> None:
+        """Add the checksums of tensors on one device, and keep copies of the tensors if the run has a folder for tensors."""
+        values = [local_values(tensor) for tensor in tensors.values()]
+        if not values:
+            return
+        sums.append((list(tensors), unobserved_checksums(*values)))
         if self._folder is not None:
-            self._copies.setdefault((direction, name), []).append(local_values(tensor).to("cpu", copy=True))
+            for name, value in zip(tensors, values, strict=True):
+                self._copies.setdefault(name, []).append(value.to("cpu", copy=True))
 
     def _memory(self) -> Sums:
-        """Sums of weights and optimizer states on this rank, without states that are tensors of user-defined classes."""
-        sums: Sums = {}
+        """Checksums of weights and optimizer states on this rank, without states that are tensors of user-defined classes."""
+        by_device: dict[torch.device, dict[Name, Tensor]] = {}  # counters of steps may be in host memory
         for name, parameter in self._model.named_parameters():
             states = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
-            for what, tensor in {
-                f"{name} itself": parameter,
-                **{f"{key} of {name}": x for key, x in states.items()},
-            }.items():
+            held = {f"{name} itself": parameter, **{f"{key} of {name}": x for key, x in states.items()}}
+            for what, tensor in held.items():
                 if type(local_values(tensor)) in (Tensor, nn.Parameter):
-                    self._add(sums, "memory", what, tensor)
-                    sums["memory", what] = sums["memory", what].to(parameter.device)
+                    by_device.setdefault(tensor.device, {})["memory", what] = tensor
+        sums: Sums = []
+        for tensors in by_device.values():
+            self._add(sums, tensors)
         return sums
 
     @contextmanager
     def recording(self) -> Iterator[Sums]:
         """Context in which y of each module is added to the sums."""
-        sums: Sums = {}
+        sums: Sums = []
 
         def look(name: str, module: nn.Module, args: Any, y: Any) -> None:
             if torch.is_grad_enabled() and isinstance(y, Tensor) and torch._C._current_graph_task_id() == -1:
-                self._add(sums, f"forward {len(sums)}", f"y of {name}", y)
+                self._add(sums, {(f"forward {len(sums)}", f"y of {name}"): y})
 
         handles = []
         for name, module in self._model.named_modules():
@@ -126,24 +134,21 @@ class Sentinel:
 
     def close(self, sums: Sums, loss: Tensor, *, gradients: bool) -> None:
         """Add the sums of the loss and, with `gradients`, of the gradients of all parameters in the order of backward."""
-        self._add(sums, "forward", "the loss", loss)
-        named = reversed(list(self._model.named_parameters()))
-        for name, parameter in named if gradients else ():
-            if parameter.grad is not None:
-                self._add(sums, "backward", f"the gradient of {name}", parameter.grad)
+        self._add(sums, {("forward", "the loss"): loss})
+        named = reversed(list(self._model.named_parameters())) if gradients else ()
+        grads = {("backward", f"the gradient of {name}"): p.grad for name, p in named if p.grad is not None}
+        self._add(sums, grads)
 
     def compare(self, sums: Sums, step: int, device: torch.device) -> str:
         """Compare with the repeated microbatch, and the memory with the memory before; all ranks call it together. Waits for
         the device. Returns the difference for which the update must be skipped; "": no difference. SentinelError on all
         ranks."""
-        sums, keys = self._memory() | sums, list(self._first)
-        sizes = [len(each) for each in self._first.values()]
-        same = keys == list(sums) and sizes == [len(each) for each in sums.values()]
-        own = [0]
+        sums = self._memory() + sums
+        keys, names = ([name for names, _ in each for name in names] for each in (self._first, sums))
+        same, own = keys == names, [0]
         if same:
-            first, again = (torch.cat(list(each.values())) for each in (self._first, sums))
-            tensors = torch.repeat_interleave(torch.tensor(sizes, device=device))  # index of the tensor of each piece
-            own = tensors[first != again].unique().tolist()
+            first, again = (torch.cat([sum_.to(device) for _, sum_ in each]) for each in (self._first, sums))
+            own = (first != again).nonzero().flatten().tolist()
         count = torch.tensor(len(own) + len(self._damaged), device=device)
         with observer.label(**OWN):
             dist.all_reduce(count, op=dist.ReduceOp.MAX)
@@ -165,7 +170,7 @@ class Sentinel:
         dist.all_gather_object(told, (said, kind, len(self._damaged), len(own), stays, kept))
         return self._react(step, told)
 
-    def _keep(self, key: tuple[str, str], step: int) -> str:
+    def _keep(self, key: Name, step: int) -> str:
         """Write both tensors of a difference; return a clause about the file, "" if no file was asked for."""
         if self._folder is None:
             return ""

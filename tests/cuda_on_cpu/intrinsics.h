@@ -33,6 +33,10 @@ T atomicMax(T* at, T value) {
     return before;
 }
 template <class T>
+T atomicAdd(T* at, T value) {
+    return std::exchange(*at, *at + value);
+}
+template <class T>
 T atomicExch(T* at, T value) {
     return std::exchange(*at, value);
 }

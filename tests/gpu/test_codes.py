@@ -1,4 +1,5 @@
-"""Kernels other than casts, against the reference: decoding to bf16, transposes, delayed scales, sums by order and tree."""
+"""Kernels other than casts, against the reference: decoding to bf16, transposes, delayed scales, sums by order and tree,
+checksums."""
 
 from __future__ import annotations
 
@@ -137,6 +138,25 @@ def test_delayed_update_is_the_reference(device):
         for kind, left, right in zip(kinds, mine, theirs, strict=True):
             for name in ("history", "scale", "staging"):
                 assert_bit_equal(getattr(left, name).cpu(), getattr(right, name), f"{name} of {kind}")
+
+
+def test_checksums_are_the_reference(device):
+    """More tensors than one launch holds, of all alignments, some of which need several blocks."""
+    data = some_bytes(300_000).to(device, copy=True)
+    sizes = [0, 1, 7, 8, 9, 63, 64, 65, 4096, 65_535, 65_536, 65_544, 200_000]
+    tensors = [data[start : start + size] for start in (0, 8, 13) for size in sizes] * 4
+    tensors += [data[:64].view(torch.bfloat16).view(4, 8), data[:4].view(torch.float32)[0]]
+    assert len(tensors) > 128
+
+    def by_kernel() -> Tensor:
+        out = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+        cuda_codes.add_checksums(tensors, out)
+        return out.cpu()
+
+    expected = reference.checksums(*(tensor.cpu() for tensor in tensors))
+    assert_bit_equal(by_kernel(), expected)
+    data[200_011] ^= 1
+    assert (by_kernel() != expected).sum() == 4, "the tensors with this byte"
 
 
 def test_sums_are_divided_and_rounded_to_either_dtype(device, poisoned):

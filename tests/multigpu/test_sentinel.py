@@ -16,24 +16,39 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import flips
-from dlp.comm import observer
-from dlp.comm.wire_checks import WireChecks, checksums, piece_sums
+from dlp.comm import exchange, observer, transport
+from dlp.comm.mapped import LayerDirection, Transport
+from dlp.comm.slots import CudaSlot
+from dlp.comm.wire_checks import WireChecks
+from dlp.kernels.ops import checksums
 from launch.config.run_config import Config, load
 from launch.settings.schema import ConfigError
 from launch.training import sentinel
 from launch.training.build import build
 from launch.training.sentinel import Sentinel, SentinelError
 from launch.training.trainer import Trainer
+from tests import pool as worker
 from tests import training
 from tests.cases import few, nightly
+from tests.shared_slot import SharedSlot
 
 LAYER = "model.layers.0.mlp.up_proj"
+QKV, OUT, GATE, DOWN = (
+    f"model.layers.0.{name}_proj" for name in ("self_attn.q", "self_attn.o", "mlp.gate", "mlp.down")
+)
 
 
 def flipped(tensor: Tensor) -> Tensor:
     """The tensor with the lowest bit of one element flipped."""
     bits = tensor.detach().clone().contiguous()
     bits.view(-1).view({2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])[3] ^= 1
+    return bits
+
+
+def flipped_byte(part: Tensor) -> Tensor:
+    """A copy of the part with one bit flipped."""
+    bits = part.contiguous().clone()
+    bits.view(-1).view(torch.uint8)[3] ^= 1
     return bits
 
 
@@ -103,11 +118,10 @@ class Damaging(WireChecks):
 
     direction = ""
 
-    def arrived(self, tensor: Tensor) -> Tensor:
+    def arrived(self, tensor: Tensor) -> None:
         if dist.get_rank() == 1 and observer._LABEL.get().direction == self.direction:
             type(self).direction = "none"
             tensor.view(-1).view(torch.uint8)[3] ^= 16
-        return tensor
 
 
 def damaged(folder: Path, data: Path, direction: str, *overrides: str) -> str:
@@ -117,6 +131,99 @@ def damaged(folder: Path, data: Path, direction: str, *overrides: str) -> str:
     with pytest.raises(SentinelError) as error, patch.object(sentinel, "WireChecks", Damaging):
         Trainer.train(trainer, done)
     return str(error.value)
+
+
+class DamagedSlots:
+    """Context in which one use of mapped memory is damaged in a pass that is checked: call `number` of `push` of rank 0 to the
+    last rank, or of `wait` of the last rank, in a direction of a layer.
+
+    push    flips a bit of the sent part in flight
+    wait    flips a bit of the part of rank 0 in the slot of the last rank, when the part has arrived
+    """
+
+    def __init__(self, moves: Transport, call: str, direction: LayerDirection, number: int) -> None:
+        slot = CudaSlot if moves.device.type == "cuda" else SharedSlot
+        self._moves, self._call, self._run = moves, call, getattr(slot, call)
+        self._direction, self._number, self._kept = direction, number, list[Tensor]()
+        self._patch = patch.object(slot, call, lambda slot, *given: self._called(slot, *given))
+
+    def __enter__(self) -> None:
+        self._patch.start()
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.stop()
+
+    def _called(self, slot: Any, *given: Any) -> None:
+        last = self._moves.world - 1
+        here = self._moves.rank == last if self._call == "wait" else self._moves.rank == 0 and given[1] == last
+        label = observer._LABEL.get()  # slots of CPUs push for agreements, too
+        if here and WireChecks.active is not None and label.direction != "amax":
+            self._number -= self._moves._direction == self._direction
+        if not here or self._number:
+            self._run(slot, *given)
+            return
+        self._number = -1
+        if self._call == "wait":
+            self._run(slot)
+            slot.payload[3] ^= 1
+            return
+        self._kept = [flipped_byte(given[0])]
+        slot.follow()
+        self._run(slot, *self._kept, *given[1:])
+
+
+def damaged_in_memory(
+    folder: Path, data: Path, call: str, direction: LayerDirection, number: int, *overrides: str
+) -> str:
+    """The message of a run in which mapped memory is damaged in the repeated pass of step 1. Runs in a worker."""
+    trainer, done = training.trainer(training.config(folder, data, *overrides))
+    group = trainer.built.mesh["tp"].get_group()
+    if trainer.built.device.type == "cpu":
+        transport.use(group, Transport(group, trainer.built.device, SharedSlot))
+    moves = transport.transport_of(group)
+    assert moves is not None
+    try:
+        with pytest.raises(SentinelError) as error, DamagedSlots(moves, call, direction, number):
+            Trainer.train(trainer, done)
+    finally:
+        if trainer.built.device.type == "cpu":
+            transport.use(group, None)
+    return str(error.value)
+
+
+def damaged_send(folder: Path, data: Path, *overrides: str) -> str:
+    """The message of a run in which a send of rank 0 in the forward of LAYER is damaged in the repeated pass of step 1. Runs in
+    a worker."""
+    trainer, done = training.trainer(training.config(folder, data, *overrides))
+    start, kept = exchange._start_steps, list[Tensor]()
+
+    def damaging(group: Any, to: int, source: int, *tensors: Tensor) -> list[Any]:
+        label = observer._LABEL.get()
+        if WireChecks.active is None or dist.get_rank() or (label.layer, label.direction) != (GATE, "fprop"):
+            return start(group, to, source, *tensors)
+        kept.append(flipped_byte(tensors[0]))
+        return start(group, to, source, *kept, *tensors[1:])
+
+    with pytest.raises(SentinelError) as error, patch.object(exchange, "_start_steps", damaging):
+        Trainer.train(trainer, done)
+    return str(error.value)
+
+
+def damaged_coalesced() -> list[str]:
+    """The damaged transfers of two parts that are gathered in one call, of which rank 1 receives the second with another bit.
+    Runs in a worker."""
+    device, group = worker.device(), dist.group.WORLD
+    parts = [torch.arange(24, device=device), torch.ones(5, dtype=torch.uint8, device=device)]
+    into = [part.new_empty(2 * len(part)) for part in parts]
+
+    class Damaging(WireChecks):
+        def arrived(self, tensor: Tensor) -> None:
+            if tensor is into[1] and dist.get_rank() == 1:
+                tensor[7] ^= 1
+
+    with Damaging() as checks, observer.label(layer="up", direction="fprop"):
+        group.allgather_into_tensor_coalesced(into, parts).wait()
+    return [str(each) for each in checks.damaged()]
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +304,62 @@ def test_a_damaged_transfer_is_named_with_its_sender(ranks, tmp_path, data, dire
     assert re.search(rf"first on rank 1 \([^)]*\): {re.escape(told)}", messages[0])
 
 
+@pytest.mark.parametrize("world", [2, nightly(4)])
+@pytest.mark.parametrize(
+    ("call", "number", "direction", "said", "overlap", "sequence_parallel"),
+    [
+        ("push", 1, (f"{QKV} and siblings", "forward"), f"fprop of {QKV}", "serial", "true"),  # a gather
+        ("push", 1, (OUT, "forward"), f"fprop of {OUT}", "serial", "true"),  # a reduce-scatter
+        ("push", 1, (DOWN, "backward"), f"dgrad of {DOWN}", "chunked:2", "true"),  # a piece of a gather
+        (
+            "push",
+            2,
+            (f"{GATE} and siblings", "backward"),
+            f"dgrad of {GATE}",
+            "chunked:2",
+            "true",
+        ),  # of a reduce-scatter
+        ("push", 1, (f"{QKV} and siblings", "backward"), f"wgrad of {QKV}", "chunked", "true"),
+        ("push", 2, (OUT, "forward"), f"fprop of {OUT}", "chunked", "false"),  # the sum of an all-reduce
+        ("wait", 1, (f"{GATE} and siblings", "forward"), f"fprop of {GATE}", "chunked", "true"),
+        ("wait", 1, (DOWN, "forward"), f"fprop of {DOWN}", "serial", "true"),
+    ],
+)
+def test_damage_in_mapped_memory_is_named(
+    ranks, tmp_path, data, world, call, number, direction, said, overlap, sequence_parallel
+):
+    given = [
+        "--train.sentinel",
+        "1",
+        "--train.ledger",
+        "off",
+        "--groups.default.overlap",
+        overlap,
+        "--mesh.tp",
+        str(world),
+    ]
+    given += ["--mesh.sequence_parallel", sequence_parallel, "--model.kv_heads", "4"]
+    messages = ranks(world).run(damaged_in_memory, tmp_path, data, call, direction, number, *given)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("step 1: ")
+    told = f"{said} from rank 0, which arrived with other bits than were sent, 1 in all: "
+    assert re.search(rf"first on rank {world - 1} \([^)]*\): {re.escape(told)}", messages[0])
+
+
+@pytest.mark.ranks(2)
+def test_a_damaged_send_of_chunked_is_named(ranks, tmp_path, data):
+    given = ["--train.sentinel", "1", "--train.ledger", "off", "--mesh.transport", "nccl"]
+    given += ["--groups.default.overlap", "chunked"]
+    messages = ranks(2).run(damaged_send, tmp_path, data, *given)
+    assert messages[0] == messages[1]
+    assert re.search(rf"first on rank 1 \([^)]*\): fprop of {re.escape(GATE)} from rank 0, which arrived", messages[0])
+
+
+@pytest.mark.ranks(2)
+def test_parts_that_are_gathered_in_one_call_are_summed(ranks):
+    assert ranks(2).run(damaged_coalesced) == [[], ["fprop of up from rank 1"]]
+
+
 def with_flips(out: Path) -> None:
     """Inject a flip of each kind on each rank and mesh (`bench.flips`). Runs in a worker."""
     try:
@@ -245,8 +408,17 @@ def test_a_checksum_sees_each_bit(dtype):
     for bit in range(8 * dtype.itemsize):
         other = x.clone()
         other.view(whole)[5] ^= -(2**bit) if bit == 8 * dtype.itemsize - 1 else 2**bit
-        assert checksums(other) != checksums(x) and not torch.equal(piece_sums(other), piece_sums(x))
+        assert checksums(other) != checksums(x)
     assert checksums(x.clone()) == checksums(x)
+
+
+def test_a_checksum_is_the_weighted_sum_of_words():
+    data = torch.randint(256, (20_000,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    for start, size in ((0, 0), (0, 1), (3, 9), (0, 8192), (8, 8193), (5, 16_384), (0, 20_000)):
+        memory = bytes(data[start : start + size].tolist()) + bytes(-size % 8)
+        words = [int.from_bytes(memory[at : at + 8], "little") for at in range(0, len(memory), 8)]
+        expected = sum((2 * i + 1) * word for i, word in enumerate(words)) % 2**64
+        assert checksums(data[start : start + size]).item() % 2**64 == expected
 
 
 def test_a_checksum_sees_another_order():
@@ -257,5 +429,5 @@ def test_a_checksum_sees_another_order():
     assert len({checksums(each).item() for each in (x, x.flip(0), x.roll(4), swapped, balanced)}) == 5
     assert checksums(x[:0]) == 0
     assert checksums(x[1:9]) == checksums(x[1:9].clone())  # wherever the tensor is stored
-    assert torch.equal(checksums(x, 4), torch.cat([checksums(each) for each in x.chunk(4)]))
-    assert torch.equal(checksums(x[:12], 4), torch.cat([checksums(each) for each in x[:12].chunk(4)]))
+    parts = x.view(torch.uint8).split([1, 7, 9, 0, len(x) * 4 - 17])
+    assert torch.equal(checksums(*parts), torch.cat([checksums(each) for each in parts]))

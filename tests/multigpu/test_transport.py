@@ -24,6 +24,7 @@ from dlp.comm import slots, transport
 from dlp.comm.mapped import Transport
 from dlp.comm.slots import CudaSlot, Wait
 from dlp.comm.transfers import WHOLE, Gathering
+from dlp.comm.wire_checks import WireChecks
 from dlp.kernels import ops
 from dlp.kernels.launches import Lane, recording
 from dlp.runtime import capture as captured
@@ -147,6 +148,25 @@ def arrives(made: Gathering, expected: list[Tensor], mine: random.Random) -> int
 def falls_behind(mine: random.Random) -> None:
     if mine.random() < 0.03:
         time.sleep(mine.random() / 50)
+
+
+def checked_operations(seed: int, count: int) -> tuple[int, list[int], int]:
+    """Random operations whose bits are summed on both ends, and operations after them: errors, numbers of summed transfers, and
+    the number of transfers that arrived with other bits than were sent."""
+    transfers = []
+    with WireChecks() as checks:
+        wrong = random_operations(seed, count)
+    transfers.append(len(checks._transfers[dist.group.WORLD]))
+    wrong += random_operations(seed, 5)
+    transfers.append(len(checks._transfers[dist.group.WORLD]))
+    return wrong, transfers, len(checks.damaged())
+
+
+@pytest.mark.ranks(2)
+def test_sums_of_random_transfers_agree(ranks):
+    for wrong, transfers, damaged in ranks(2).run(checked_operations, 2, 40):
+        assert (wrong, damaged) == (0, 0)
+        assert transfers[0] == transfers[1] >= 40, "outside of the context no transfer is summed"
 
 
 @pytest.mark.parametrize(("world", "count"), [(2, 250), nightly(2, 500), nightly(4, 125)])

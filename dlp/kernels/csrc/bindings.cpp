@@ -4,6 +4,7 @@
 // `bind` adds a function to the module. `bind_step` also registers the function by name as a step of captured programs
 // (steps.h); such functions take jobs as `Words<Job>`, which marks the words that are addresses.
 #include <cstring>
+#include <vector>
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -332,6 +333,9 @@ PYBIND11_MODULE(dlp_kernels, m) {
         sum_by_tree(reinterpret_cast<const float*>(from), reinterpret_cast<void*>(to), parts, count, input_of(wide), stream);
     });
 
+    bind(m, "checksums", [](const std::vector<ByteRange>& ranges, uintptr_t out, Stream stream) {
+        checksums(ranges.data(), int64_t(ranges.size()), reinterpret_cast<uint64_t*>(out), stream);
+    });
     m.def("open_cublaslt", &open_cublaslt);
     m.def("cublaslt_version", &cublaslt_version);
     pybind11::class_<GemmPlan>(m, "GemmPlan")

@@ -360,7 +360,10 @@ using Stream = uintptr_t;               // a cudaStream_t
 
 constexpr int64_t kAmaxChunk = 16384;   // elements of a piece of work of `amax`
 constexpr int64_t kTile = 128;          // rows, and columns, of a piece of work of kernels over tiles
+constexpr int kChecksums = 128;         // tensors of a launch of `checksums`, whose addresses are arguments of the launch
 constexpr int64_t kNormParts = 512;     // parts of the weight gradients of norms: blocks of their backward kernels
+
+using ByteRange = std::array<int64_t, 2>;  // address and number of bytes
 
 void amax(const Work<AmaxJob>& work, Input input, uintptr_t out, int64_t out_count, Stream stream);
 void cast_tensor(const TensorJob& job, Input input, Code code, const ScaleRule& rule, Stream stream);
@@ -395,6 +398,8 @@ void delayed_update(const Work<DelayedJob>& work, Stream stream);
 void sum_in_order(const void* from, const void* own, int64_t index, void* to, int64_t contributions, int64_t count, Input input,
                   Input output, float divisor, Stream stream);
 void sum_by_tree(const float* from, void* to, int64_t parts, int64_t count, Input output, Stream stream);
+// Adds the checksum of each range of bytes to `out` [count]. Up to kChecksums ranges take one launch.
+void checksums(const ByteRange* ranges, int64_t count, uint64_t* out, Stream stream);
 void pack_fp8_wire(const WireMatrix& job, Input input, Stream stream);
 void sum_fp8_wire(const WireSum& job, Input output, Stream stream);
 void rms_norm(const NormJob& job, float eps, Input input, Stream stream);

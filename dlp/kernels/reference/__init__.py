@@ -11,6 +11,7 @@ and preserves Inf (the semantics of CUDA's fmax). No function copies a value to 
     producers.py  RMSNorm, SwiGLU, their gradients, sums of columns
     activations.py  other activations and gates, LayerNorm, their gradients
     loss.py     cross entropy of rows of logits, and its gradient
+    checksums.py  sums of the bits of tensors
     layout.py   the scale layouts that GEMM kernels read
     gemm.py     the GEMM of every pair of formats
 """
@@ -24,6 +25,7 @@ from dlp.kernels.reference.activations import (
     layer_norm,
     layer_norm_backward,
 )
+from dlp.kernels.reference.checksums import checksums
 from dlp.kernels.reference.fp4 import (
     PhiloxState,
     decode_e2m1,
@@ -107,7 +109,7 @@ __all__ = [
     "ACTIVATIONS", "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "PhiloxState", "Fp8Scale", "RHT_SIGNS", "activation",
     "activation_backward", "amax", "amax_lines", "block_1d_layout", "block_2d_layout",
     "cast_fp8", "cast_fp8_block", "cast_fp8_block_both", "cast_fp8_rowwise", "cast_fp8_rowwise_both", "cast_fp8_tensor",
-    "cast_fp8_tensor_both", "cast_mxfp8", "cast_mxfp8_both", "cast_nvfp4", "column_sums", "decode_e2m1",
+    "cast_fp8_tensor_both", "cast_mxfp8", "cast_mxfp8_both", "cast_nvfp4", "checksums", "column_sums", "decode_e2m1",
     "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update",
     "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "finish", "gated",
     "gated_backward", "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_int8_rowwise", "int8_sums",

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.dropout import _DropoutNd
 
 from dlp.comm.mesh import ParallelDims
-from dlp.comm.wire_checks import checksums
 from dlp.kernels import canonical
+from dlp.kernels.ops import checksums
 from dlp.parallel.linear.canonical import RANKS, all_reduce
 from dlp.parallel.linear.step import in_backward
 from dlp.parallel.model.grads import call_in_backward, local_grad, set_grad
