@@ -147,7 +147,7 @@ class Sentinel:
         keys, names = ([name for names, _ in each for name in names] for each in (self._first, sums))
         same, own = keys == names, [0]
         if same:
-            first, again = (torch.cat([sum_.to(device) for _, sum_ in each]) for each in (self._first, sums))
+            first, again = (torch.cat([found.to(device) for _, found in each]) for each in (self._first, sums))
             own = (first != again).nonzero().flatten().tolist()
         count = torch.tensor(len(own) + len(self._damaged), device=device)
         with observer.label(**OWN):
