@@ -333,8 +333,10 @@ def is_int4_group(a: OperandLayout, b: OperandLayout) -> bool:
     return (a.gemm_kind, b.gemm_kind) == ("hp", "int4_group")
 
 
-def are_few_tokens(a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: GemmLaunchOptions) -> bool:
-    """Return whether `int4_group_gemv` multiplies these parts: 1 to 8 rows of bf16, K in multiples of 32, all parts contiguous."""
+def are_few_tokens(
+    a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: GemmLaunchOptions
+) -> bool:
+    """Return whether `int4_group_gemv` multiplies these parts: 1 to 8 rows of bf16, K in multiples of 32, parts contiguous."""
     x, codes = a[0], b[0]
     few = 1 <= len(x) <= GEMV_TOKENS and x.dtype == torch.bfloat16 and x.shape[1] > 0 and x.shape[1] % 32 == 0
     lies = all(each.is_contiguous() for each in (x, *b)) and (x.data_ptr() | codes.data_ptr()) % 16 == 0
