@@ -1,4 +1,4 @@
-"""int4 weights in torch's layout: bounds against the decoded weights, zero points, and refusals."""
+"""int4 weights in the layout of torch's CPU kernel: bounds against the decoded weights, zero points, and refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_packed_linears_multiply_the_codes(group: int, symmetric: bool) -> None:
     assert 0 < (y - expected).float().norm() < 0.02 * expected.float().norm()
 
 
-def test_what_the_kernel_does_not_take_is_refused() -> None:
+def test_what_the_kernel_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def quantized(weight: str, rows: int = 64, mode: str = "weight_only") -> nn.Module:
         model = nn.Sequential(nn.Linear(256, 64), nn.Linear(64, rows)).bfloat16()
         return dlp.quantize_(model, dlp.recipe("qat", weight=weight), mode=mode)
@@ -42,9 +42,15 @@ def test_what_the_kernel_does_not_take_is_refused() -> None:
         with pytest.raises(ValueError, match=said):
             dlp.pack_int4(model)
         assert type(model[0]) is nn.Linear
+    with (
+        monkeypatch.context() as context,
+        pytest.raises(ValueError, match="pack_int4: 0 is on a GPU, .*: leave pack_int4 out"),
+    ):
+        context.setattr(QuantizedParameter, "is_cuda", True)
+        dlp.pack_int4(quantized("int4 group 32"))
     packed = quantized("int4 group 32")
     dlp.pack_int4(packed)
     with pytest.raises(
-        ValueError, match="packed for cpu must be bf16 on that device; got torch.float32 on cpu: convert x"
+        ValueError, match="packed int4 weights must be bf16 on a CPU; got torch.float32 on cpu, .*: convert x"
     ):
         packed(torch.randn(1, 256))

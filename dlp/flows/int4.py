@@ -1,12 +1,13 @@
-"""pack_int4: int4 weights in groups, in the layout of torch's own int4 GEMM, for fast forward passes of few tokens.
+"""pack_int4: int4 weights in groups, in the layout of torch's own int4 GEMM, for fast forward passes on a CPU.
 
-    dlp.quantize_(model, dlp.recipe("qat", weight="int4 group 128"))     int4 codes, decoded in each forward
-    dlp.pack_int4(model)                                                 torch's `_weight_int4pack_mm` reads the codes
+    dlp.quantize_(model, dlp.recipe("qat", weight="int4 group 128"))     int4 codes; a GPU multiplies few tokens by the codes,
+                                                                         and a CPU decodes the codes in each forward
+    dlp.pack_int4(model)                                                 torch's CPU kernel reads the codes
 
     y = x @ ((codes - 8) * scale + zero).T      codes 0 to 15, scale and zero in bf16, one pair for each group
 
 The kernel reads bf16 scales and rounds decoded weights to bf16, so that results differ from those of `dlp.quantize_` by the
-rounding of bf16. torch has separate layouts for CPU and GPU: pack on the device that runs the model.
+rounding of bf16.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch import Tensor, nn
 from dlp.quant.integers import Int, unpack
 from dlp.quant.parameter import QuantizedParameter
 
-GROUPS = (32, 64, 128, 256)  # group sizes that torch's kernels support
+GROUPS = (32, 64, 128, 256)  # group sizes that torch's kernel supports
 
 
 class PackedInt4Linear(nn.Module):
     """Linear with int4 weights in the layout of torch's kernel, for forward passes in bf16. `dlp.pack_int4` builds it.
 
-    packed            codes, in the layout of the device
+    packed            codes, in the layout of torch's CPU kernel
     scale_and_zero    bf16 [K / group, N, 2]
     """
 
@@ -38,40 +39,35 @@ class PackedInt4Linear(nn.Module):
         codes, scale_inv, *zero = weight.parts
         scale = scale_inv.bfloat16()
         zeros = -zero[0].float() * scale.float() if zero else torch.zeros_like(scale_inv)
-        self.register_buffer("packed", _packed((unpack(codes, 4).to(torch.int32) + 8).contiguous()))
+        counted = (unpack(codes, 4).to(torch.int32) + 8).contiguous()
+        self.register_buffer("packed", torch._convert_weight_to_int4pack_for_cpu(counted, 1))
         self.register_buffer("scale_and_zero", torch.stack([scale, zeros.bfloat16()], -1).transpose(0, 1).contiguous())
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] in bf16 -> y [..., N]."""
-        if x.dtype is not torch.bfloat16 or x.is_cuda != (self.packed.dtype is torch.int32):
+        if x.dtype is not torch.bfloat16 or x.is_cuda or self.packed.is_cuda:
             raise ValueError(
-                f"x of int4 weights that are packed for {'cuda' if self.packed.dtype is torch.int32 else 'cpu'} must be bf16 "
-                f"on that device; got {x.dtype} on {x.device}: convert x, or pack the model on the device that runs it"
+                f"x of packed int4 weights must be bf16 on a CPU; got {x.dtype} on {x.device}, and weights on "
+                f"{self.packed.device}: convert x; on a GPU run the model of dlp.quantize_ without dlp.pack_int4"
             )
-        multiply = torch._weight_int4pack_mm if x.is_cuda else torch._weight_int4pack_mm_for_cpu
-        rows = x.reshape(-1, self.in_features)
-        y = multiply(rows.contiguous(), self.packed, self.group, self.scale_and_zero).view(*x.shape[:-1], -1)
+        rows = x.reshape(-1, self.in_features).contiguous()
+        y = torch._weight_int4pack_mm_for_cpu(rows, self.packed, self.group, self.scale_and_zero).view(
+            *x.shape[:-1], -1
+        )
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, group={self.group}"
 
 
-def _packed(codes: Tensor) -> Tensor:
-    """Return int32 codes [N, K] of 0 to 15 in the layout of their device."""
-    if not codes.is_cuda:
-        return torch._convert_weight_to_int4pack_for_cpu(codes, 1)
-    tiles = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)
-    return torch._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8), tiles)
-
-
 @torch.no_grad()
 def pack_int4(model: nn.Module) -> list[str]:
-    """Replace linears with int4 weights in groups by linears that run torch's int4 GEMM.
+    """Replace linears with int4 weights in groups by linears that run torch's int4 GEMM on a CPU.
 
     The linears run forward only, in bf16. Call `pack_int4` after `dlp.quantize_` in mode "weight_only" or
-    `dlp.load_quantized_state_dict`, on the device that runs the model; packed models are not saved as codes.
+    `dlp.load_quantized_state_dict`; packed models are not saved as codes. On a GPU linears of `dlp.quantize_` multiply up to 8
+    tokens by the codes themselves, without `pack_int4`.
 
     Args:
         model: plain model after `dlp.quantize_`, changed in place.
@@ -80,8 +76,8 @@ def pack_int4(model: nn.Module) -> list[str]:
         Names of the packed linears. Linears with weights of other formats stay as they are.
 
     Raises:
-        ValueError: before anything is changed, if no linear has int4 weights in groups; for a group that the kernel does not
-            know, N that is no multiple of 16, and x that is quantized, too.
+        ValueError: before anything is changed, if no linear has int4 weights in groups; for weights on a GPU, a group that
+            the kernel does not know, N that is no multiple of 16, and x that is quantized, too.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(256, 64)).bfloat16()
@@ -94,6 +90,11 @@ def pack_int4(model: nn.Module) -> list[str]:
         raise ValueError(
             "pack_int4: no nn.Linear has int4 weights in groups; call dlp.quantize_ with dlp.recipe('qat', weight='int4 group "
             "128') first"
+        )
+    if on_gpu := [name for name, module in found.items() if module.weight.is_cuda]:
+        raise ValueError(
+            f"pack_int4: {on_gpu[0]} is on a GPU, where linears of dlp.quantize_ multiply int4 codes without a second layout: "
+            f"leave pack_int4 out, or move the model to a CPU first"
         )
     for name, module in found.items():
         use, (rows, columns) = module.weight.use, module.weight.shape

@@ -38,13 +38,21 @@ def takes_decode(codes: Tensor, scale: Tensor, block: Block, dtype: torch.dtype 
 def takes_decode_nvfp4(
     packed: Tensor, scale: Tensor, block: Block, amax: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> bool:
-    return amax is None and dtype == torch.bfloat16 and packed.is_contiguous()
+    return dtype == torch.bfloat16 and packed.is_contiguous()
 
 
-def decode_to_bf16_kernel(codes: Tensor, scale: Tensor, block: Block, *_: Any, **__: Any) -> Tensor:
+def decode_nvfp4_kernel(
+    packed: Tensor, scale: Tensor, block: Block, amax: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    return decode_to_bf16_kernel(packed, scale, block, dtype, amax)
+
+
+def decode_to_bf16_kernel(
+    codes: Tensor, scale: Tensor, block: Block, dtype: torch.dtype = torch.bfloat16, amax: Tensor | None = None
+) -> Tensor:
     cols = codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
     out = torch.empty(codes.shape[0], cols, dtype=torch.bfloat16, device=codes.device)
-    cuda_codes.decode(codes, scale, block, out)
+    cuda_codes.decode(codes, scale, block, out, amax)
     return out
 
 

@@ -21,9 +21,11 @@ ENCODINGS = {
 }  # fmt: skip
 
 
-def decode(codes: Tensor, scale: Tensor, block: tuple[int, int], out: Tensor) -> None:
+def decode(
+    codes: Tensor, scale: Tensor, block: tuple[int, int], out: Tensor, amax: Tensor | None = None
+) -> None:  # fmt: skip
     """Decode codes [rows, C], or packed codes [rows, C/2], with scales [row blocks, C blocks], which may be strided -> out bf16
-    [rows, C]."""
+    [rows, C]. `amax`: fp32 [] of an NVFP4 tensor, whose scale is then applied."""
     encoding = ENCODINGS.get((codes.dtype, scale.dtype))
     if encoding is None:
         raise ValueError(
@@ -34,8 +36,22 @@ def decode(codes: Tensor, scale: Tensor, block: tuple[int, int], out: Tensor) ->
     words = (
         _output(codes, codes.shape, [codes.dtype], "codes"), _scales(scale, blocks),
         _output(out, [rows, cols], [torch.bfloat16], "out"), rows, cols, *block, *scale.stride(),
+        _scalar(amax, "amax"),
     )  # fmt: skip
     launch("decode", codes, words, encoding)
+
+
+def int4_gemv(x: Tensor, codes: Tensor, scale_inv: Tensor, zero: Tensor | None, out: Tensor) -> None:
+    """Multiply x, bf16 [at most 8, K], by packed int4 codes [N, K/2] with scale_inv and zero point [N, K / group] -> out
+    [tokens, N], bf16 or fp32 (`reference.gemm_int4_group`). A group has 32 codes times a power of two."""
+    (tokens, cols), (rows, groups) = x.shape, scale_inv.shape
+    words = (
+        _output(x, x.shape, [torch.bfloat16], "x"), _output(codes, [rows, cols // 2], [torch.uint8], "codes"),
+        _output(scale_inv, scale_inv.shape, [torch.float32], "scale_inv"),
+        _output(zero, scale_inv.shape, [torch.int8], "zero"), _output(out, [tokens, rows], INPUTS, "out"),
+        tokens, rows, cols, (cols // groups // 32).bit_length() - 1, out.dtype == torch.float32,
+    )  # fmt: skip
+    launch("int4_gemv", x, words)
 
 
 def _scales(scale: Tensor, shape: Sequence[int]) -> int:

@@ -10,6 +10,8 @@
     fp8_block_2d     FP8 codes [rows, C], scale_inv fp32 [rows/128, C/128] (128, 128)
     mxfp8            FP8 codes [rows, C], E8M0 bytes, one per block        (1 or 32, 32)
     nvfp4            packed codes [rows, C/2], E4M3 scales, amax fp32 []   (1 or 16, 16)
+    int4_group       packed codes [rows, C/2], scale_inv fp32 [rows, C/n],  (1, n), n = 32, 64, 128, ...
+                     and zero_point int8 of the same shape, or none
 
 Scales are compact. If a tensor core reads another layout, the GEMM rearranges the scales right before the launch. On Hopper and
 Blackwell GEMMs run cuBLASLt (`gemms`); large GEMMs of blocks on Hopper run `gemm_sm90`. MXFP8 and NVFP4 codes are multiplied by
@@ -31,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlp.kernels import gemm_sm90, gemms, reference
+from dlp.kernels import cuda_codes, gemm_sm90, gemms, reference
 from dlp.kernels.codes import decode_fp8_block, decode_mxfp8, decode_nvfp4, nvfp4_alpha, swizzle_128x4
 from dlp.kernels.gemms import BLOCK_1D, BLOCK_2D, FP4, MX_BLOCKS, NVFP4_BLOCKS, ROWWISE, Scales
 from dlp.kernels.reference import finish
@@ -50,6 +52,7 @@ from dlp.kernels.registry import (
 )
 
 FP8_CORES = (8, 9)  # lowest compute capability with FP8 tensor cores
+GEMV_TOKENS = 8  # most rows of x that the kernel of int4 weights multiplies
 DECODES = "decode"  # prefix of the printed names of kernels that decode operands first
 Parts = Sequence[Tensor]
 Finish = tuple[torch.dtype, Tensor | None, Tensor | None, GemmLaunchOptions]  # out_dtype, bias, accumulate, options
@@ -321,6 +324,34 @@ def _int8_sums_on_gpu(a: Tensor, b: Tensor) -> Tensor:
 
 int8_rowwise_reference = partial(_int8_rowwise, reference.int8_sums)
 int8_rowwise_by_torch = partial(_int8_rowwise, _int8_sums_on_gpu)
+
+
+# Few tokens, and integers of 4 bits with one scale per group
+
+
+def is_int4_group(a: OperandLayout, b: OperandLayout) -> bool:
+    return (a.gemm_kind, b.gemm_kind) == ("hp", "int4_group")
+
+
+def are_few_tokens(
+    a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: GemmLaunchOptions
+) -> bool:
+    """Return whether `int4_group_gemv` multiplies these parts: 1 to 8 rows of bf16, K in multiples of 32, parts contiguous."""
+    x, codes = a[0], b[0]
+    few = 1 <= len(x) <= GEMV_TOKENS and x.dtype == torch.bfloat16 and x.shape[1] > 0 and x.shape[1] % 32 == 0
+    lies = all(each.is_contiguous() for each in (x, *b)) and (x.data_ptr() | codes.data_ptr()) % 16 == 0
+    return few and lies and len(codes) > 0 and options.alpha == 1.0 and not options.sms
+
+
+def int4_group_gemv(
+    a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Tensor | None,
+    accumulate: Tensor | None, options: GemmLaunchOptions,
+) -> Tensor:  # fmt: skip
+    """Multiply few tokens by packed int4 codes in one launch, which rounds to bf16 if nothing is added to the sums."""
+    narrow = out_dtype == torch.bfloat16 and bias is None and accumulate is None
+    y = torch.empty(len(a[0]), len(b[0]), dtype=torch.bfloat16 if narrow else torch.float32, device=a[0].device)
+    cuda_codes.int4_gemv(a[0], b[0], b[1], b[2] if len(b) > 2 else None, y)
+    return y if narrow else finish(y, out_dtype, bias, accumulate)
 
 
 # Blocks: decoded values, the reference, then tensor cores of Hopper and Blackwell

@@ -27,7 +27,8 @@ class Int(Format):
     an int8 `zero_point` of the same shape if not symmetric. Values are (code - zero_point) * scale_inv.
 
     bits    2 to 8. Codes of 8 bits are int8, other codes are packed into bytes. GEMMs of int8 rows multiply codes, and fold
-            zero points into the integer sums; GEMMs of other codes decode
+            zero points into the integer sums; GEMMs of other codes decode, except for few tokens and int4 codes in groups of
+            32, 64, 128, ... on a GPU
     group   number of elements that share a scale along the contraction; 0: the whole row
 
     Raises ValueError for other bits, and for a negative group.
@@ -73,6 +74,8 @@ class Int(Format):
 
     @property
     def gemm_kind(self) -> str:
+        if self.bits == 4 and self.group >= 32 and self.group.bit_count() == 1:
+            return "int4_group"
         if self.group or self.bits != 8:
             return "decode"
         return "int8_rowwise" if self.symmetric else "int8_zero_point"

@@ -189,6 +189,26 @@ inline void tile_copy_to_all(uint32_t to, const void* map, int x, int y, uint32_
     emulator::tile_copy(blocks, to, map, x, y, at);
 }
 inline void begin_products() {}
+
+// D += A B of a warp, A [16, 16] and B [16, 8] in bf16: lane 4 g + t holds rows g and g + 8 of A and D, and column g of B.
+inline void warp_product_bf16(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                              uint32_t b0, uint32_t b1) {
+    const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
+    uint32_t given[6][emulator::kWarp];
+    for (int i = 0; i < 6; ++i) {
+        const uint64_t* words = emulator::gather(mine[i]);
+        for (int lane = 0; lane < emulator::kWarp; ++lane) given[i][lane] = uint32_t(words[lane]);
+    }
+    const auto value = [](uint32_t pair, int k) { return __uint_as_float(k % 2 ? pair & 0xFFFF0000u : pair << 16); };
+    float* const d[4] = {&d0, &d1, &d2, &d3};
+    for (int i = 0; i < 4; ++i) {
+        const int row = emulator::lane() / 4, column = 2 * (emulator::lane() % 4) + i % 2;
+        for (int k = 0; k < 16; ++k) {
+            const int lane = k % 8 / 2, half = k / 8;
+            *d[i] += value(given[i / 2 + 2 * half][4 * row + lane], k) * value(given[4 + half][4 * column + lane], k);
+        }
+    }
+}
 inline void product_e4m3(float (&d)[48], uint64_t a, uint64_t b, int add) { emulator::product<__nv_fp8_e4m3>(d, a, b, add); }
 inline void product_e5m2(float (&d)[48], uint64_t a, uint64_t b, int add) { emulator::product<__nv_fp8_e5m2>(d, a, b, add); }
 

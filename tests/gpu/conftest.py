@@ -21,7 +21,9 @@ GUARD, POISON = 256, 0xA5  # guard bytes on each side, and the value of guards a
 Allocate = Callable[..., Tensor]
 # Files that expect the bits of the reference. Under emulation CPU tensors take the code paths of GPU tensors, and have
 # other bits.
-EMULATED = "amax cast_block cast_mxfp8 cast_nvfp4 cast_tensor codes flags gate_grads golden loss producers rowwise wire".split()
+EMULATED = (
+    "amax cast_block cast_mxfp8 cast_nvfp4 cast_tensor codes flags gate_grads golden int4 loss producers rowwise wire"
+).split()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

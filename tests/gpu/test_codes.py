@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlp.kernels import canonical, cuda_codes, ops, reference
+import dlp
+from dlp.kernels import canonical, cuda_codes, launches, ops, reference
 from dlp.kernels.ops import DelayedSlots
 from dlp.runtime import capture as captured
 from tests.gpu.inputs import CODES, DTYPES, random_sizes, values
@@ -27,12 +28,14 @@ def without_nan(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), torch.tensor(torch.nan, dtype=x.dtype), x)
 
 
-def decoded(poisoned, codes: Tensor, scale: Tensor, block: tuple[int, int], cols: int) -> Tensor:
+def decoded(
+    poisoned, codes: Tensor, scale: Tensor, block: tuple[int, int], cols: int, amax: Tensor | None = None
+) -> Tensor:
     """Decode codes with scales that are stored row by row. Scales that are stored column by column must give the same
     result."""
     out, other = (poisoned((codes.shape[0], cols), torch.bfloat16) for _ in range(2))
-    cuda_codes.decode(codes.cuda(), scale.cuda(), block, out)
-    cuda_codes.decode(codes.cuda(), by_columns(scale.cuda()), block, other)
+    cuda_codes.decode(codes.cuda(), scale.cuda(), block, out, amax)
+    cuda_codes.decode(codes.cuda(), by_columns(scale.cuda()), block, other, amax)
     assert torch.equal(out.view(torch.int16), other.view(torch.int16))
     return without_nan(out.cpu())
 
@@ -55,8 +58,10 @@ def test_nvfp4_decodes_to_the_reference(device, poisoned, height):
     for rows, cols in [(16, 16), (64, 1024), (256, 80), (256, 8192), (0, 16), *random_sizes(3, 16, 16)]:
         packed = some_bytes(rows, cols // 2)
         scale = some_bytes(rows // height, cols // 16, seed=1).view(torch.float8_e4m3fn)
-        want = without_nan(reference.decode_nvfp4(packed, scale, (height, 16)).bfloat16())
-        assert_bit_equal(decoded(poisoned, packed, scale, (height, 16), cols), want, f"{rows} {cols}")
+        for amax in (None, torch.tensor(3.7), torch.tensor(1e-36), torch.tensor(torch.inf)):
+            want = without_nan(reference.decode_nvfp4(packed, scale, (height, 16), amax).bfloat16())
+            on = None if amax is None else amax.cuda()
+            assert_bit_equal(decoded(poisoned, packed, scale, (height, 16), cols, on), want, f"{rows} {cols} {amax}")
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -70,6 +75,17 @@ def test_fp8_blocks_decode_to_the_reference(device, poisoned, code, height):
         scale = torch.exp2(exponents.float())
         want = without_nan(reference.decode_fp8_block(codes, scale, (height, 128)).bfloat16())
         assert_bit_equal(decoded(poisoned, codes, scale, (height, 128), cols), want, f"{rows} {cols}")
+
+
+def test_weights_decode_by_one_launch(device):
+    """The op that decodes a weight for dgrad writes bf16 by one kernel, without a copy."""
+    for name in ("nvfp4", "fp8_block"):
+        weight = dlp.quantize_(torch.nn.Sequential(torch.nn.Linear(256, 128)).bfloat16().to(device), name)[0].weight
+        want = weight.use.format.decode_parts([part.cpu() for part in weight.parts]).bfloat16()
+        with launches.recording() as recorded:
+            weight.dequantize()
+        assert [kernel for kernel, *_ in recorded] == ["decode"], name
+        assert_bit_equal(weight.dequantize().cpu(), want, name)
 
 
 @pytest.mark.parametrize("each", [1, 16, 32, 128])

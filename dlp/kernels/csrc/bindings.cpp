@@ -202,6 +202,7 @@ void bind_small(pybind11::module_& m) {
     bind_step(m, "gemm_fp8_blocks", [](const Words<BlockGemmJob>& job, bool e5m2, bool wide, Stream stream) {
         gemm_fp8_blocks(make_job<BlockGemmJob>(job), code_of(e5m2), input_of(wide), stream);
     });
+    bind_step(m, "int4_gemv", [](const Words<Int4Job>& job, Stream stream) { int4_gemv(make_job<Int4Job>(job), stream); });
     bind_step(m, "nvfp4_alpha", [](const Words<AlphaJob>& words, Stream stream) {
         nvfp4_alpha(make_job<AlphaJob>(words), stream);
     });

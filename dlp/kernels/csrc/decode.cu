@@ -1,6 +1,7 @@
 // Codes times their scales -> bf16 [rows, cols], for a GEMM that has no unit for the format: fl_bf16(value(code) *
 // value(scale)), one product in fp32, rounded once. Exact wherever bf16 holds the product, as it does for NVFP4 without the
-// tensor's scale and for power-of-two scales within bf16's range. Bitwise equal to reference.fp8, reference.mx and
+// tensor's scale and for power-of-two scales within bf16's range. With the amax of an NVFP4 tensor, value(scale) is
+// fl(fl(scale * amax) * fl(1/2688)). Bitwise equal to reference.fp8, reference.mx and
 // reference.nvfp4 decoding, rounded to bf16.
 //
 // Grid: a block of 256 threads decodes a tile of 32 rows by 256 columns. Eight threads process a row; a thread takes
@@ -38,15 +39,18 @@ struct Nibbles {
 };
 struct Fp32Scale {
     using Raw = float;
-    static __device__ float value(float scale) { return scale; }
+    static __device__ float value(float scale, const float*) { return scale; }
 };
 struct E8m0Scale {
     using Raw = uint8_t;
-    static __device__ float value(uint8_t scale) { return e8m0_value(scale); }
+    static __device__ float value(uint8_t scale, const float*) { return e8m0_value(scale); }
 };
 struct E4m3Scale {
     using Raw = uint8_t;
-    static __device__ float value(uint8_t scale) { return unpack<E4m3>(scale); }
+    static __device__ float value(uint8_t scale, const float* amax) {
+        constexpr float kUnit = float(1.0 / (6.0 * 448.0));
+        return amax ? __fmul_rn(__fmul_rn(unpack<E4m3>(scale), *amax), kUnit) : unpack<E4m3>(scale);
+    }
 };
 
 // Eight adjacent codes of a row on their way to bf16.
@@ -105,7 +109,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const DecodeJob job) {
     for (int i = 0; i < kPieces; ++i) {
         const uint32_t col = first + i * kStep;
         if (col >= cols) continue;
-        piece[i].store(static_cast<__nv_bfloat16*>(job.out) + at + col, cols - col, Scale::value(scale[i]));
+        piece[i].store(static_cast<__nv_bfloat16*>(job.out) + at + col, cols - col, Scale::value(scale[i], job.amax));
     }
 }
 

@@ -132,7 +132,20 @@ struct DecodeJob {            // codes * scales -> bf16
     void* out;                // bf16 [rows, cols]
     int64_t rows, cols, block_rows, block_cols;
     int64_t scale_row_stride, scale_col_stride;  // in scales
-    static constexpr uint32_t addresses = words(0, 1, 2);
+    const float* amax;        // [] of an NVFP4 tensor; null: the scale of the tensor is not applied
+    static constexpr uint32_t addresses = words(0, 1, 2, 9);
+};
+
+struct Int4Job {              // few tokens times int4 weights with a scale per group
+    const void* x;            // bf16 [tokens, cols]
+    const uint8_t* codes;     // [rows, cols], half a byte per code: code + 8, the even column in the low half
+    const float* scale_inv;   // [rows, cols / group]
+    const int8_t* zero;       // [rows, cols / group]; null: 0
+    void* out;                // [tokens, rows], fp32 if `wide`, else bf16
+    int64_t tokens, rows, cols;
+    int64_t chunks_log2;      // a group has 32 << chunks_log2 codes
+    int64_t wide;
+    static constexpr uint32_t addresses = words(0, 1, 2, 3, 4);
 };
 
 struct SwizzleJob {           // scale bytes for a block-scaled GEMM
@@ -386,6 +399,7 @@ void cast_nvfp4_2d(const Work<Nvfp4Job>& work, Input input, bool four_over_six, 
 void transpose_bytes(const Work<CodesJob>& work, Stream stream);
 void transpose_nibbles(const Work<CodesJob>& work, Stream stream);
 void decode(const DecodeJob& job, Encoding encoding, Stream stream);
+void int4_gemv(const Int4Job& job, Stream stream);
 void nvfp4_alpha(const AlphaJob& job, Stream stream);
 void round_to_bf16(const RoundJob& job, Stream stream);
 void transpose_words(uintptr_t from, uintptr_t to, int64_t rows, int64_t cols, Stream stream);  // words of 4 bytes

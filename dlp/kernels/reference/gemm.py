@@ -81,6 +81,17 @@ def grouped_fp8_rowwise(
     return torch.cat(products).bfloat16()
 
 
+def gemm_int4_group(x: Tensor, codes: Tensor, scale_inv: Tensor, zero: Tensor | None = None) -> Tensor:
+    """Multiply x [tokens, K] by packed int4 codes [N, K/2] with scale_inv and zero point int8 (None: 0) [N, K / group] -> fp32
+    [tokens, N]: the sum over groups of scale_inv times the sum of x (code - zero). Products are exact, and the order of the
+    fp32 sums is unspecified: two results differ by at most 2^-18 times the sum of the magnitudes of all terms."""
+    groups = scale_inv.shape[1]
+    counted = torch.stack([codes & 15, codes >> 4], -1).flatten(1).unflatten(1, (groups, -1)).float() - 8
+    counted = counted if zero is None else counted - zero[..., None]
+    sums = torch.einsum("mgk,ngk->mng", x.float().unflatten(1, (groups, -1)), counted)
+    return (sums * scale_inv).sum(-1)
+
+
 def gemm_int8_rowwise(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, sums: Callable[[Tensor, Tensor], Tensor], *,
     a_zero: Tensor | None = None, b_zero: Tensor | None = None,

@@ -1,0 +1,158 @@
+// Few tokens times int4 weights with a scale per group: y[m, n] = sum over k of x[m, k] * (code[n, k] - zero[n, group]) *
+// scale_inv[n, group], for at most 8 rows of x in bf16. Equal to reference.gemm.gemm_int4_group within a bound: products are
+// exact, tensor cores sum the 32 products of a chunk, and all other sums are fp32 in a fixed order.
+//
+// A chunk is 32 codes of a row, 16 bytes, the load of a lane. A span is four chunks. A tensor core multiplies 16 rows of the
+// weight by 8 columns; column 4 i + j holds chunk j of token i and zeros elsewhere, so that each chunk of two tokens has a sum
+// of its own, which is multiplied by the scale of the chunk's group. More tokens take further passes over decoded codes.
+//
+//   lane 4 g + t    codes of rows g and g + 8, chunk t; x of column g if that column holds chunk t; sums of columns 2 t, 2 t + 1
+//
+// Grid: a block of eight warps computes 16 rows; warp w takes spans w, w + 8, ... and keeps kDepth spans in flight. The sums of
+// the warps are added in the order of the warps. Bound by memory: half a byte per code.
+#include "octet.cuh"
+
+namespace dlp {
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps, kRows = 16, kTokens = 8;
+constexpr int kChunk = 32, kChunks = 4, kDepth = 4;  // codes of a chunk, chunks of a span, spans in flight
+
+// D += A [16, 16] B [16, 8], bf16 products summed in fp32.
+__device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ inline uint32_t plus(uint32_t pair, uint32_t other) {  // of two bf16; exact, as all values are small integers
+    const uint32_t one = 0x3F803F80u;
+    const auto of = [](const uint32_t& word) -> const __nv_bfloat162& { return reinterpret_cast<const __nv_bfloat162&>(word); };
+    const __nv_bfloat162 sum = __hfma2(of(pair), of(one), of(other));
+    return reinterpret_cast<const uint32_t&>(sum);
+}
+
+// Codes i and i + 4 of a word of eight, as bf16. Stored codes count from -8: with the exponent of 128 a stored code is 128 + 8 +
+// code.
+__device__ inline uint32_t decoded(uint32_t word, int i) { return plus((word >> 4 * i & 0x000F000Fu) | 0x43004300u, 0xC308C308u); }
+
+// What a lane loads of a span: codes of two rows, the scales of its sums, and the zero points of its codes, negative, as bf16.
+template <bool kZeros>
+struct Span {
+    uint4 codes[2];
+    float scale[2][2];
+    uint32_t minus[2];
+
+    __device__ void load(const Int4Job& job, const int64_t (&row)[2], int span, int lane) {
+        const int chunks = int(job.cols) / kChunk, chunk = span * kChunks + lane % 4, first = span * kChunks + lane % 2 * 2;
+        const int64_t groups = (chunks - 1 >> job.chunks_log2) + 1;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const auto* from = reinterpret_cast<const uint4*>(job.codes) + row[i] * chunks + chunk;
+            codes[i] = chunk < chunks ? __ldcs(from) : uint4{};
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                scale[i][j] = first + j < chunks ? job.scale_inv[row[i] * groups + (first + j >> job.chunks_log2)] : 0.0f;
+            if constexpr (kZeros) {
+                const float zero = chunk < chunks ? float(job.zero[row[i] * groups + (chunk >> job.chunks_log2)]) : 0.0f;
+                minus[i] = __byte_perm(__float_as_uint(-zero), 0, 0x3232);
+            }
+        }
+    }
+};
+
+// kPasses: pairs of tokens. Word i of a chunk is codes 8 i to 8 i + 7.
+template <int kPasses, bool kZeros>
+__device__ void take(const Int4Job& job, const Span<kZeros>& loaded, int span, int lane, float (&sum)[kPasses][2]) {
+    const int chunk = span * kChunks + lane % 4, column = lane / 4;
+    const bool mine = column % 4 == lane % 4 && chunk < int(job.cols) / kChunk;
+    const uint32_t words[2][4] = {{loaded.codes[0].x, loaded.codes[0].y, loaded.codes[0].z, loaded.codes[0].w},
+                                  {loaded.codes[1].x, loaded.codes[1].y, loaded.codes[1].z, loaded.codes[1].w}};
+    float d[kPasses][4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        uint32_t a[2][4];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int row = j % 2, pair = j / 2;
+            a[pair / 2][row + pair % 2 * 2] = decoded(words[row][i], pair);
+            if constexpr (kZeros) a[pair / 2][row + pair % 2 * 2] = plus(a[pair / 2][row + pair % 2 * 2], loaded.minus[row]);
+        }
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const int64_t token = 2 * pass + column / 4;
+            uint4 x{};
+            if (mine && token < job.tokens)
+                x = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(job.x) + token * job.cols + chunk * kChunk + 8 * i);
+            multiply(d[pass], a[0], __byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632));
+            multiply(d[pass], a[1], __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632));
+        }
+    }
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[pass][j / 2] = __fmaf_rn(d[pass][j], loaded.scale[j / 2][j % 2], sum[pass][j / 2]);
+}
+
+template <int kPasses, bool kZeros>
+__global__ void __launch_bounds__(kThreads, kPasses == 1 && !kZeros ? 3 : 2) int4_gemv_kernel(const __grid_constant__ Int4Job job) {
+    __shared__ float sums[kWarps][2 * kPasses][kRows];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int64_t first = int64_t(blockIdx.x) * kRows;
+    const int64_t row[2] = {min(first + lane / 4, job.rows - 1), min(first + lane / 4 + 8, job.rows - 1)};
+    const int spans = (int(job.cols) + kChunks * kChunk - 1) / (kChunks * kChunk);
+    wait_for_previous();
+    let_next_begin();
+    Span<kZeros> loaded[kDepth];
+    float sum[kPasses][2] = {};
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i)
+        if (warp + i * kWarps < spans) loaded[i].load(job, row, warp + i * kWarps, lane);
+    for (int from = warp; from < spans; from += kDepth * kWarps) {
+#pragma unroll
+        for (int i = 0; i < kDepth; ++i) {
+            const int span = from + i * kWarps, next = span + kDepth * kWarps;
+            if (span < spans) take<kPasses>(job, loaded[i], span, lane, sum);
+            if (next < spans) loaded[i].load(job, row, next, lane);
+        }
+    }
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float both = __fadd_rn(sum[pass][i], __shfl_xor_sync(kAllLanes, sum[pass][i], 1));
+            if (lane % 2 == 0) sums[warp][2 * pass + lane % 4 / 2][lane / 4 + 8 * i] = both;
+        }
+    __syncthreads();
+    const int token = threadIdx.x / kRows;
+    const int64_t out = first + threadIdx.x % kRows;
+    if (token >= job.tokens || out >= job.rows) return;
+    float total = sums[0][token][threadIdx.x % kRows];
+#pragma unroll
+    for (int i = 1; i < kWarps; ++i) total = __fadd_rn(total, sums[i][token][threadIdx.x % kRows]);
+    if (job.wide) static_cast<float*>(job.out)[token * job.rows + out] = total;
+    else static_cast<__nv_bfloat16*>(job.out)[token * job.rows + out] = __float2bfloat16_rn(total);
+}
+
+template <int kPasses>
+void run(const Int4Job& job, Stream stream) {
+    const int64_t blocks = (job.rows + kRows - 1) / kRows;
+    if (job.zero) launch<int4_gemv_kernel<kPasses, true>, true>(blocks, kThreads, 0, stream, job);
+    else launch<int4_gemv_kernel<kPasses, false>, true>(blocks, kThreads, 0, stream, job);
+}
+
+}  // namespace
+
+// x and codes are at multiples of 16 bytes; cols is a multiple of 32, and at least 32.
+void int4_gemv(const Int4Job& job, Stream stream) {
+    DLP_CHECK_EQ((reinterpret_cast<uintptr_t>(job.x) | reinterpret_cast<uintptr_t>(job.codes)) % 16, 0u);
+    DLP_CHECK_EQ(job.cols % kChunk, 0);
+    DLP_CHECK_LE(job.cols, INT32_MAX);
+    DLP_CHECK_LE(job.tokens, kTokens);
+    if (job.rows * job.cols * job.tokens == 0) return;
+    if (job.tokens <= 2) return run<1>(job, stream);
+    if (job.tokens <= 4) return run<2>(job, stream);
+    run<4>(job, stream);
+}
+
+}  // namespace dlp
