@@ -180,6 +180,8 @@ def damaged_in_memory(
     group = trainer.built.mesh["tp"].get_group()
     if trainer.built.device.type == "cpu":
         transport.use(group, Transport(group, trainer.built.device, SharedSlot))
+    else:
+        transport.ask_for(group, "cuda")
     moves = transport.transport_of(group)
     assert moves is not None
     try:
@@ -188,6 +190,7 @@ def damaged_in_memory(
     finally:
         if trainer.built.device.type == "cpu":
             transport.use(group, None)
+        transport.destroy()
     return str(error.value)
 
 
