@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -93,7 +94,7 @@ def collect_garbage_seldom() -> None:
 
 def forking() -> ForkServerContext:
     """Multiprocessing context whose processes start with torch, its compilers, dlp and launch imported, if pytest runs
-    in the repository.
+    in the repository, and with transformers if a collected test needs models of transformers.
 
     On a machine with a GPU, processes import the compilers after the fork, because this import initializes CUDA, which
     does not survive a fork.
@@ -101,8 +102,18 @@ def forking() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # Otherwise each process that compiles would need a second
     compilers = ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx"]
-    context.set_forkserver_preload(["pytest", "tests.training", *([] if torch.cuda.is_available() else compilers)])
+    models = ["tests.hf_models"] if "tests.hf_models" in sys.modules else []
+    context.set_forkserver_preload(
+        ["pytest", "tests.training", *([] if torch.cuda.is_available() else [*compilers, *models])]
+    )
     return context
+
+
+def start_forked(*given: Any, start: Any = torch.multiprocessing.start_processes, start_method: str = "") -> Any:
+    """Replacement for `torch.multiprocessing.start_processes`: the processes are forks of the server, and not new
+    interpreters, which would import torch and dlp."""
+    forking()
+    return start(*given, start_method="forkserver")
 
 
 class Pool:
