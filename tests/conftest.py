@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -73,12 +72,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--golden", action="append", metavar="FILE", help="test_golden.py: these files, not the shipped ones"
     )
-
-
-def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than cores: ranks that wait for each other, and for processes that they start, leave a third of the
-    time of two workers on two cores."""
-    return len(os.sched_getaffinity(0)) + 1
 
 
 def distributes(config: pytest.Config) -> bool:

@@ -136,7 +136,8 @@ def _fork(_: Any, command: Sequence[str], kept: Sequence[int]) -> int:
                 if each > 2 and each not in (*kept, nothing.fileno()):
                     with contextlib.suppress(OSError):  # the file of listdir
                         os.fstat(each)
-                        os.dup2(nothing.fileno(), each)  # not closed: its object might close a later file of this number
+                        # Not closed, because its Python object might close a later file of this number
+                        os.dup2(nothing.fileno(), each)
         sys.stdin, sys.stdout, sys.stderr = (open(i, "rw"[i > 0], closefd=False) for i in range(3))
         forkserver._forkserver._lock = threading.Lock()  # held by the process that forks
         exec(command[-1], {})
