@@ -207,7 +207,7 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
         collect_garbage_seldom()
         if any(map(world_of, session.items)) and not torch.cuda.is_available():
-            start_server()
+            start_server(quiet=session.config.getoption("capture") != "no")
     gc.enable()
 
 

@@ -110,20 +110,21 @@ def forking() -> ForkServerContext:
     return context
 
 
-def start_server() -> None:
+def start_server(quiet: bool) -> None:
     """Fork the server of `forking` from this process, which has imported torch, dlp and the collected tests. A server that
-    imports these takes ten seconds. The process must not have computed anything yet: threads do not survive a fork."""
+    imports these takes ten seconds. The process must not have computed anything yet: threads do not survive a fork.
+    `quiet`: the output of ranks is dropped."""
     with patch.dict(os.environ, PYTHONWARNINGS="ignore"):  # ranks that tests kill leave semaphores
         resource_tracker.ensure_running()
     with warnings.catch_warnings(action="ignore"):
         for module in COMPILERS:
             importlib.import_module(module)
     forking()
-    with patch.object(util, "spawnv_passfds", _fork):
+    with patch.object(util, "spawnv_passfds", functools.partial(_fork, quiet)):
         forkserver.ensure_running()
 
 
-def _fork(_: Any, command: Sequence[str], kept: Sequence[int]) -> int:
+def _fork(quiet: bool, _: Any, command: Sequence[str], kept: Sequence[int]) -> int:
     """Replacement for `multiprocessing.util.spawnv_passfds` of `python ... -c PROGRAM`: a fork that runs the program, with
     no open files but the standard ones and those of `kept`."""
     sys.stdout.flush()
@@ -131,9 +132,10 @@ def _fork(_: Any, command: Sequence[str], kept: Sequence[int]) -> int:
     if pid := os.fork():
         return pid
     try:
+        kept = [0, *([] if quiet else [1, 2]), *kept]
         with open(os.devnull, "r+b") as nothing:
             for each in map(int, os.listdir("/proc/self/fd")):
-                if each > 2 and each not in (*kept, nothing.fileno()):
+                if each not in (*kept, nothing.fileno()):
                     with contextlib.suppress(OSError):  # the file of listdir
                         os.fstat(each)
                         # Not closed, because its Python object might close a later file of this number

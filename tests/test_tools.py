@@ -93,8 +93,8 @@ def test_help_lists_every_verb():
     run = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
     verbs = [line.split()[0] for line in run.stdout.splitlines()[1:]]
     assert verbs == [
-        "help", "install", "pretrain", "plan", "ledger", "fidelity", "test", "test-all", "test-fast", "multigpu", "lint", "docs",
-        "kernels-compile", "gpu-test", "emulate", "sanitize", "bench", "bench-quantize", "bench-gemm", "bench-linear",
+        "help", "install", "pretrain", "plan", "ledger", "fidelity", "test", "test-all", "test-fast", "multigpu", "lint",
+        "docs", "kernels-compile", "gpu-test", "emulate", "sanitize", "bench", "bench-quantize", "bench-gemm", "bench-linear",
         "bench-comm",
     ]  # fmt: skip
 

@@ -134,7 +134,17 @@ def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, device_type, r
     and 8."""
     every = 5 if device_type == "cuda" else 2
     small = ("--train.global_batch", "2", "--train.sequence", "32", "--checkpoint.every", "20")
-    given = ("--recipe", recipe, "--train.compile", compiled, "--train.steps", str(2 * every), "--train.ledger", "off", *small)
+    given = (
+        "--recipe",
+        recipe,
+        "--train.compile",
+        compiled,
+        "--train.steps",
+        str(2 * every),
+        "--train.ledger",
+        "off",
+        *small,
+    )
     plain = ranks(2).run(losses, tmp_path / "plain", data, *given, timeout=300.0)[0]
     watched = ranks(2).run(losses, tmp_path / "watched", data, *given, "--train.sentinel", str(every), timeout=300.0)[0]
     assert watched == plain and len(plain) == 2 * every
