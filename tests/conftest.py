@@ -272,7 +272,7 @@ def ranks(
 
     from tests.pool import Pool
 
-    announced = world_of(request.node)
+    announced, used = world_of(request.node), set[int]()
 
     def pool(world: int) -> Pool:
         if world > announced:
@@ -281,7 +281,11 @@ def ranks(
             )
         if device_type == "cuda" and not share_gpu and world > torch.cuda.device_count():
             pytest.skip(f"needs {world} GPUs, this machine has {torch.cuda.device_count()}")
-        return pools.setdefault(world, Pool(world, device_type, share_gpu))
+        asked = pools.setdefault(world, Pool(world, device_type, share_gpu))
+        if world not in used:  # jobs of one test share a state
+            used.add(world)
+            asked.refresh()
+        return asked
 
     return pool
 

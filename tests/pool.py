@@ -47,6 +47,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "shared": "cpu:gloo,cud
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 # Otherwise each process that compiles would need a second
 COMPILERS = ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx"]
+MANY_THREADS = 60  # of a rank, three for each gloo group
 GRACE = 0.5  # seconds for the other ranks to report, after one rank has failed
 
 
@@ -174,6 +175,7 @@ class Pool:
         if not self._workers or not all(worker.process.is_alive() for worker in self._workers):
             self._start()
         try:
+            self._signal(signal.SIGCONT)
             for worker in self._workers:
                 worker.jobs.send_bytes(job)
             replies = _collect(self._workers, timeout)
@@ -182,16 +184,32 @@ class Pool:
         except BaseException:
             self.kill()
             raise
+        self._signal(signal.SIGSTOP)
         return [pickle.loads(replies[rank].payload) for rank in range(self.world)]
 
     def close(self) -> None:
         """Ask the workers to exit, and end workers that do not."""
+        self._signal(signal.SIGCONT)
         for worker in self._workers:
             if worker.process.is_alive():
                 worker.jobs.send_bytes(b"")
         for worker in self._workers:
             worker.process.join(timeout=5)
         self.kill()
+
+    def refresh(self) -> None:
+        """End workers with many gloo groups, each of which has a thread that polls a hundred times a second, for ever."""
+        alive = [worker for worker in self._workers if worker.process.is_alive()]
+        if any(len(os.listdir(f"/proc/{_pid(worker)}/task")) > MANY_THREADS for worker in alive):
+            self.kill()
+
+    def _signal(self, number: int) -> None:
+        """Stop or continue the workers. Between jobs the threads of gloo would take half of a core from other tests. The
+        kernel ends stopped workers when pytest is killed (SIGHUP to an orphaned process group)."""
+        if self.device_type == "cpu":
+            for worker in self._workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(_pid(worker), number)
 
     def kill(self) -> None:
         for worker in self._workers:
@@ -299,8 +317,12 @@ def _report(workers: list[Worker], replies: dict[int, Reply], timeout: float) ->
     return "\n".join(lines)
 
 
-def _stacks(worker: Worker) -> str:
+def _pid(worker: Worker) -> int:
     assert worker.process.pid is not None
-    os.kill(worker.process.pid, signal.SIGUSR1)
+    return worker.process.pid
+
+
+def _stacks(worker: Worker) -> str:
+    os.kill(_pid(worker), signal.SIGUSR1)
     time.sleep(0.3)  # the handler runs immediately, even while Python waits inside a collective
     return worker.stacks.read_text()
