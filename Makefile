@@ -25,11 +25,13 @@ NEEDS   = @$(PYTHON) tools/check_env.py
 ORDER  ?= forward
 
 # exec: a signal to the shell of a verb reaches the program, which would else run on without it.
-.PHONY: help pretrain plan ledger fidelity test test-all test-fast multigpu lint docs kernels-compile gpu-test emulate sanitize bench bench-quantize bench-gemm bench-linear bench-comm
+.PHONY: help install pretrain plan ledger fidelity test test-all test-fast multigpu lint docs kernels-compile gpu-test emulate sanitize bench bench-quantize bench-gemm bench-linear bench-comm
 
 help: ## this list
 	@echo "make VERB [PYTHON=python3] [ARGS=\"...\"]"
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+
+install: $(READY) ## make .venv, as each verb does that needs it
 
 pretrain: $(READY) ## train CONFIG=tiny on every GPU, or on 2 CPU ranks: ARGS="--train.steps 10", RANKS=4
 	$(NEEDS)

@@ -6,29 +6,34 @@ moved to the CPU, so that no result refers to memory of a worker that may be kil
 
 After a job that failed or timed out, the process group is in an unknown state: a rank may still sit in a collective
 that nobody will complete. So the workers are then killed, and the next job gets new ones. The workers are forked from a
-server that has imported torch, dlp and launch, which costs four seconds, and started no thread (forking pytest itself,
-once it has run a parallel op, may hang).
+server, which is a fork of pytest before the first test (forking pytest itself, once it has run a parallel op, may hang).
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -40,6 +45,9 @@ from tests import shared_gpu
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "shared": "cpu:gloo,cuda:gloo"}
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+# Otherwise each process that compiles would need a second
+COMPILERS = ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx"]
+MANY_THREADS = 60  # of a rank, three for each gloo group
 GRACE = 0.5  # seconds for the other ranks to report, after one rank has failed
 
 
@@ -93,16 +101,58 @@ def collect_garbage_seldom() -> None:
 
 def forking() -> ForkServerContext:
     """Multiprocessing context whose processes start with torch, its compilers, dlp and launch imported, if pytest runs
-    in the repository.
+    in the repository: as forks of the server of `start_server`, else of a server that imports these.
 
     On a machine with a GPU, processes import the compilers after the fork, because this import initializes CUDA, which
     does not survive a fork.
     """
     context = multiprocessing.get_context("forkserver")
-    # Otherwise each process that compiles would need a second
-    compilers = ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx"]
-    context.set_forkserver_preload(["pytest", "tests.training", *([] if torch.cuda.is_available() else compilers)])
+    context.set_forkserver_preload(["pytest", "tests.training", *([] if torch.cuda.is_available() else COMPILERS)])
     return context
+
+
+def start_server(quiet: bool) -> None:
+    """Fork the server of `forking` from this process, which has imported torch, dlp and the collected tests. A server that
+    imports these takes ten seconds. The process must not have computed anything yet: threads do not survive a fork.
+    `quiet`: the output of ranks is dropped."""
+    with patch.dict(os.environ, PYTHONWARNINGS="ignore"):  # ranks that tests kill leave semaphores
+        resource_tracker.ensure_running()
+    with warnings.catch_warnings(action="ignore"):
+        for module in COMPILERS:
+            importlib.import_module(module)
+    forking()
+    with patch.object(util, "spawnv_passfds", functools.partial(_fork, quiet)):
+        forkserver.ensure_running()
+
+
+def _fork(quiet: bool, _: Any, command: Sequence[str], kept: Sequence[int]) -> int:
+    """Replacement for `multiprocessing.util.spawnv_passfds` of `python ... -c PROGRAM`: a fork that runs the program, with
+    no open files but the standard ones and those of `kept`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if pid := os.fork():
+        return pid
+    try:
+        kept = [0, *([] if quiet else [1, 2]), *kept]
+        with open(os.devnull, "r+b") as nothing:
+            for each in map(int, os.listdir("/proc/self/fd")):
+                if each not in (*kept, nothing.fileno()):
+                    with contextlib.suppress(OSError):  # the file of listdir
+                        os.fstat(each)
+                        # Not closed, because its Python object might close a later file of this number
+                        os.dup2(nothing.fileno(), each)
+        sys.stdin, sys.stdout, sys.stderr = (open(i, "rw"[i > 0], closefd=False) for i in range(3))
+        forkserver._forkserver._lock = threading.Lock()  # held by the process that forks
+        exec(command[-1], {})
+    finally:
+        os._exit(1)
+
+
+def start_forked(*given: Any, start: Any = torch.multiprocessing.start_processes, start_method: str = "") -> Any:
+    """Replacement for `torch.multiprocessing.start_processes`: the processes are forks of the server, and not new
+    interpreters, which would import torch and dlp."""
+    forking()
+    return start(*given, start_method="forkserver")
 
 
 class Pool:
@@ -125,6 +175,7 @@ class Pool:
         if not self._workers or not all(worker.process.is_alive() for worker in self._workers):
             self._start()
         try:
+            self._signal(signal.SIGCONT)
             for worker in self._workers:
                 worker.jobs.send_bytes(job)
             replies = _collect(self._workers, timeout)
@@ -133,16 +184,32 @@ class Pool:
         except BaseException:
             self.kill()
             raise
+        self._signal(signal.SIGSTOP)
         return [pickle.loads(replies[rank].payload) for rank in range(self.world)]
 
     def close(self) -> None:
         """Ask the workers to exit, and end workers that do not."""
+        self._signal(signal.SIGCONT)
         for worker in self._workers:
             if worker.process.is_alive():
                 worker.jobs.send_bytes(b"")
         for worker in self._workers:
             worker.process.join(timeout=5)
         self.kill()
+
+    def refresh(self) -> None:
+        """End workers with many gloo groups, each of which has a thread that polls a hundred times a second, for ever."""
+        alive = [worker for worker in self._workers if worker.process.is_alive()]
+        if any(len(os.listdir(f"/proc/{_pid(worker)}/task")) > MANY_THREADS for worker in alive):
+            self.kill()
+
+    def _signal(self, number: int) -> None:
+        """Stop or continue the workers. Between jobs the threads of gloo would take half of a core from other tests. The
+        kernel ends stopped workers when pytest is killed (SIGHUP to an orphaned process group)."""
+        if self.device_type == "cpu":
+            for worker in self._workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(_pid(worker), number)
 
     def kill(self) -> None:
         for worker in self._workers:
@@ -250,8 +317,12 @@ def _report(workers: list[Worker], replies: dict[int, Reply], timeout: float) ->
     return "\n".join(lines)
 
 
-def _stacks(worker: Worker) -> str:
+def _pid(worker: Worker) -> int:
     assert worker.process.pid is not None
-    os.kill(worker.process.pid, signal.SIGUSR1)
+    return worker.process.pid
+
+
+def _stacks(worker: Worker) -> str:
+    os.kill(_pid(worker), signal.SIGUSR1)
     time.sleep(0.3)  # the handler runs immediately, even while Python waits inside a collective
     return worker.stacks.read_text()

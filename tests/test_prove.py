@@ -19,6 +19,7 @@ from dlp.quant import recipe as recipes
 from launch import prove
 from launch.config.run_config import load
 from tests.cases import RECIPES
+from tests.pool import start_forked
 
 
 def test_meshes_have_names():
@@ -149,6 +150,7 @@ def test_the_exit_code_says_whether_every_mesh_is_proved(monkeypatch, capsys, me
 def test_a_refusal_on_a_started_rank_is_raised_here(monkeypatch):
     """The first and the last layer of the config have another recipe, so that two layers leave none to group default."""
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", start_forked)
     config, _ = prove.provable(load("llama3_1b"), prove.Size(2, 128))
     with pytest.raises(ValueError, match="^group 'default' is left with no layer") as error:
         prove.prove_config(config, ["accumulate2"], steps=1)
@@ -168,6 +170,7 @@ def nothing(model: Any, batch: Any, mesh: Any) -> Any:
 @pytest.mark.slow
 def test_a_refusal_on_one_rank_is_raised_here(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", start_forked)
     with pytest.raises(ValueError, match="^rank 1 has another file\n"):
         dlp.prove(refused_on_rank_1, torch.ones(2, 4), nothing, meshes=["dp2"], steps=1)
 

@@ -29,6 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from launch.config.run_config import Config
 from launch.report import plots
@@ -55,6 +56,8 @@ def program(output: Path, module: str, arguments: list[str], environment: dict[s
     os.dup2(file, 1)
     os.dup2(file, 2)
     plots.write_plot = training._no_plot  # importing matplotlib and plotting take longer than the steps
+    # torchrun's log of the rendezvous reads the source of each caller, for seconds; the log is not kept
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""
     if fork_ranks:
         subprocess_handler.Popen = ForkedRank
     sys.argv = [module, *arguments]

@@ -45,6 +45,21 @@ def folder(config: Config) -> Path:
     return Path(config.run.dir) / "checkpoints"
 
 
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the run that `finished` copies."""
+    return tmp_path_factory.mktemp("once")
+
+
+@pytest.fixture
+def finished(ranks, once: Path, tmp_path: Path, data: Path) -> Config:
+    """Config of a run of two steps on two tp ranks. The run is made once, and copied to `tmp_path`/run."""
+    if not (once / "run").exists():
+        ranks(2).run(training.run, training.config(once, data, "--train.steps=2"))
+    shutil.copytree(once / "run", tmp_path / "run")
+    return training.config(tmp_path, data, "--train.steps=2")
+
+
 THERE_AND_BACK = "{at_step = 1, recipe = 'fp8_current'}, {at_step = 2, recipe = 'qat'}, {at_step = 3, recipe = 'mxfp8'}"
 SWAPS = f"--groups.default.swap=[{THERE_AND_BACK}]"
 MESHES = [
@@ -145,10 +160,8 @@ def model_names(tensors: dict[str, torch.Tensor]) -> Iterator[str]:
 
 
 @pytest.mark.ranks(2)
-def test_a_checkpoint_holds_plain_tensors_and_says_what_it_is(ranks, tmp_path, data):
-    config = training.config(tmp_path, data, "--train.steps=2")
-    ranks(2).run(training.run, config)
-    (path,) = complete(folder(config))
+def test_a_checkpoint_holds_plain_tensors_and_says_what_it_is(ranks, tmp_path, data, finished):
+    (path,) = complete(folder(finished))
     entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     assert {type(entry) for entry in entries.values()} == {TensorStorageMetadata}
     assert {"model.lm_head.weight", "optimizer.lm_head.weight.exp_avg", "rng.rank1.cpu"} <= entries.keys()
@@ -159,8 +172,7 @@ def test_a_checkpoint_holds_plain_tensors_and_says_what_it_is(ranks, tmp_path, d
 
 
 @pytest.mark.ranks(2)
-def test_another_model_or_other_data_is_refused(ranks, tmp_path, data):
-    ranks(2).run(training.run, training.config(tmp_path, data, "--train.steps=2"))
+def test_another_model_or_other_data_is_refused(ranks, tmp_path, data, finished):
     for override, message in (
         ("--model.ffn=256", r"/step-2 is of another model: its \[model\] ffn is 128, this run's is 256; use --chec"),
         ("--train.seed=1", r"/step-2 is of another run: the checkpoint was made with seed 0 and this run has 1, so"),
@@ -211,10 +223,8 @@ def copies(path: Path, count: int) -> list[Path]:
 
 
 @pytest.mark.ranks(2)
-def test_every_flipped_bit_is_found_before_anything_is_used(ranks, tmp_path, data):
-    config = training.config(tmp_path, data, "--train.steps=2")
-    ranks(2).run(training.run, config)
-    whole = folder(config) / "step-2"
+def test_every_flipped_bit_is_found_before_anything_is_used(ranks, tmp_path, data, finished):
+    whole = folder(finished) / "step-2"
     places = [(name, part) for name in (".metadata", "__0_0_0.distcp", "__1_0_0.distcp") for part in (0.1, 0.5, 0.9)]
     flipped = copies(whole, len(places))
     for path, (name, part) in zip(flipped, places, strict=True):
@@ -249,10 +259,8 @@ def renew(path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_nothing_that_a_checkpoint_names_is_run(ranks, tmp_path, data):
-    config = training.config(tmp_path, data, "--train.steps=2")
-    ranks(2).run(training.run, config)
-    planted = copies(folder(config) / "step-2", 6)
+def test_nothing_that_a_checkpoint_names_is_run(ranks, tmp_path, data, finished):
+    planted = copies(folder(finished) / "step-2", 6)
     index = pickle.loads((planted[0] / ".metadata").read_bytes())
     made = [tmp_path / f"made-{i}" for i in range(len(planted))]
     first, place = next(iter(index.storage_data)), next(iter(index.storage_data.values()))
@@ -512,16 +520,14 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_fails_no_save(ran
 
 
 @pytest.mark.ranks(2)
-def test_a_line_of_the_metrics_that_is_no_record_is_named_before_the_run_goes_on(ranks, tmp_path, data):
-    config = training.config(tmp_path, data, "--train.steps=2")
-    ranks(2).run(training.run, config)
-    path = Path(config.run.dir, "metrics.jsonl")
+def test_a_line_of_the_metrics_that_is_no_record_is_named_before_the_run_goes_on(ranks, tmp_path, data, finished):
+    path = Path(finished.run.dir, "metrics.jsonl")
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], "\0" * 20, *lines[1:]]) + "\n")
-    before = content(Path(config.run.dir))
+    before = content(Path(finished.run.dir))
     for said in ranks(2).run(refused_folder, training.config(tmp_path, data, "--train.steps=3")):
         assert re.fullmatch(rf"{path}, line 2: not a record \(.*\); remove that line", said)
-    assert content(Path(config.run.dir)) == before
+    assert content(Path(finished.run.dir)) == before
     path.unlink()
     path.mkdir()
     assert ranks(2).run(unread, training.config(tmp_path, data, "--train.steps=3")) == [str(path)] * 2
@@ -548,15 +554,13 @@ def content(run: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.ranks(2)
-def test_a_refused_command_changes_nothing(ranks, tmp_path, data):
-    config = training.config(tmp_path, data, "--train.steps=2")
-    ranks(2).run(training.run, config)
-    before = content(Path(config.run.dir))
+def test_a_refused_command_changes_nothing(ranks, tmp_path, data, finished):
+    before = content(Path(finished.run.dir))
     for change in ("--model.ffn=256", "--train.seed=1", "--data.path=nowhere"):
         for more in ([], ["--checkpoint.resume=none"] if "data" in change else []):
             changed = training.config(tmp_path, data, "--train.steps=2", change, *more)
             ranks(2).run(refused, changed)
-            assert content(Path(config.run.dir)) == before, change
+            assert content(Path(finished.run.dir)) == before, change
     ranks(2).run(refused, training.config(tmp_path, data, "--data.path=nowhere", f"--run.dir={tmp_path}/new/run"))
     ranks(2).run(unreadable, training.config(tmp_path, data, f"--run.dir={tmp_path}/new/run"))
     assert not (tmp_path / "new" / "run").exists()

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -77,6 +79,20 @@ def test_every_rank_answers_and_workers_are_kept(ranks, world):
     assert all(total.device.type == "cpu" for _, total in first)
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
     assert len({pid for pid, _ in first}) == world
+
+
+@pytest.mark.ranks(2)
+def test_workers_are_stopped_between_jobs_and_replaced_when_they_have_many_threads(ranks, device_type):
+    if device_type == "cuda":
+        pytest.skip("threads of gloo poll on CPU ranks")
+    pool = ranks(2)
+    first = [pid for pid, _ in pool.run(rank_sum, 0)]
+    assert [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in first] == ["T", "T"]
+    pool.refresh()
+    assert [pid for pid, _ in pool.run(rank_sum, 0)] == first
+    with patch.object(worker, "MANY_THREADS", 1):
+        pool.refresh()
+    assert not {pid for pid, _ in pool.run(rank_sum, 0)} & set(first)
 
 
 @pytest.mark.ranks(2)

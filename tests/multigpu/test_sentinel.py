@@ -239,13 +239,25 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("recipe", "compiled"),
     few([("fp8_delayed", "false"), ("nvfp4", "false"), ("fp8_current", "true")], ("nvfp4", "false")),
 )
-def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, recipe, compiled):
-    """On GPUs steps 4 and 6 to 9 are replayed beside the eager steps of the sentinel, with a validation after steps 4 and 8."""
+def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, device_type, recipe, compiled):
+    """The sentinel repeats two steps. On GPUs steps 4 and 6 to 9 are replayed beside these, with a validation after steps 4
+    and 8."""
+    every = 5 if device_type == "cuda" else 2
     small = ("--train.global_batch", "2", "--train.sequence", "32", "--checkpoint.every", "20")
-    given = ("--recipe", recipe, "--train.compile", compiled, "--train.steps", "10", "--train.ledger", "off", *small)
+    given = (
+        "--recipe",
+        recipe,
+        "--train.compile",
+        compiled,
+        "--train.steps",
+        str(2 * every),
+        "--train.ledger",
+        "off",
+        *small,
+    )
     plain = ranks(2).run(losses, tmp_path / "plain", data, *given, timeout=300.0)[0]
-    watched = ranks(2).run(losses, tmp_path / "watched", data, *given, "--train.sentinel", "5", timeout=300.0)[0]
-    assert watched == plain and len(plain) == 10
+    watched = ranks(2).run(losses, tmp_path / "watched", data, *given, "--train.sentinel", str(every), timeout=300.0)[0]
+    assert watched == plain and len(plain) == 2 * every
 
 
 @pytest.mark.ranks(2)
