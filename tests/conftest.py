@@ -31,14 +31,16 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-if TYPE_CHECKING:  # the process of pytest-xdist that only distributes tests does without torch
-    from tests.pool import Pool
+from tests.pool import Pool, collect_garbage_seldom
 
 pytest.register_assert_rewrite("tests.metrics")
+torch.set_num_threads(1)  # workers set this too, so that both sum in the same order
 
 if importlib.util.find_spec("hypothesis"):  # the tests that run on GPUs do without it
     from hypothesis import settings
@@ -74,18 +76,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def distributes(config: pytest.Config) -> bool:
-    """Whether this process only distributes tests to workers of pytest-xdist."""
-    return config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--all-cases") and importlib.util.find_spec("hypothesis"):
         settings.load_profile("all cases")
-    if not distributes(config):
-        import torch
-
-        torch.set_num_threads(1)  # ranks set this too, so that both sum in the same order
 
 
 def world_of(item: pytest.Item) -> int:
@@ -177,8 +170,6 @@ def fast_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Ignore tests/gpu if there is no device and the command line does not name the folder: collecting tests/gpu takes
     as long as collecting all other tests. tests/test_imports.py checks that the files of tests/gpu can be imported."""
-    import torch
-
     if collection_path.name != "gpu" or torch.cuda.is_available() or config.getoption("--emulated"):
         return None
     named = [Path(arg.partition("::")[0]).resolve() for arg in config.args]
@@ -195,26 +186,17 @@ def without_a_device(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_collection(session: pytest.Session) -> Iterator[None]:
+def pytest_collection() -> Iterator[None]:
     """Turn the garbage collector off during collection. Collections, which traverse torch and all tests, would take a
     third of the time."""
     gc.disable()
     yield
-    if not distributes(session.config):
-        import torch
-
-        from tests.pool import collect_garbage_seldom, start_server
-
-        collect_garbage_seldom()
-        if any(map(world_of, session.items)) and not torch.cuda.is_available():
-            start_server(quiet=session.config.getoption("capture") != "no")
+    collect_garbage_seldom()
     gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    import torch
-
     if not config.getoption("--all-cases") and not config.getoption("--cases"):
         items[:] = thinned(items)
     if config.getoption("--fast"):
@@ -235,8 +217,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
     """Fail a test that leaves a process group behind, before a later test fails because of this group."""
-    import torch.distributed as dist
-
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -268,10 +248,6 @@ def ranks(
     request: pytest.FixtureRequest, pools: dict[int, Pool], device_type: str, share_gpu: bool
 ) -> Callable[[int], Pool]:
     """Return a function: `ranks(n)` is the pool of n ranks, which outlives a single test."""
-    import torch
-
-    from tests.pool import Pool
-
     announced, used = world_of(request.node), set[int]()
 
     def pool(world: int) -> Pool:

@@ -6,7 +6,8 @@ moved to the CPU, so that no result refers to memory of a worker that may be kil
 
 After a job that failed or timed out, the process group is in an unknown state: a rank may still sit in a collective
 that nobody will complete. So the workers are then killed, and the next job gets new ones. The workers are forked from a
-server, which is a fork of pytest before the first test (forking pytest itself, once it has run a parallel op, may hang).
+server that has imported torch, dlp and launch, which costs four seconds, and started no thread (forking pytest itself,
+once it has run a parallel op, may hang).
 """
 
 from __future__ import annotations
@@ -15,25 +16,21 @@ import contextlib
 import faulthandler
 import functools
 import gc
-import importlib
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, forkserver, resource_tracker, util
+from multiprocessing import connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -45,8 +42,6 @@ from tests import shared_gpu
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "shared": "cpu:gloo,cuda:gloo"}
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-# Otherwise each process that compiles would need a second
-COMPILERS = ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx"]
 MANY_THREADS = 60  # of a rank, three for each gloo group
 GRACE = 0.5  # seconds for the other ranks to report, after one rank has failed
 
@@ -101,51 +96,19 @@ def collect_garbage_seldom() -> None:
 
 def forking() -> ForkServerContext:
     """Multiprocessing context whose processes start with torch, its compilers, dlp and launch imported, if pytest runs
-    in the repository: as forks of the server of `start_server`, else of a server that imports these.
+    in the repository, and with transformers if a collected test needs models of transformers.
 
     On a machine with a GPU, processes import the compilers after the fork, because this import initializes CUDA, which
     does not survive a fork.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "tests.training", *([] if torch.cuda.is_available() else COMPILERS)])
+    # Otherwise each process that compiles would need a second
+    compilers = ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx"]
+    models = ["tests.hf_models"] if "tests.hf_models" in sys.modules else []
+    context.set_forkserver_preload(
+        ["pytest", "tests.training", *([] if torch.cuda.is_available() else [*compilers, *models])]
+    )
     return context
-
-
-def start_server(quiet: bool) -> None:
-    """Fork the server of `forking` from this process, which has imported torch, dlp and the collected tests. A server that
-    imports these takes ten seconds. The process must not have computed anything yet: threads do not survive a fork.
-    `quiet`: the output of ranks is dropped."""
-    with patch.dict(os.environ, PYTHONWARNINGS="ignore"):  # ranks that tests kill leave semaphores
-        resource_tracker.ensure_running()
-    with warnings.catch_warnings(action="ignore"):
-        for module in COMPILERS:
-            importlib.import_module(module)
-    forking()
-    with patch.object(util, "spawnv_passfds", functools.partial(_fork, quiet)):
-        forkserver.ensure_running()
-
-
-def _fork(quiet: bool, _: Any, command: Sequence[str], kept: Sequence[int]) -> int:
-    """Replacement for `multiprocessing.util.spawnv_passfds` of `python ... -c PROGRAM`: a fork that runs the program, with
-    no open files but the standard ones and those of `kept`."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if pid := os.fork():
-        return pid
-    try:
-        kept = [0, *([] if quiet else [1, 2]), *kept]
-        with open(os.devnull, "r+b") as nothing:
-            for each in map(int, os.listdir("/proc/self/fd")):
-                if each not in (*kept, nothing.fileno()):
-                    with contextlib.suppress(OSError):  # the file of listdir
-                        os.fstat(each)
-                        # Not closed, because its Python object might close a later file of this number
-                        os.dup2(nothing.fileno(), each)
-        sys.stdin, sys.stdout, sys.stderr = (open(i, "rw"[i > 0], closefd=False) for i in range(3))
-        forkserver._forkserver._lock = threading.Lock()  # held by the process that forks
-        exec(command[-1], {})
-    finally:
-        os._exit(1)
 
 
 def start_forked(*given: Any, start: Any = torch.multiprocessing.start_processes, start_method: str = "") -> Any:
