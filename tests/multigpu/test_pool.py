@@ -81,13 +81,20 @@ def test_every_rank_answers_and_workers_are_kept(ranks, world):
     assert len({pid for pid, _ in first}) == world
 
 
+def state_of(pid: int) -> str:
+    """State of a process in /proc: "T" if the process is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 @pytest.mark.ranks(2)
 def test_workers_are_stopped_between_jobs_and_replaced_when_they_have_many_threads(ranks, device_type):
     if device_type == "cuda":
         pytest.skip("threads of gloo poll on CPU ranks")
     pool = ranks(2)
     first = [pid for pid, _ in pool.run(rank_sum, 0)]
-    assert [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in first] == ["T", "T"]
+    deadline = time.monotonic() + 5  # a signal takes effect when the process is scheduled
+    while (states := [state_of(pid) for pid in first]) != ["T", "T"]:
+        assert time.monotonic() < deadline, states
     pool.refresh()
     assert [pid for pid, _ in pool.run(rank_sum, 0)] == first
     with patch.object(worker, "MANY_THREADS", 1):
