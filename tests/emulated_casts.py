@@ -112,12 +112,13 @@ def _nvfp4(words: Any, wide: bool, source: Any, block: tuple[int, int], rht: boo
 
 
 def decode(words: Any, encoding: int, stream: int) -> None:
-    codes, scale, out, rows, cols, down, along, *strides = words
+    codes, scale, out, rows, cols, down, along, *strides, amax = words
     blocks = -(-rows // down), -(-cols // along)
     to = emulated.at(out, (rows, cols), torch.bfloat16)
     if encoding == 4:
         packed = emulated.at(codes, (rows, cols // 2), torch.uint8)
-        found = reference.decode_nvfp4(packed, emulated.at(scale, blocks, E4M3, strides), (down, along))
+        largest = None if amax == 0 else emulated.at(amax, (), torch.float32)
+        found = reference.decode_nvfp4(packed, emulated.at(scale, blocks, E4M3, strides), (down, along), largest)
     else:
         values = emulated.at(codes, (rows, cols), CODES[encoding % 2])
         kind, decoded = (

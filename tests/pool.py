@@ -167,8 +167,10 @@ class Pool:
             self.kill()
 
     def _signal(self, number: int) -> None:
-        """Stop or continue the workers. Between jobs the threads of gloo would take half of a core from other tests. The
-        kernel ends stopped workers when pytest is killed (SIGHUP to an orphaned process group)."""
+        """Stop or continue the workers. Between jobs the threads of gloo would take half of a core from other tests.
+
+        The kernel sends SIGHUP to all processes of a process group that loses its last parent outside while a process of the
+        group is stopped. So each worker is a process group of its own: workers end when their server ends, and pytest stays."""
         if self.device_type == "cpu":
             for worker in self._workers:
                 with contextlib.suppress(ProcessLookupError):
@@ -206,6 +208,7 @@ def _serve(rank: int, world: int, backends: str, directory: Path, jobs: connecti
     with open(directory / f"stacks-{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         faulthandler.enable(file=stacks)
+        os.setpgid(0, 0)  # see `Pool._signal`
         if backends == "shared":
             shared_gpu.prepare()
         if backends != "cpu":
