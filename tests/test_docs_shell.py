@@ -194,8 +194,9 @@ def renumber(made: Path, step: int) -> None:
 def by_make(folder: Path, arguments: list[str]) -> None:
     """Run the commands that `make` would run. Commands that start the test suite are only expanded."""
     made = subprocess.run(
-        ["make", "-n", *arguments, "PYTHON=python", "DEVICE=cpu"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+        ["make", "-n", *arguments, "PYTHON=python", "DEVICE=cpu"], cwd=ROOT, capture_output=True, text=True, check=True,
+        env={"PATH": os.environ["PATH"]},  # no variables of the `make test` that runs this test, such as ARGS
+    )  # fmt: skip
     recipe = made.stdout.replace("\\\n", " ").splitlines()
     found = [line for line in recipe if "check_env" not in line and " -m " in line]
     assert found, made.stdout
