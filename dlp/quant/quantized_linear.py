@@ -111,9 +111,8 @@ def decoded(parts: list[Tensor], dtype: torch.dtype, use: int) -> Tensor:
     shares = any(values.untyped_storage().data_ptr() == part.untyped_storage().data_ptr() for part in parts)
     if values.shape == (rows, columns) and values.is_contiguous() and not shares:
         return values
-    return values[:rows, :columns].clone(
-        memory_format=torch.contiguous_format
-    )  # an op returns no view of its arguments
+    # An op returns no view of its arguments
+    return values[:rows, :columns].clone(memory_format=torch.contiguous_format)
 
 
 @decoded.register_fake

@@ -35,8 +35,6 @@ from dlp.parallel.weight.local import local_values
 from launch.ranks.links import OWN
 
 Name = tuple[str, str]  # direction, and tensor or module
-
-
 Sums = list[tuple[list[Name], Tensor]]  # names of tensors, and the checksum of each, int64 [number of names]
 
 

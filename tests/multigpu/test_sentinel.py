@@ -188,8 +188,6 @@ def damaged_in_memory(
         with pytest.raises(SentinelError) as error, DamagedSlots(moves, call, direction, number):
             Trainer.train(trainer, done)
     finally:
-        if trainer.built.device.type == "cpu":
-            transport.use(group, None)
         transport.destroy()
     return str(error.value)
 
@@ -243,18 +241,8 @@ def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, device_type, r
     """The sentinel repeats two steps. On GPUs steps 4 and 6 to 9 are replayed beside these, with a validation after steps 4
     and 8."""
     every = 5 if device_type == "cuda" else 2
-    small = ("--train.global_batch", "2", "--train.sequence", "32", "--checkpoint.every", "20")
-    given = (
-        "--recipe",
-        recipe,
-        "--train.compile",
-        compiled,
-        "--train.steps",
-        str(2 * every),
-        "--train.ledger",
-        "off",
-        *small,
-    )
+    given = f"--recipe {recipe} --train.compile {compiled} --train.steps {2 * every} --train.ledger off".split()
+    given += "--train.global_batch 2 --train.sequence 32 --checkpoint.every 20".split()
     plain = ranks(2).run(losses, tmp_path / "plain", data, *given, timeout=300.0)[0]
     watched = ranks(2).run(losses, tmp_path / "watched", data, *given, "--train.sentinel", str(every), timeout=300.0)[0]
     assert watched == plain and len(plain) == 2 * every
@@ -276,12 +264,9 @@ def test_a_flipped_bit_is_named_before_the_update(ranks, tmp_path, data, where, 
     given = ["--train.sentinel", "1", "--train.ledger", "off", "--train.sentinel_tensors", "true"]
     given += ["--train.micro_batch", str(8 // microbatches)]
     given += ["--recipe", where.partition(" of ")[2] or "fp8_current"]
-    action = (
-        "stop" if where in ("y", "gradient") else "skip"
-    )  # a skipped update does not mend memory, nor delayed scales
-    messages = ranks(2).run(
-        stopped, tmp_path, data, where.partition(" of ")[0], *given, "--train.sentinel_action", action
-    )
+    # A skipped update does not mend memory, nor delayed scales
+    given += ["--train.sentinel_action", "stop" if where in ("y", "gradient") else "skip"]
+    messages = ranks(2).run(stopped, tmp_path, data, where.partition(" of ")[0], *given)
     assert messages[0] == messages[1]
     step = 2 if "delayed" in where else 3  # the passes that find first scales call the module as well
     assert messages[0].startswith(f"step {step}: the first microbatch ran twice and gave other bits, first on ")
@@ -326,14 +311,8 @@ def test_a_damaged_transfer_is_named_with_its_sender(ranks, tmp_path, data, dire
         ("push", 1, (f"{QKV} and siblings", "forward"), f"fprop of {QKV}", "serial", "true"),  # a gather
         ("push", 1, (OUT, "forward"), f"fprop of {OUT}", "serial", "true"),  # a reduce-scatter
         ("push", 1, (DOWN, "backward"), f"dgrad of {DOWN}", "chunked:2", "true"),  # a piece of a gather
-        (
-            "push",
-            2,
-            (f"{GATE} and siblings", "backward"),
-            f"dgrad of {GATE}",
-            "chunked:2",
-            "true",
-        ),  # of a reduce-scatter
+        # A piece of a reduce-scatter
+        ("push", 2, (f"{GATE} and siblings", "backward"), f"dgrad of {GATE}", "chunked:2", "true"),
         ("push", 1, (f"{QKV} and siblings", "backward"), f"wgrad of {QKV}", "chunked", "true"),
         ("push", 2, (OUT, "forward"), f"fprop of {OUT}", "chunked", "false"),  # the sum of an all-reduce
         ("wait", 1, (f"{GATE} and siblings", "forward"), f"fprop of {GATE}", "chunked", "true"),
@@ -343,17 +322,8 @@ def test_a_damaged_transfer_is_named_with_its_sender(ranks, tmp_path, data, dire
 def test_damage_in_mapped_memory_is_named(
     ranks, tmp_path, data, world, call, number, direction, said, overlap, sequence_parallel
 ):
-    given = [
-        "--train.sentinel",
-        "1",
-        "--train.ledger",
-        "off",
-        "--groups.default.overlap",
-        overlap,
-        "--mesh.tp",
-        str(world),
-    ]
-    given += ["--mesh.sequence_parallel", sequence_parallel, "--model.kv_heads", "4"]
+    given = f"--train.sentinel 1 --train.ledger off --groups.default.overlap {overlap} --mesh.tp {world}".split()
+    given += f"--mesh.sequence_parallel {sequence_parallel} --model.kv_heads 4".split()
     messages = ranks(world).run(damaged_in_memory, tmp_path, data, call, direction, number, *given)
     assert len(set(messages)) == 1
     assert messages[0].startswith("step 1: ")
