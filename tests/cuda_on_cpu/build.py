@@ -21,6 +21,7 @@ FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -ffp-contract=off -fno-strict-
 # order of the statement.
 PTX = {
     "st.global.L2::cache_hint.b32": "store_hint", "rcp.approx.ftz.f32": "rcp_approx_ftz", "0xE4": "lop3_e4",
+    "0xEA": "lop3_ea",
     "cvt.rz.f16x2.f32": "cvt_rz_f16x2", "min.xorsign.abs.f16x2": "min_xorsign_abs_f16x2", "max.NaN.f32": "max_nan_f32",
     "max.NaN.xorsign.abs.bf16x2": "max_nan_xorsign_abs_bf16x2", "mbarrier.init.": "barrier_init",
     "mbarrier.arrive.expect_tx": "barrier_expect", "cp.async.bulk.shared": "barrier_copy",

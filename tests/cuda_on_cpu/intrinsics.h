@@ -120,6 +120,7 @@ inline void rcp_approx_ftz(float& out, float a) {
     if (std::fpclassify(out) == FP_SUBNORMAL) out = std::copysign(0.0f, out);
 }
 inline void lop3_e4(uint32_t& out, uint32_t a, uint32_t b, uint32_t mask) { out = (a & mask) | (b & ~mask); }
+inline void lop3_ea(uint32_t& out, uint32_t a, uint32_t mask, uint32_t b) { out = (a & mask) | b; }
 
 inline uint32_t half_toward_zero(float x) {
     const uint32_t sign = __float_as_uint(x) >> 16 & 0x8000u;

@@ -34,7 +34,21 @@ __device__ inline uint32_t plus(uint32_t pair, uint32_t other) {  // of two bf16
 
 // Codes i and i + 4 of a word of eight, as bf16. Stored codes count from -8: with the exponent of 128 a stored code is 128 + 8 +
 // code.
-__device__ inline uint32_t decoded(uint32_t word, int i) { return plus((word >> 4 * i & 0x000F000Fu) | 0x43004300u, 0xC308C308u); }
+__device__ inline uint32_t decoded(uint32_t word, int i) {
+    uint32_t pair;  // (shifted & mask) | exponent; written in C++, nvcc 12.9 takes two instructions
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(pair) : "r"(word >> 4 * i), "r"(0x000F000Fu), "r"(0x43004300u));
+    return plus(pair, 0xC308C308u);
+}
+
+// Positions of a lane, in vectors of 16 bytes and in scales. Chunks behind the last are read as the last, and x is then 0.
+struct Lane {
+    uint32_t codes[2], groups[2];  // of the first chunk of each row
+    uint32_t last;                 // chunk of the contraction
+    uint32_t log2;                 // chunks_log2
+    uint32_t chunk, pair;          // in a span: of the codes, and the first of the sums
+    uint32_t x;                    // of the token of the lane's column in the first pass
+    int tokens;                    // from this token on; 0 if the column does not hold the lane's chunk
+};
 
 // What a lane loads of a span: codes of two rows, the scales of its sums, and the zero points of its codes, negative, as bf16.
 template <bool kZeros>
@@ -43,49 +57,59 @@ struct Span {
     float scale[2][2];
     uint32_t minus[2];
 
-    __device__ void load(const Int4Job& job, const int64_t (&row)[2], int span, int lane) {
-        const int chunks = int(job.cols) / kChunk, chunk = span * kChunks + lane % 4, first = span * kChunks + lane % 2 * 2;
-        const int64_t groups = (chunks - 1 >> job.chunks_log2) + 1;
+    __device__ void load(const Int4Job& job, const Lane& lane, uint32_t span) {
+        const uint32_t chunk = min(span * kChunks + lane.chunk, lane.last), first = min(span * kChunks + lane.pair, lane.last);
+        const uint32_t group = first >> lane.log2, other = min(first + 1, lane.last) >> lane.log2;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const auto* from = reinterpret_cast<const uint4*>(job.codes) + row[i] * chunks + chunk;
-            codes[i] = chunk < chunks ? __ldcs(from) : uint4{};
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-                scale[i][j] = first + j < chunks ? job.scale_inv[row[i] * groups + (first + j >> job.chunks_log2)] : 0.0f;
+            codes[i] = __ldcs(reinterpret_cast<const uint4*>(job.codes) + (lane.codes[i] + chunk));
+            scale[i][0] = job.scale_inv[lane.groups[i] + group];
+            scale[i][1] = job.scale_inv[lane.groups[i] + other];
             if constexpr (kZeros) {
-                const float zero = chunk < chunks ? float(job.zero[row[i] * groups + (chunk >> job.chunks_log2)]) : 0.0f;
+                const float zero = float(job.zero[lane.groups[i] + (chunk >> lane.log2)]);
                 minus[i] = __byte_perm(__float_as_uint(-zero), 0, 0x3232);
             }
         }
     }
 };
 
-// kPasses: pairs of tokens. Word i of a chunk is codes 8 i to 8 i + 7.
+// Adds a span to the sums of two rows. Word i of a chunk is codes 8 i to 8 i + 7. Loads of x for kAhead words of all passes are
+// issued together.
 template <int kPasses, bool kZeros>
-__device__ void take(const Int4Job& job, const Span<kZeros>& loaded, int span, int lane, float (&sum)[kPasses][2]) {
-    const int chunk = span * kChunks + lane % 4, column = lane / 4;
-    const bool mine = column % 4 == lane % 4 && chunk < int(job.cols) / kChunk;
+__device__ __forceinline__ void take(const Int4Job& job, const Span<kZeros>& loaded, uint32_t span, const Lane& lane, float (&sum)[kPasses][2]) {
+    const uint32_t chunk = span * kChunks + lane.chunk;
     const uint32_t words[2][4] = {{loaded.codes[0].x, loaded.codes[0].y, loaded.codes[0].z, loaded.codes[0].w},
                                   {loaded.codes[1].x, loaded.codes[1].y, loaded.codes[1].z, loaded.codes[1].w}};
+    constexpr int kAhead = 4 / kPasses;
+    const auto* x = static_cast<const uint4*>(job.x) + (lane.x + chunk * (kChunk / 8));
+    uint4 ahead[kAhead][kPasses];
     float d[kPasses][4] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+        if (i % kAhead == 0) {
+#pragma unroll
+            for (int pass = 0; pass < kPasses; ++pass) {
+                const bool reads = lane.tokens > 2 * pass & chunk <= lane.last;
+#pragma unroll
+                for (int j = 0; j < kAhead; ++j) ahead[j][pass] = uint4{};
+                if (!reads) continue;
+#pragma unroll
+                for (int j = 0; j < kAhead; ++j) ahead[j][pass] = x[pass * 2 * (lane.last + 1) * (kChunk / 8) + i + j];
+            }
+        }
         uint32_t a[2][4];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const int row = j % 2, pair = j / 2;
-            a[pair / 2][row + pair % 2 * 2] = decoded(words[row][i], pair);
-            if constexpr (kZeros) a[pair / 2][row + pair % 2 * 2] = plus(a[pair / 2][row + pair % 2 * 2], loaded.minus[row]);
+            uint32_t& two = a[pair / 2][row + pair % 2 * 2];
+            two = decoded(words[row][i], pair);
+            if constexpr (kZeros) two = plus(two, loaded.minus[row]);
         }
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
-            const int64_t token = 2 * pass + column / 4;
-            uint4 x{};
-            if (mine && token < job.tokens)
-                x = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(job.x) + token * job.cols + chunk * kChunk + 8 * i);
-            multiply(d[pass], a[0], __byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632));
-            multiply(d[pass], a[1], __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632));
+            const uint4& b = ahead[i % kAhead][pass];
+            multiply(d[pass], a[0], __byte_perm(b.x, b.z, 0x5410), __byte_perm(b.x, b.z, 0x7632));
+            multiply(d[pass], a[1], __byte_perm(b.y, b.w, 0x5410), __byte_perm(b.y, b.w, 0x7632));
         }
     }
 #pragma unroll
@@ -95,25 +119,31 @@ __device__ void take(const Int4Job& job, const Span<kZeros>& loaded, int span, i
 }
 
 template <int kPasses, bool kZeros>
-__global__ void __launch_bounds__(kThreads, kPasses == 1 && !kZeros ? 3 : 2) int4_gemv_kernel(const __grid_constant__ Int4Job job) {
+__global__ void __launch_bounds__(kThreads, 2) int4_gemv_kernel(const __grid_constant__ Int4Job job) {
     __shared__ float sums[kWarps][2 * kPasses][kRows];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int64_t first = int64_t(blockIdx.x) * kRows;
-    const int64_t row[2] = {min(first + lane / 4, job.rows - 1), min(first + lane / 4 + 8, job.rows - 1)};
-    const int spans = (int(job.cols) + kChunks * kChunk - 1) / (kChunks * kChunk);
+    const uint32_t at = threadIdx.x % 32, warp = threadIdx.x / 32, chunks = uint32_t(job.cols) / kChunk;
+    const uint32_t first = blockIdx.x * kRows, spans = (chunks + kChunks - 1) / kChunks;
+    const uint32_t column = at / 4, token = column / kChunks;
+    Lane lane{{}, {}, chunks - 1, uint32_t(job.chunks_log2), at % kChunks, at % 2 * 2, token * chunks * (kChunk / 8),
+              column % kChunks == at % kChunks ? int(job.tokens) - int(token) : 0};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t row = min(first + column + 8 * i, uint32_t(job.rows) - 1);
+        lane.codes[i] = row * chunks, lane.groups[i] = row * ((lane.last >> lane.log2) + 1);
+    }
     wait_for_previous();
     let_next_begin();
     Span<kZeros> loaded[kDepth];
     float sum[kPasses][2] = {};
 #pragma unroll
     for (int i = 0; i < kDepth; ++i)
-        if (warp + i * kWarps < spans) loaded[i].load(job, row, warp + i * kWarps, lane);
-    for (int from = warp; from < spans; from += kDepth * kWarps) {
+        if (warp + i * kWarps < spans) loaded[i].load(job, lane, warp + i * kWarps);
+    for (uint32_t from = warp; from < spans; from += kDepth * kWarps) {
 #pragma unroll
         for (int i = 0; i < kDepth; ++i) {
-            const int span = from + i * kWarps, next = span + kDepth * kWarps;
+            const uint32_t span = from + i * kWarps, next = span + kDepth * kWarps;
             if (span < spans) take<kPasses>(job, loaded[i], span, lane, sum);
-            if (next < spans) loaded[i].load(job, row, next, lane);
+            if (next < spans) loaded[i].load(job, lane, next);
         }
     }
 #pragma unroll
@@ -121,17 +151,17 @@ __global__ void __launch_bounds__(kThreads, kPasses == 1 && !kZeros ? 3 : 2) int
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float both = __fadd_rn(sum[pass][i], __shfl_xor_sync(kAllLanes, sum[pass][i], 1));
-            if (lane % 2 == 0) sums[warp][2 * pass + lane % 4 / 2][lane / 4 + 8 * i] = both;
+            if (at % 2 == 0) sums[warp][2 * pass + at % 4 / 2][column + 8 * i] = both;
         }
     __syncthreads();
-    const int token = threadIdx.x / kRows;
-    const int64_t out = first + threadIdx.x % kRows;
-    if (token >= job.tokens || out >= job.rows) return;
-    float total = sums[0][token][threadIdx.x % kRows];
+    const int64_t out = int64_t(first) + threadIdx.x % kRows;
+    const int written = threadIdx.x / kRows;
+    if (written >= job.tokens || out >= job.rows) return;
+    float total = sums[0][written][threadIdx.x % kRows];
 #pragma unroll
-    for (int i = 1; i < kWarps; ++i) total = __fadd_rn(total, sums[i][token][threadIdx.x % kRows]);
-    if (job.wide) static_cast<float*>(job.out)[token * job.rows + out] = total;
-    else static_cast<__nv_bfloat16*>(job.out)[token * job.rows + out] = __float2bfloat16_rn(total);
+    for (int i = 1; i < kWarps; ++i) total = __fadd_rn(total, sums[i][written][threadIdx.x % kRows]);
+    if (job.wide) static_cast<float*>(job.out)[written * job.rows + out] = total;
+    else static_cast<__nv_bfloat16*>(job.out)[written * job.rows + out] = __float2bfloat16_rn(total);
 }
 
 template <int kPasses>
@@ -147,7 +177,7 @@ void run(const Int4Job& job, Stream stream) {
 void int4_gemv(const Int4Job& job, Stream stream) {
     DLP_CHECK_EQ((reinterpret_cast<uintptr_t>(job.x) | reinterpret_cast<uintptr_t>(job.codes)) % 16, 0u);
     DLP_CHECK_EQ(job.cols % kChunk, 0);
-    DLP_CHECK_LE(job.cols, INT32_MAX);
+    DLP_CHECK_LE(job.rows * job.cols / kChunk, INT32_MAX);
     DLP_CHECK_LE(job.tokens, kTokens);
     if (job.rows * job.cols * job.tokens == 0) return;
     if (job.tokens <= 2) return run<1>(job, stream);
