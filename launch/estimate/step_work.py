@@ -57,8 +57,7 @@ class StepWork:
 
     def __init__(self, config: Config, found: Planned, rates: Rates, device: str) -> None:
         self.config, self.plan, self.load, self.rates = config, found.plan, found.load, rates
-        by_ranks = self.load.ranks(CP) > 1  # with cp, chunks of queries run torch's flash kernel
-        self.attention = None if by_ranks else attention_of(config, kind_of(device)).backend
+        self.attention = attention_of(config, kind_of(device)).backend
         self.model, self.train, blocks = config.family, config.train, frozenset(config.architecture.blocks)
         self.tp, self.shards = self.load.ranks(TP), self.load.shards
         self.tokens = self.load.tokens

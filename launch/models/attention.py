@@ -11,6 +11,7 @@ scores; CPUs use a mask. Over complete rows, GPUs use a backend of `scaled_dot_p
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,14 +71,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, 
     if before:
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(before)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen if len(seen) > 1 else None, enable_gqa=grouped)
-    if documents is None and backend is not None:
-        with sdpa_kernel(ORDERS[backend], set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     if documents is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        with prefer(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     if q.is_cuda:
         return _by_lengths(q, k, v, documents.starts)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask(documents.positions), enable_gqa=grouped)
+
+
+def prefer(backend: str | None) -> AbstractContextManager[None]:
+    """Context in which torch tries the backends of `ORDERS[backend]` in order; None: torch's own order."""
+    return nullcontext() if backend is None else sdpa_kernel(ORDERS[backend], set_priority=True)
 
 
 def mask(positions: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlp import Context, ops
-from dlp.parallel.model.context import causal
-from launch.models.attention import Documents, attend, attend_by_head
+from dlp.runtime.causal import causal
+from launch.models.attention import Documents, attend, attend_by_head, prefer
 from launch.models.families import FAMILIES
 from launch.models.kv_cache import KeyValues
 from launch.models.rope import rotary_table, rotate
@@ -90,9 +90,9 @@ class Attention(nn.Module):
         return run(q, k, v, documents, self.backend).transpose(1, 2).flatten(2)
 
     def attend_chunk(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of a chunk of queries to all keys up to the chunk. Backends have no masks but the causal mask of a
-        sequence."""
-        return attend(q, k, v, None, self.backend) if q.shape[2] == k.shape[2] else causal(q, k, v)
+        """Attention of a chunk of queries to all keys up to the chunk."""
+        with prefer(self.backend):
+            return causal(q, k, v)
 
 
 class Gated(nn.Module):

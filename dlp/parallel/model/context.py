@@ -23,17 +23,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.comm import traced
 from dlp.comm.mesh import CP, ParallelDims
+from dlp.runtime.causal import causal
 
 LAYER = "attention"  # layer name of the transfers in ledgers
 AFTER = 1  # a chunk of queries attends to all earlier chunks and to itself
-HALVES = (torch.bfloat16, torch.float16)  # dtypes of the flash kernel, whose causal mask ends at the last key
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -108,8 +107,8 @@ class Context:
 
         Args:
             q, k, v: heads of this rank's tokens.
-            attend: causal attention in which the queries are those of the last keys; None: torch's
-                `scaled_dot_product_attention`.
+            attend: causal attention in which the queries are those of the last keys; None: by the
+                backend that `scaled_dot_product_attention` uses if queries and keys are equal in number.
 
         Shape:
             - q: [B, heads, S / ranks, D]; k, v: [B, kv heads, S / ranks, D]
@@ -123,21 +122,6 @@ class Context:
         ends = [(chunk + AFTER) * size for chunk in self.chunks]
         parts = zip(q.split(size, 2), ends, strict=True)
         return torch.cat([attend(part, k[:, :, :end], v[:, :, :end]) for part, end in parts], 2)
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention in which the queries are the queries of the last keys. Shapes as for
-    `Context.attention`."""
-    before, grouped = k.shape[2] - q.shape[2], q.shape[1] != k.shape[1]
-    if before == 0:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    if q.is_cuda and q.dtype in HALVES and q.shape[3] % 8 == 0 and q.shape[3] <= 256:
-        # `scaled_dot_product_attention` reaches this mask of the kernel only by a CausalBias, which torch cannot create in a
-        # dispatch mode
-        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-        return out
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(before)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
 
 
 class _Gather(torch.autograd.Function):
