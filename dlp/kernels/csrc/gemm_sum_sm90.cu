@@ -135,10 +135,12 @@ __device__ void consume(const Problem& p, Shared shared, int group, int rank) {
             const float scale = shared.scales()[term];
 #pragma unroll 1
             for (int block = 0; block < p.blocks[term]; ++block, ring.advance()) {
-                shared.full(ring.stage).wait(ring.parity);
                 const uint64_t a = a_first + ring.stage * (kStage >> 4), b = b_first + ring.stage * (kStage >> 4);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
+                    // For the second half the wait is over at once, but ptxas does not move the promotion of the first half
+                    // below a loop. It would move the promotion below the turn, where the tensor core waits for it.
+                    shared.full(ring.stage).wait(ring.parity);
                     await_turn(group);
                     products_begin();
 #pragma unroll
