@@ -66,6 +66,7 @@ from dlp.kernels.reference.gemm import (
     gemm_fp8_block,
     gemm_fp8_rowwise,
     gemm_fp8_tensor,
+    gemm_fp8_tensor_sum,
     gemm_hp,
     gemm_int4_group,
     gemm_int8_rowwise,
