@@ -36,7 +36,7 @@ from dlp.kernels import (
 )
 from dlp.kernels import gemm_entries as gemm
 from dlp.kernels.registry import *  # noqa: F403  (names for users of the table)
-from dlp.kernels.registry import DEVICES, NATIVE, GemmEntry, KernelEntry, OperandLayout, gemm_entries, register
+from dlp.kernels.registry import DEVICES, NATIVE, GemmEntry, KernelEntry, OperandLayout, register
 
 
 class Kernel(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,74 +23,74 @@ from dlp.quant.tensor import Format, Part, QuantizedTensor
 
 @dataclass(frozen=True)
 class Siblings(Format):
-    """Format of an operand whose contraction is the contractions of operands in the formats `of`, one after the other. The
-    payload is the payload of the first sibling."""
+    """Format of an operand whose contraction is the contractions of `count` operands in the format `of`, one after the other.
+    The payload is the payload of the first sibling."""
 
-    of: tuple[Format, ...]
+    of: Format
+    count: int
 
     @property
     def name(self) -> str:
-        return f"{self.of[0].name} of {len(self.of)} siblings"
+        return f"{self.of.name} of {self.count} siblings"
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        return tuple(part for each in self.of for part in each.parts)
+        return self.of.parts * self.count
 
     @property
     def block(self) -> tuple[int, int]:
-        return self.of[0].block
+        return self.of.block
 
     @property
     def multiple(self) -> tuple[int, int]:
-        return self.of[0].multiple
+        return self.of.multiple
 
     @property
     def element(self) -> str:
-        return self.of[0].element
+        return self.of.element
 
     @property
     def gemm_kind(self) -> str:
-        """The kind of the siblings, if all have the same format; else no row of the kernel table has the kind."""
-        return f"{self.of[0].gemm_kind}_siblings" if len(set(self.of)) == 1 else "mixed_siblings"
+        return f"{self.of.gemm_kind}_siblings"
 
     def split(self, q: QuantizedTensor) -> Iterator[QuantizedTensor]:
         """The operand of each sibling."""
-        parts = iter(q.parts)
-        for each in self.of:
-            yield each.wrap([next(parts) for _ in each.parts])
+        size = len(self.of.parts)
+        for i in range(0, len(q.parts), size):
+            yield self.of.wrap(q.parts[i : i + size])
 
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         return torch.cat([each.dequantize(dtype) for each in self.split(q)], 1)
 
 
-_format_of = cache(Siblings)
-
-
-def stacked(operands: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """Return the operands of siblings, which have equal numbers of rows, as one operand."""
-    return _format_of(tuple(each.format for each in operands)).wrap([part for each in operands for part in each.parts])
-
-
 @table.remembered
-def has_kernel(a: Format, b: Format, device: str) -> bool:
-    """Return whether the kernel table names the pair of operands in these formats, `Siblings`."""
-    pair, members = (a.gemm_kind, b.gemm_kind), zip(getattr(a, "of", ()), getattr(b, "of", ()), strict=True)
-    named = any(pair in entry.formats for entry in table.gemm_entries(device))
-    return named and all(own_gemm(*each) is None for each in members)
+def together(a: Format, b: Format, count: int, device: str) -> tuple[Siblings, Siblings] | None:
+    """Return the formats of both operands of one GEMM of `count` siblings with operands in the formats `a` and `b`. None
+    without such a GEMM in the kernel table for `device`, one of DEVICES, and if there are no siblings."""
+    pair = Siblings(a, count), Siblings(b, count)
+    kinds = pair[0].gemm_kind, pair[1].gemm_kind
+    named = any(kinds in entry.formats for entry in table.gemm_entries(device))
+    return pair if count > 1 and named and own_gemm(a, b) is None else None
 
 
-def as_one(
-    operands: Sequence[Any], gemms: Sequence[Gemm], dtype: torch.dtype
-) -> tuple[Sequence[Any], Sequence[Gemm]]:  # fmt: skip
+def as_one(operands: Sequence[Any], gemms: Sequence[Gemm], dtype: torch.dtype) -> tuple[Sequence[Any], Sequence[Gemm]]:
     """Return the operands and GEMMs of siblings as one operand and one GEMM into `dtype`, if the kernel table has a kernel for
     the pair of formats; else the arguments.
 
-    An operand that is being gathered, a factor and an accumulator leave the GEMMs as they are.
+    Operands that are being gathered, a factor, a bias and an accumulator leave the GEMMs as they are.
     """
-    plain = all(gemm.alpha == 1.0 and gemm.accumulate is None and gemm.bias is None for gemm in gemms)
-    if not plain or not all(isinstance(each, QuantizedTensor) for each in operands):
+    first = gemms[0]
+    for a, gemm in zip(operands, gemms, strict=True):
+        plain = gemm.alpha == 1.0 and gemm.bias is None and gemm.accumulate is None
+        if not (
+            plain
+            and isinstance(a, QuantizedTensor)
+            and (a.format, gemm.b.format) == (operands[0].format, first.b.format)
+        ):
+            return operands, gemms
+    formats = together(operands[0].format, first.b.format, len(gemms), table.device_of(operands[0].payload))
+    if formats is None:
         return operands, gemms
-    a, b = stacked(operands), stacked([gemm.b for gemm in gemms])
-    if not has_kernel(a.format, b.format, table.device_of(a.payload)):
-        return operands, gemms
-    return [a], [replace(gemms[0], b=b, out_dtype=dtype)]
+    joined_a = formats[0].wrap([part for each in operands for part in each.parts])
+    joined_b = formats[1].wrap([part for gemm in gemms for part in gemm.b.parts])
+    return [joined_a], [replace(first, b=joined_b, out_dtype=dtype)]

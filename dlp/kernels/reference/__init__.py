@@ -115,7 +115,7 @@ __all__ = [
     "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update",
     "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "finish", "gated",
     "gated_backward", "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_int4_group", "gemm_int8_rowwise", "int8_sums",
-    "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "grouped_fp8_rowwise", "layer_norm",
+    "gemm_fp8_tensor", "gemm_fp8_tensor_sum", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "grouped_fp8_rowwise", "layer_norm",
     "layer_norm_backward", "log_sum_exp", "matmul_bf16_exact",
     "mx_from_block_scales", "mx_scale", "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_stored_amax",
     "nvfp4_tensor_scale",
