@@ -1,6 +1,6 @@
 // LayerNorm of the rows of x [rows, cols]: y = (x - mean) * rstd * weight + bias, rstd = 1 / sqrt(mean((x - mean)^2) + eps),
-// and its gradient (Ba et al., arXiv 1607.06450). Bitwise equal to reference.activations.layer_norm and layer_norm_backward. Forward
-// can compute only mean and rstd, or mean, rstd and max |y|, for a cast that computes y with a producer.
+// and its gradient (Ba et al., arXiv 1607.06450). Bitwise equal to reference.activations.layer_norm and layer_norm_backward.
+// Forward can compute only mean and rstd, or mean, rstd and max |y|, for a cast that computes y with a producer.
 //
 // Grid and order of sums as in rms_norm.cu: forward takes one row per block of 128 threads; a block of backward takes
 // every 512th row (kNormParts), with fp32 sums of dweight and dbias, 8 bytes per column, in dynamic shared memory, so

@@ -4,7 +4,7 @@
 //   Producer      elements that are cast                        bytes read per element of bf16
 //   kMatrix       x                                             2
 //   kRmsNorm      x * rstd[row] * weight[col]                   2
-//   kLayerNorm    (x - mean[row]) * rstd[row] * weight[col] + bias[col]  2
+//   kLayerNorm    (x - mean) * rstd * weight + bias             2
 //   kSwiglu       silu(x) * up                                  4
 //   kColumnSums   x; also sums[tile row, col], for dbias        2
 //   kActivation   act(x)                                        2

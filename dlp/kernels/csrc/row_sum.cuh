@@ -1,6 +1,8 @@
 // The sum over a row in an order that does not depend on the device (reference.producers.row_sums): one block of 128
 // threads per row; octet i of the row belongs to thread i % 128. Within an octet elements are added by halves
 // ((0+4)+(2+6)) + ((1+5)+(3+7)), a thread adds its octets in order, then lanes and warps are added by halves.
+//
+// Norms store a row, or raise an amax, by put_row.
 #pragma once
 
 #include "elements.cuh"
