@@ -246,9 +246,7 @@ BEFORE_CASTS: dict[str, Any] = {
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("program", BEFORE_CASTS)
 @pytest.mark.parametrize("device", [nullcontext, emulation], ids=["reference", "emulated kernels"])
-def test_a_layer_norm_in_a_sequence_has_the_bits_of_ops_one_by_one(
-    device: Any, program: str, recipe: str, tokens: int
-):
+def test_a_layer_norm_in_a_sequence_has_the_bits_of_ops_one_by_one(device: Any, program: str, recipe: str, tokens: int):
     torch.manual_seed(0)
     sequence = ops.Sequential(*BEFORE_CASTS[program](recipe)).bfloat16()
     for parameter in sequence.parameters():
@@ -287,9 +285,13 @@ def test_the_plan_says_which_outputs_casts_read_from_memory(recipe: str):
         f"{place} ({norm}) {STORED} {place + 1} (Linear) reads: the casts of {recipe} read stored values"
         for place, norm in ((0, "LayerNorm"), (4, "RMSNorm"))
     ] * (recipe in ("nvfp4", "int8"))
-    expected = [*norms[:1], f"2 (GELU) {STORED} 3 (Linear) reads: no cast computes GELU", *norms[1:]] * (recipe != "bf16")
+    expected = [*norms[:1], f"2 (GELU) {STORED} 3 (Linear) reads: no cast computes GELU", *norms[1:]] * (
+        recipe != "bf16"
+    )
     assert [line.strip() for line in str(model.plan()).splitlines() if STORED in line] == expected
     model.float()(values(0, 128, H))
     for place, norm in ((0, "LayerNorm"), (4, "RMSNorm")):
-        said = f"({norm}) {STORED} {place + 1} (Linear) reads: casts compute {norm} in torch.bfloat16; got torch.float32"
+        said = (
+            f"({norm}) {STORED} {place + 1} (Linear) reads: casts compute {norm} in torch.bfloat16; got torch.float32"
+        )
         assert (said in str(model.plan())) == (recipe != "bf16")
