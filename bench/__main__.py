@@ -10,7 +10,7 @@ part. The commands of the parts:
 
     host        bench.host        host time of one small linear; first, while the device is idle
     quantize    bench.quantize    TB/s of casts and amaxes, compared with a device copy
-    producers   bench.producers   RMSNorm, SwiGLU and column sums, fused into casts and separate
+    producers   bench.producers   norms, SwiGLU and column sums, fused into casts and separate
     gemm        bench.gemm        TFLOP/s of each recipe's GEMMs, compared with torch.mm and torch._scaled_mm
     linear      bench.linear      forward + backward in each recipe, compared with nn.Linear and installed libraries
     boundary    bench.boundary    casts of all weights of a model at the step boundary, batched and one by one

@@ -1,4 +1,4 @@
-"""Time of RMSNorm, SwiGLU and the bias gradient, separate from casts and fused into casts.
+"""Time of norms, SwiGLU and the bias gradient, separate from casts and fused into casts.
 
     python -m bench.producers [--sizes 256] [--only "rms_norm > fp8_current"] [--json FILE]
 
@@ -62,6 +62,16 @@ def rms_norm_backward_added(x: Tensor) -> Launch:
     return Launch(lambda: ops.rms_norm_backward(dy, x, weight, rstd, add), (dy, x, add, torch.empty_like(x)))
 
 
+def layer_norm(x: Tensor) -> Launch:
+    weight, bias = _vector(x), _vector(x)
+    return Launch(lambda: ops.layer_norm(x, weight, bias, EPS), (x, *ops.layer_norm(x, weight, bias, EPS)))
+
+
+def layer_norm_amax(x: Tensor) -> Launch:
+    weight, bias = _vector(x), _vector(x)
+    return Launch(lambda: ops.amax(ops.LayerNormed(x, weight, bias, EPS)), (x,))
+
+
 def swiglu(x: Tensor) -> Launch:
     gate, up = _halves(x)
     return Launch(lambda: ops.swiglu(gate, up), (x, torch.empty_like(gate)))
@@ -91,6 +101,8 @@ def _produced(which: str, x: Tensor) -> Callable[[], ops.LazyMatrix]:
         return lambda: ops.Summed(ops.ActivationGrad(*_halves(x), "gelu", in_cast=True))
     if which == "rms_norm":
         return partial(ops.RmsNormed, x, _vector(x), EPS)
+    if which == "layer_norm":
+        return partial(ops.LayerNormed, x, _vector(x), _vector(x), EPS)
     return partial(ops.Gated, *_halves(x)) if which == "swiglu" else partial(ops.Summed, x)
 
 
@@ -133,6 +145,8 @@ def _gate_grads(quantizer: Any, fused: bool, x: Tensor) -> Launch:
 ALONE: dict[str, Make] = {
     "rms_norm": rms_norm,
     "rms_norm, rstd + amax": rms_norm_amax,
+    "layer_norm": layer_norm,
+    "layer_norm, mean + rstd + amax": layer_norm_amax,
     "rms_norm backward": rms_norm_backward,
     "rms_norm backward, added": rms_norm_backward_added,
     "swiglu": swiglu,
@@ -141,8 +155,8 @@ ALONE: dict[str, Make] = {
     "column sums": column_sums,
 }
 PRODUCED = [
-    ("rms_norm", "x"), ("swiglu", "x"), ("gelu", "x"), ("srelu", "x"), ("geglu", "x"), ("column sums", "dy"),
-    ("gelu's gradient", "dy"),
+    ("rms_norm", "x"), ("layer_norm", "x"), ("swiglu", "x"), ("gelu", "x"), ("srelu", "x"), ("geglu", "x"),
+    ("column sums", "dy"), ("gelu's gradient", "dy"),
 ]  # fmt: skip
 PIPELINES: dict[str, Make] = {
     f"{which} > {recipe}, {how}": partial(_pipeline, which, getattr(load(recipe), operand), how == "fused")

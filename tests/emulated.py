@@ -50,10 +50,14 @@ def matrix(words: Sequence[int], wide: bool) -> Tensor:
 def made(words: Sequence[int], wide: bool, source: Sequence[int]) -> Tensor:
     """Return the values that a cast quantizes, computed from the matrix and the packed arguments of a producer
     (csrc/kernels.h)."""
-    x, (producer, rstd, weight, fp32, up, stride, sums, act, slope) = matrix(words, wide), source
+    x, (producer, rstd, weight, fp32, up, stride, sums, act, slope, mean, bias) = matrix(words, wide), source
     if producer == cuda_producers.RMS_NORM:
         factors = at(rstd, (len(x), 1), torch.float32), at(weight, x.shape[1:], TYPE[fp32]).float()
         return (x.float() * factors[0] * factors[1]).to(x.dtype)
+    if producer == cuda_producers.LAYER_NORM:
+        centred = x.float() - at(mean, (len(x), 1), torch.float32)
+        factor, shift = (at(each, x.shape[1:], TYPE[fp32]).float() for each in (weight, bias))
+        return (centred * at(rstd, (len(x), 1), torch.float32) * factor + shift).to(x.dtype)
     if producer == cuda_producers.SWIGLU:
         return reference.swiglu(x, at(up, x.shape, x.dtype, (stride, 1)))
     if producer in (cuda_producers.ACTIVATION, cuda_producers.BESIDE):
@@ -264,10 +268,10 @@ class Module:
 
     @staticmethod
     def layer_norm(words: Any, eps: float, wide: bool, stream: int) -> None:
-        x, (weight, bias, fp32, mean, rstd, y) = matrix(words, wide), words[5:]
+        x, (weight, bias, fp32, mean, rstd, y, amax) = matrix(words, wide), words[5:]
         vectors = [at(each, x.shape[1:], TYPE[fp32]) for each in (weight, bias)]
         value, *found = reference.layer_norm(x, *vectors, eps)
-        Module._written(value, y, 0)
+        Module._written(value, y, amax)
         for to, its in zip((mean, rstd), found, strict=True):
             at(to, its.shape, torch.float32).copy_(its)
 

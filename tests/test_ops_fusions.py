@@ -16,6 +16,7 @@ from dlp import ops
 from dlp.ops.fusions import REGISTERED
 from dlp.quant.recipe import Operand
 from tests.cases import RECIPES
+from tests.emulated import emulation, recorded
 from tests.metrics import assert_bit_equal, assert_close
 from tests.ops_models import FFN, H, M, Watched, linear, run, values
 from tests.restored_tables import restored_fusions
@@ -244,18 +245,30 @@ BEFORE_CASTS: dict[str, Any] = {
 @pytest.mark.parametrize("tokens", [M, M + 16], ids=["whole blocks", "padded"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("program", BEFORE_CASTS)
-def test_a_layer_norm_in_a_sequence_has_the_bits_of_ops_one_by_one(program: str, recipe: str, tokens: int):
+@pytest.mark.parametrize("device", [nullcontext, emulation], ids=["reference", "emulated kernels"])
+def test_a_layer_norm_in_a_sequence_has_the_bits_of_ops_one_by_one(device: Any, program: str, recipe: str, tokens: int):
     torch.manual_seed(0)
     sequence = ops.Sequential(*BEFORE_CASTS[program](recipe)).bfloat16()
     for parameter in sequence.parameters():
         nn.init.normal_(parameter, std=0.5)
     alone = nn.Sequential(*copy.deepcopy(sequence))
-    for step in range(2):  # the second step reads delayed scales
-        found, expected = (run(each, tokens, H, seed=3 * step, dtype=torch.bfloat16) for each in (sequence, alone))
-        for (name, tensor), other in zip(found.items(), expected.values(), strict=True):
-            assert_bit_equal(tensor, other, name)
-        dlp.end_step(sequence)
-        dlp.end_step(alone)
+    with device():
+        for step in range(2):  # the second step reads delayed scales
+            found, expected = (run(each, tokens, H, seed=3 * step, dtype=torch.bfloat16) for each in (sequence, alone))
+            for (name, tensor), other in zip(found.items(), expected.values(), strict=True):
+                assert_bit_equal(tensor, other, name)
+            dlp.end_step(sequence)
+            dlp.end_step(alone)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_cast_computes_a_layer_norm_unless_it_reads_stored_values(recipe: str):
+    """The kernel of the norm then computes mean and rstd, which the backward needs, and stores no y."""
+    model = ops.Sequential(ops.LayerNorm(128), linear(recipe, 128), ops.GELU(), ops.LayerNorm(128), linear(recipe, 128))
+    with emulation(), recorded() as launched:
+        model.bfloat16()(values(0, 128, 128).bfloat16())
+    stores = [bool(arguments[0][10]) for name, arguments in launched if name == "layer_norm"]
+    assert stores == [recipe in ("bf16", "nvfp4", "int8")] * 2
 
 
 STORED = "stores y, which the cast of"
@@ -263,18 +276,22 @@ STORED = "stores y, which the cast of"
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_plan_says_which_outputs_casts_read_from_memory(recipe: str):
-    """RMSNorm and SwiGLU are computed by casts of bf16 to E4M3, LayerNorm and other activations by none."""
+    """Norms and SwiGLU are computed by casts of bf16 to E4M3, other activations by none."""
     model = ops.Sequential(
         ops.LayerNorm(H), linear(recipe), ops.GELU(), linear(recipe), ops.RMSNorm(H), linear(recipe)
     ).bfloat16()
     model(values(0, 128, H).bfloat16())
-    expected = [
-        f"0 (LayerNorm) {STORED} 1 (Linear) reads: no cast computes LayerNorm",
-        f"2 (GELU) {STORED} 3 (Linear) reads: no cast computes GELU",
-    ] * (recipe != "bf16")
-    if recipe in ("nvfp4", "int8"):
-        expected.append(f"4 (RMSNorm) {STORED} 5 (Linear) reads: the casts of {recipe} read stored values")
+    norms = [
+        f"{place} ({norm}) {STORED} {place + 1} (Linear) reads: the casts of {recipe} read stored values"
+        for place, norm in ((0, "LayerNorm"), (4, "RMSNorm"))
+    ] * (recipe in ("nvfp4", "int8"))
+    expected = [*norms[:1], f"2 (GELU) {STORED} 3 (Linear) reads: no cast computes GELU", *norms[1:]] * (
+        recipe != "bf16"
+    )
     assert [line.strip() for line in str(model.plan()).splitlines() if STORED in line] == expected
     model.float()(values(0, 128, H))
-    said = f"4 (RMSNorm) {STORED} 5 (Linear) reads: casts compute RMSNorm in torch.bfloat16; got torch.float32"
-    assert (said in str(model.plan())) == (recipe != "bf16")
+    for place, norm in ((0, "LayerNorm"), (4, "RMSNorm")):
+        said = (
+            f"({norm}) {STORED} {place + 1} (Linear) reads: casts compute {norm} in torch.bfloat16; got torch.float32"
+        )
+        assert (said in str(model.plan())) == (recipe != "bf16")

@@ -137,6 +137,7 @@ def produced(rows: int = 128, cols: int = 256) -> dict[str, ops.LazyMatrix]:
     weight = draw(cols, seed=2)
     return {
         "rms_norm": ops.RmsNormed(x, weight, EPS), "added": ops.AddedNormed(x, other, weight, EPS),
+        "layer_norm": ops.LayerNormed(x, weight, draw(cols, seed=3), EPS),
         "swiglu": ops.Gated(x, other),
         "sums": ops.Summed(x),
         "gelu": ops.Activated(x, "gelu", in_cast=True), "reglu": ops.GatedBy(x, other, "relu", in_cast=True),
@@ -180,7 +181,7 @@ def test_a_sum_is_made_with_the_first_that_needs_it(launches):  # noqa: F811
         assert_bit_equal(made.rstd, stored[1])
 
 
-@pytest.mark.parametrize("which", ["rms_norm", "swiglu", "gelu", "reglu", "gelu's gradient"])
+@pytest.mark.parametrize("which", ["rms_norm", "layer_norm", "swiglu", "gelu", "reglu", "gelu's gradient"])
 def test_a_fused_cast_stores_nothing_else(which, launches, monkeypatch):  # noqa: F811
     """Neither the cast nor the computation of its amax stores the matrix."""
     matrix, quantizers = produced()[which], OFFERING[0]

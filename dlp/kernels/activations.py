@@ -67,7 +67,7 @@ def takes_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> bool:
 
 def layer_norm_kernel(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     y, mean, rstd = _like(x), *(torch.empty(len(x), device=x.device) for _ in range(2))
-    cuda_producers.layer_norm(x, weight, bias, eps, mean, rstd, y)
+    cuda_producers.layer_norm(x, weight, bias, eps, mean, rstd, y=y)
     return y, mean, rstd
 
 

@@ -33,7 +33,7 @@ from dlp.kernels.reference import FLT_MAX, FP8_MAX
 INPUTS = (torch.bfloat16, torch.float32)
 Words = tuple[int, ...]
 FIRST_PIECE = 4  # position of the number of previous pieces in a job (csrc/kernels.h)
-MATRIX: Words = (0,) * 9  # arguments of a producer (`cuda_producers`): the elements are the matrix itself
+MATRIX: Words = (0,) * 11  # arguments of a producer (`cuda_producers`): the elements are the matrix itself
 
 
 class AmaxJob(NamedTuple):

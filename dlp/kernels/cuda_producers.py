@@ -13,7 +13,7 @@ from dlp.kernels import loader
 from dlp.kernels.cuda import INPUTS, Words, _matrix, _output, _scalar, _tiles
 from dlp.kernels.launches import launch
 
-RMS_NORM, SWIGLU, COLUMN_SUMS, ACTIVATION, BESIDE = 1, 2, 3, 4, 5  # producers in kernels.h
+RMS_NORM, SWIGLU, COLUMN_SUMS, ACTIVATION, BESIDE, LAYER_NORM = 1, 2, 3, 4, 5, 6  # producers in kernels.h
 ACTS = {"silu": 0, "gelu": 1, "relu": 2, "srelu": 3, "sigmoid": 4, "qgelu": 5}  # activations in kernels.h
 MAX_NORM_COLS = 57344  # largest number of columns whose sums fit into shared memory in backward
 
@@ -68,14 +68,17 @@ def rms_norm_backward(
     sum_parts(parts, dweight)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, mean: Tensor, rstd: Tensor, y: Tensor) -> None:
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, mean: Tensor, rstd: Tensor, *, y: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> None:  # fmt: skip
     """LayerNorm of x [rows, cols] with weight and bias [cols] of one dtype, bf16 or fp32: write mean and rstd fp32 [rows], and
-    y [rows, cols]."""
+    y [rows, cols] or max |y| (amax, fp32 [])."""
     pointer, wide = _vector(weight, x)
     vectors = [_output(each, [len(x)], [torch.float32], name) for each, name in ((mean, "mean"), (rstd, "rstd"))]
     words = (
         *_matrix(x), 0, pointer, _output(bias, [x.shape[1]], [weight.dtype], "bias"), wide, *vectors,
-        _output(y, x.shape, [x.dtype], "y"),
+        _output(y, x.shape, [x.dtype], "y"), _scalar(amax, "amax"),
     )  # fmt: skip
     launch("layer_norm", x, words, eps, x.dtype == torch.float32)
 
@@ -177,27 +180,34 @@ def sum_parts(parts: Tensor, out: Tensor) -> None:
 def rms_norm_source(x: Tensor, weight: Tensor, rstd: Tensor) -> Words:
     """Return the producer of x [rows, cols] * rstd [rows] * weight [cols]."""
     vector = _output(rstd, [len(x)], [torch.float32], "rstd")
-    return RMS_NORM, vector, *_vector(weight, x), 0, 0, 0, 0, 0
+    return RMS_NORM, vector, *_vector(weight, x), 0, 0, 0, 0, 0, 0, 0
+
+
+def layer_norm_source(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor) -> Words:
+    """Return the producer of (x [rows, cols] - mean [rows]) * rstd [rows] * weight [cols] + bias [cols]."""
+    vectors = [_output(each, [len(x)], [torch.float32], name) for each, name in ((rstd, "rstd"), (mean, "mean"))]
+    shift = _output(bias, [x.shape[1]], [weight.dtype], "bias")
+    return LAYER_NORM, vectors[0], *_vector(weight, x), 0, 0, 0, 0, 0, vectors[1], shift
 
 
 def swiglu_source(gate: Tensor, up: Tensor) -> Words:
     """Return the producer of silu(gate) * up."""
-    return SWIGLU, 0, 0, 0, *_beside(up, gate, "up"), 0, 0, 0
+    return SWIGLU, 0, 0, 0, *_beside(up, gate, "up"), 0, 0, 0, 0, 0
 
 
 def activation_source(act: str) -> Words:
     """Return the producer of act(x)."""
-    return ACTIVATION, 0, 0, 0, 0, 0, 0, ACTS[act], 0
+    return ACTIVATION, 0, 0, 0, 0, 0, 0, ACTS[act], 0, 0, 0
 
 
 def beside_source(x: Tensor, up: Tensor, act: str, *, slope: bool = False, parts: Tensor | None = None) -> Words:
     """Return the producer of act(x) * up, or with `slope` of act'(x) * up, that also writes column sums of tiles to `parts`."""
     shape = [_tiles_down(x), x.shape[1]]
     sums = _output(parts, shape, [torch.float32], "parts")
-    return BESIDE, 0, 0, 0, *_beside(up, x, "up"), sums, ACTS[act], int(slope)
+    return BESIDE, 0, 0, 0, *_beside(up, x, "up"), sums, ACTS[act], int(slope), 0, 0
 
 
 def column_sums_source(x: Tensor, parts: Tensor) -> Words:
     """Return the producer of x that also writes column sums of tiles to `parts` (`empty_parts`)."""
     shape = [_tiles_down(x), x.shape[1]]
-    return COLUMN_SUMS, 0, 0, 0, 0, 0, _output(parts, shape, [torch.float32], "parts"), 0, 0
+    return COLUMN_SUMS, 0, 0, 0, 0, 0, _output(parts, shape, [torch.float32], "parts"), 0, 0, 0, 0

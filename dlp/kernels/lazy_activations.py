@@ -12,6 +12,7 @@ activations.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -34,28 +35,52 @@ class _Stored(LazyMatrix):
         return self.value, MATRIX
 
 
-class LayerNormed(_Stored):
-    """LayerNorm (x - mean) * rstd * weight + bias, with weight and bias [C]. One kernel computes the values, mean and rstd,
-    fp32 [rows]."""
+class LayerNormed(LazyMatrix):
+    """LayerNorm (x - mean) * rstd * weight + bias, with weight and bias [C]. `value` and `amax` compute mean and rstd, fp32
+    [rows], in the same read of x; without these, the first read of mean or rstd computes both."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
         self.matrix, self.weight, self.bias, self.eps = x, weight, bias, eps
 
     @cached_property
-    def _results(self) -> tuple[Tensor, Tensor, Tensor]:
-        return layer_norm(self.matrix, self.weight, self.bias, self.eps)
-
-    @property
     def value(self) -> Tensor:
-        return self._results[0]
+        y, *self._moments = layer_norm(self.matrix, self.weight, self.bias, self.eps)
+        return y
+
+    @cached_property
+    def _moments(self) -> Sequence[Tensor]:
+        """mean and rstd."""
+        if self._fuses(None):
+            return self._observed(None)
+        return layer_norm(self.matrix, self.weight, self.bias, self.eps)[1:]
 
     @property
     def mean(self) -> Tensor:
-        return self._results[1]
+        return self._moments[0]
 
     @property
     def rstd(self) -> Tensor:
-        return self._results[2]
+        return self._moments[1]
+
+    def amax(self) -> Tensor | None:
+        if not self._fuses(None):
+            return None
+        amax = torch.empty((), device=self.device)
+        self._moments = self._observed(amax)
+        return amax
+
+    def _observed(self, amax: Tensor | None) -> Sequence[Tensor]:
+        mean, rstd = (torch.empty(len(self.matrix), device=self.device) for _ in range(2))
+        cuda_producers.layer_norm(self.matrix, self.weight, self.bias, self.eps, mean, rstd, amax=amax)
+        return mean, rstd
+
+    def _fuses(self, codes: torch.dtype | None) -> bool:
+        return self.weight.dtype == self.bias.dtype and fuses(codes, self.matrix)
+
+    def source(self, codes: torch.dtype | None = None) -> Source:
+        if not self._fuses(codes):
+            return self.value, MATRIX
+        return self.matrix, cuda_producers.layer_norm_source(self.matrix, self.weight, self.bias, self.mean, self.rstd)
 
 
 class Activated(LazyMatrix):

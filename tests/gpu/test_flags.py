@@ -64,7 +64,7 @@ def test_each_matrix_of_a_batch_has_its_own(device, quantizer: Any, dtype: torch
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("kind", ["norm", "gated", "summed"])
+@pytest.mark.parametrize("kind", ["norm", "layer norm", "gated", "summed"])
 def test_what_a_cast_makes_is_looked_at(device, recipe: str, kind: str):
     """A cast checks the values that it computes: the inputs are finite, and the products are not."""
     operand = getattr(load(recipe), "dy" if kind == "summed" else "x")
@@ -76,8 +76,11 @@ def test_what_a_cast_makes_is_looked_at(device, recipe: str, kind: str):
         if bad:
             x[130, 300] = up[130, 300] = torch.inf if kind == "summed" else LARGEST
             weight[300] = LARGEST
-        made = {"norm": ops.RmsNormed(x, weight, 1e-6), "gated": ops.Gated(x, up), "summed": ops.Summed(x)}[kind]
-        if kind == "norm" and bad:
+        made = {
+            "norm": ops.RmsNormed(x, weight, 1e-6), "layer norm": ops.LayerNormed(x, weight, 0 * weight, 1e-6),
+            "gated": ops.Gated(x, up), "summed": ops.Summed(x),
+        }[kind]  # fmt: skip
+        if "norm" in kind and bad:
             x[130] = torch.ones(384, device=device)
             x[130, 300] = 300.0
         flag = torch.zeros((), device=device)

@@ -1,6 +1,6 @@
-"""RMSNorm, SwiGLU, sums of columns, and casts that compute their input with these functions.
+"""RMSNorm, LayerNorm, SwiGLU, sums of columns, and casts that compute their input with these functions.
 
-RMSNorm and the sums equal the reference bit for bit. SwiGLU, which uses the exponential function of the device, is
+Norms and the sums equal the reference bit for bit. SwiGLU, which uses the exponential function of the device, is
 within a bound of float64. A fused cast has the bits of a cast of the stored matrix.
 """
 
@@ -94,9 +94,15 @@ def test_layer_norm_and_its_gradients_are_the_reference(device, poisoned, dtype,
         expected = reference.layer_norm(x, weight, bias, EPS)
         placed, grad = place(x, STRIDES[number % 3], device), place(dy, STRIDES[(number + 1) % 3], device)
         y, mean, rstd = poisoned(shape, dtype), *(poisoned((shape[0],), torch.float32) for _ in range(2))
-        cuda_producers.layer_norm(placed, weight.to(device), bias.to(device), EPS, mean, rstd, y)
-        for made, right, name in zip((y, mean, rstd), expected, ("y", "mean", "rstd"), strict=True):
-            assert_equal(made, right, f"{name}, {data} {dtype} {shape}")
+        amax, on_device = poisoned((), torch.float32), (placed, weight.to(device), bias.to(device), EPS)
+        for out in ({"amax": amax}, {}, {"y": y}):
+            for each in (mean, rstd):
+                each.fill_(torch.nan)
+            cuda_producers.layer_norm(*on_device, mean, rstd, **out)
+            for made, right, name in zip((mean, rstd), expected[1:], ("mean", "rstd"), strict=True):
+                assert_equal(made, right, f"{name} beside {[*out]}, {data} {dtype} {shape}")
+        assert_equal(y, expected[0], f"y, {data} {dtype} {shape}")
+        assert_bit_equal(amax.cpu(), reference.amax(expected[0]), f"amax, {data} {dtype} {shape}")
         expected = reference.layer_norm_backward(dy, x, weight, *expected[1:])
         dx, dweight, dbias = poisoned(shape, dtype), *(poisoned((shape[1],), torch.float32) for _ in range(2))
         cuda_producers.layer_norm_backward(grad, placed, weight.to(device), mean, rstd, dx, dweight, dbias)
@@ -172,6 +178,10 @@ def produced(which: str, shape: tuple[int, int], data: str, strides: tuple[str, 
     x = place(values(data, *shape, torch.bfloat16), strides[0], device)
     if which == "rms_norm":
         return ops.RmsNormed(x, values("gauss", 1, shape[1], torch.float32, 1)[0].to(device), EPS)
+    if which.startswith("layer_norm"):
+        dtype = torch.bfloat16 if "bf16" in which else torch.float32
+        weight, bias = (values("gauss", 1, shape[1], dtype, seed)[0].to(device) for seed in (1, 3))
+        return ops.LayerNormed(x, weight, bias, EPS)
     if which == "added":
         more, weight = values("gauss", *shape, torch.bfloat16, 2), values("gauss", 1, shape[1], torch.float32, 1)[0]
         return ops.AddedNormed(x, place(more, strides[1], device), weight.to(device), EPS)
@@ -198,6 +208,8 @@ def shapes_of(pair) -> list[tuple[int, int]]:
     [
         "rms_norm",
         "added",
+        "layer_norm",
+        "layer_norm in bf16",
         "swiglu",
         "sums",
         "gelu",
@@ -235,7 +247,7 @@ def test_a_fused_cast_is_that_of_the_stored_matrix(device, poisoned, pair, data,
             assert_bit_equal(a, b, f"rowwise alone, {which} {data} {shape}")
 
 
-@pytest.mark.parametrize("which", ["rms_norm", "swiglu"])
+@pytest.mark.parametrize("which", ["rms_norm", "layer_norm", "swiglu"])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8"])
 def test_what_recipes_cast_of_activations_is_fused(device, monkeypatch, recipe, which):
     from dlp.quant.recipe import load

@@ -1,12 +1,13 @@
-// RMSNorm and SwiGLU of an octet (eight elements), and loads and stores of octets outside of tiles. All arithmetic is
+// Norms and SwiGLU of an octet (eight elements), and loads and stores of octets outside of tiles. All arithmetic is
 // fp32, rounded once to the type of the matrix. Kernels that store a result and casts that compute the result with a
 // producer (producer.cuh) call the same functions, so both give the same bits.
 //
 //   normed         y = x * rstd * weight                                       reference.producers.rms_norm
+//   layer_normed   y = (x - mean) * rstd * weight + bias                       reference.activations.layer_norm
 //   gated          h = gate * s(gate) * up,   s(g) = 1 / (1 + exp(-g))         reference.producers.swiglu
 //   to_gradients   dgate = dh * up * s * (1 + gate * (1 - s)),   dup = dh * gate * s     reference.producers.swiglu_backward
 //
-// RMSNorm is IEEE arithmetic in a fixed order and equals its reference bit for bit. SwiGLU does not: `expf` and the approximate
+// Norms are IEEE arithmetic in a fixed order and equal their references bit for bit. SwiGLU does not: `expf` and the approximate
 // reciprocal depend on the device, so that results are reproducible on one device, and equal to the reference within a bound.
 #pragma once
 
@@ -82,6 +83,15 @@ __device__ Octet<T> normed(const Octet<T>& x, float rstd, const Octet<float>& we
     Octet<float> y;
 #pragma unroll
     for (int i = 0; i < 8; ++i) y.set(i, __fmul_rn(__fmul_rn(x[i], rstd), weight[i]));
+    return rounded<T>(y);
+}
+
+template <class T>
+__device__ Octet<T> layer_normed(const Octet<T>& x, float mean, float rstd, const Octet<float>& weight, const Octet<float>& bias) {
+    Octet<float> y;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        y.set(i, __fadd_rn(__fmul_rn(__fmul_rn(__fsub_rn(x[i], mean), rstd), weight[i]), bias[i]));
     return rounded<T>(y);
 }
 

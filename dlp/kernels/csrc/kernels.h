@@ -188,7 +188,7 @@ struct WireSum {              // sum of the packed contributions of `ranks` rank
 
 // Producers: how a cast computes elements from the matrix of the job (producer.cuh). Numbers as in
 // dlp/kernels/cuda_producers.py.
-enum class Producer : int64_t { kMatrix, kRmsNorm, kSwiglu, kColumnSums, kActivation, kGate };
+enum class Producer : int64_t { kMatrix, kRmsNorm, kSwiglu, kColumnSums, kActivation, kGate, kLayerNorm };
 
 // act(g): g * s(g), GELU by tanh, max(g, 0), max(g, 0)^2, s(g), g * s(1.702 g), with s(g) = 1 / (1 + exp(-g))
 // (reference/activations.py).
@@ -196,7 +196,7 @@ enum class Act : int64_t { kSilu, kGelu, kRelu, kSrelu, kSigmoid, kQgelu };
 
 struct Source {               // further inputs of a producer
     Producer producer;
-    const float* rstd;        // kRmsNorm: [rows]
+    const float* rstd;        // kRmsNorm, kLayerNorm: [rows]
     const void* weight;       // [cols], fp32 if `wide`, else bf16
     int64_t wide;
     const void* up;           // kSwiglu, kGate: [rows, cols] as the matrix, which is the gate
@@ -204,7 +204,9 @@ struct Source {               // further inputs of a producer
     float* sums;              // kColumnSums: [row tiles, cols], the sum of each column of a tile; kGate: the same, or null
     Act act;                  // kActivation: act(x); kGate: act(x) * up, or
     int64_t slope;            // act'(x) * up
-    static constexpr uint32_t addresses = words(1, 2, 4, 6);
+    const float* mean;        // kLayerNorm: [rows]
+    const void* bias;         // kLayerNorm: [cols], of the type of weight
+    static constexpr uint32_t addresses = words(1, 2, 4, 6, 9, 10);
 };
 
 struct MatrixJob {            // matrix without outputs (tile_sums)
@@ -244,8 +246,9 @@ struct LayerNormJob {         // LayerNorm of the rows of x
     const void *weight, *bias;  // [cols], fp32 if `wide`, else bf16
     int64_t wide;
     float *mean, *rstd;       // [rows]
-    void* y;                  // [rows, cols] as x
-    static constexpr uint32_t addresses = words(0, 5, 6, 8, 9, 10);
+    void* y;                  // [rows, cols] as x; null: y is not stored
+    float* amax;              // []: max |y|; at most one of y and amax is requested
+    static constexpr uint32_t addresses = words(0, 5, 6, 8, 9, 10, 11);
 };
 
 struct LayerNormGradJob {

@@ -155,8 +155,8 @@ template <class Run>
 void with_source(Input input, Code code, const Source& source, Run run) {
     const auto of = [&](auto f8) { return [=](auto element, auto producer) { run(element, f8, producer); }; };
     if (code == Code::kE5m2) return with_source<Producer::kColumnSums, Producer::kGate>(input, source, of(E5m2{}));
-    with_source<Producer::kRmsNorm, Producer::kSwiglu, Producer::kColumnSums, Producer::kActivation, Producer::kGate>(
-        input, source, of(E4m3{}));
+    with_source<Producer::kRmsNorm, Producer::kLayerNorm, Producer::kSwiglu, Producer::kColumnSums, Producer::kActivation,
+                Producer::kGate>(input, source, of(E4m3{}));
 }
 
 // The dynamic shared memory of a block.

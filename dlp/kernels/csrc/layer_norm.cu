@@ -1,10 +1,10 @@
 // LayerNorm of the rows of x [rows, cols]: y = (x - mean) * rstd * weight + bias, rstd = 1 / sqrt(mean((x - mean)^2) + eps),
 // and its gradient (Ba et al., arXiv 1607.06450). Bitwise equal to reference.activations.layer_norm and layer_norm_backward.
+// Forward can compute only mean and rstd, or mean, rstd and max |y|, for a cast that computes y with a producer.
 //
 // Grid and order of sums as in rms_norm.cu: forward takes one row per block of 128 threads; a block of backward takes
 // every 512th row (kNormParts), with fp32 sums of dweight and dbias, 8 bytes per column, in dynamic shared memory, so
 // that cols is at most 28,672 (224 KB).
-#include "elements.cuh"
 #include "row_sum.cuh"
 
 namespace dlp {
@@ -13,7 +13,7 @@ namespace {
 constexpr int kForwardBlocksPerSm = 8, kBackwardBlocksPerSm = 4;
 constexpr size_t kMostShared = 224 * 1024;  // bytes, of backward
 
-template <class T>
+template <class T, bool kStore, bool kObserve>
 __global__ void __launch_bounds__(kRowThreads, kForwardBlocksPerSm)
     layer_norm_kernel(const __grid_constant__ LayerNormJob job, const float eps) {
     __shared__ float scratch[2][kRowWarps];
@@ -40,16 +40,10 @@ __global__ void __launch_bounds__(kRowThreads, kForwardBlocksPerSm)
     const float variance = __fdiv_rn(row_sum(part, scratch[1]), float(cols));
     const float rstd = __frcp_rn(__fsqrt_rn(__fadd_rn(variance, eps)));
     if (threadIdx.x == 0) job.mean[row] = mean, job.rstd[row] = rstd;
-
-    for_octets([&](int64_t column, const Octet<T>& x) {
-        const Octet<float> weight = load_cached(job.weight, job.wide, column, cols - column);
-        const Octet<float> bias = load_cached(job.bias, job.wide, column, cols - column);
-        Octet<float> y;
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-            y.set(i, __fadd_rn(__fmul_rn(__fmul_rn(__fsub_rn(x[i], mean), rstd), weight[i]), bias[i]));
-        store_at(job.y, row, column, cols, rounded<T>(y));
-    }, x);
+    put_row<kStore, kObserve>(x, job, [&](int64_t column, const Octet<T>& x) {
+        return layer_normed(x, mean, rstd, load_cached(job.weight, job.wide, column, cols - column),
+                            load_cached(job.bias, job.wide, column, cols - column));
+    });
 }
 
 // With g = dy * weight and n = (x - mean) * rstd:
@@ -105,9 +99,13 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm)
 }  // namespace
 
 void layer_norm(const LayerNormJob& job, float eps, Input input, Stream stream) {
+    if (job.amax) set_zero(reinterpret_cast<uintptr_t>(job.amax), sizeof(float), stream);
     if (job.x.rows == 0) return;
     with_input(input, [&](auto element) {
-        launch<layer_norm_kernel<decltype(element)>>(job.x.rows, kRowThreads, 0, stream, job, eps);
+        using T = decltype(element);
+        if (job.y) return launch<layer_norm_kernel<T, true, false>>(job.x.rows, kRowThreads, 0, stream, job, eps);
+        if (job.amax) return launch<layer_norm_kernel<T, false, true>>(job.x.rows, kRowThreads, 0, stream, job, eps);
+        launch<layer_norm_kernel<T, false, false>>(job.x.rows, kRowThreads, 0, stream, job, eps);
     });
 }
 

@@ -4,6 +4,7 @@
 //   Producer      elements that are cast                        bytes read per element of bf16
 //   kMatrix       x                                             2
 //   kRmsNorm      x * rstd[row] * weight[col]                   2
+//   kLayerNorm    (x - mean) * rstd * weight + bias             2
 //   kSwiglu       silu(x) * up                                  4
 //   kColumnSums   x; also sums[tile row, col], for dbias        2
 //   kActivation   act(x)                                        2
@@ -83,6 +84,33 @@ struct TileProducer<T, Producer::kRmsNorm> : StoredMatrix<T> {
 #pragma unroll
         for (int i = 0; i < kPatch; ++i)
             if (i < rows) patch[i] = normed(patch[i], loaded.rstd[i], loaded.weight);
+    }
+
+   private:
+    const Source& source_;
+};
+
+// kLayerNorm: (x - mean[row]) * rstd[row] * weight[col] + bias[col]. Four octets beside the patch would spill, so mean and rstd
+// are loaded row by row.
+template <class T>
+struct TileProducer<T, Producer::kLayerNorm> : StoredMatrix<T> {
+    struct Loaded {
+        Octet<float> weight, bias;
+    };
+
+    __device__ TileProducer(const Source& source, uint8_t* bytes) : StoredMatrix<T>(source, bytes), source_(source) {}
+    template <class Tile>
+    __device__ Loaded load(const Tile& tile) const {
+        const int64_t col = tile.col() + kPatch * patch_column(), cols = tile.patch_cols();
+        return {load_cached(source_.weight, source_.wide, col, cols), load_cached(source_.bias, source_.wide, col, cols)};
+    }
+    template <class Tile>
+    __device__ void apply(const Loaded& loaded, const Tile& tile, Octet<T> (&patch)[kPatch]) const {
+        const int64_t first = tile.row() + kPatch * patch_row(), rows = tile.whole ? kPatch : tile.patch_rows();
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i)
+            if (i < rows)
+                patch[i] = layer_normed(patch[i], source_.mean[first + i], source_.rstd[first + i], loaded.weight, loaded.bias);
     }
 
    private:

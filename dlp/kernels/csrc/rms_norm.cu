@@ -23,7 +23,6 @@
 // 98,320 bytes for 8192 columns of bf16. With `add`, copies of a third matrix would leave room for too few blocks
 // (0.65).
 #include "arrivals.cuh"
-#include "elements.cuh"
 #include "row_sum.cuh"
 
 namespace dlp {
@@ -75,7 +74,6 @@ template <class T, bool kStore, bool kObserve, bool kAdd>
 __global__ void __launch_bounds__(kRowThreads, kAdd ? kAddingBlocksPerSm : kForwardBlocksPerSm)
     rms_norm_kernel(const __grid_constant__ NormJob job, const float eps) {
     __shared__ float scratch[kRowWarps];
-    __shared__ uint32_t largest[kRowWarps];
     const int64_t row = blockIdx.x, cols = job.x.cols;
     RowOctets<T> x = octets_of<T>(job.x.data, row, job.x.stride, cols);
     if constexpr (kAdd) add_row(x, octets_of<T>(job.residual, row, job.residual_stride, cols), static_cast<T*>(job.sum) + row * cols);
@@ -89,18 +87,9 @@ __global__ void __launch_bounds__(kRowThreads, kAdd ? kAddingBlocksPerSm : kForw
     const float mean = __fdiv_rn(row_sum(part, scratch), float(cols));
     const float rstd = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
     if (threadIdx.x == 0) job.rstd[row] = rstd;
-    if (!kStore && !kObserve) return;
-
-    Maxima<T> maxima;
-    for_octets([&](int64_t column, const Octet<T>& x) {
-        const Octet<T> y = normed(x, rstd, load_cached(job.weight, job.wide, column, cols - column));
-        if (kStore) store_at(job.y, row, column, cols, y);
-        if (kObserve) maxima.take(y);
-    }, x);
-    if (kObserve) {
-        const uint32_t bits = block_max(maxima.largest(), largest);
-        if (threadIdx.x == 0) atomic_max(job.amax, bits);
-    }
+    put_row<kStore, kObserve>(x, job, [&](int64_t column, const Octet<T>& x) {
+        return normed(x, rstd, load_cached(job.weight, job.wide, column, cols - column));
+    });
 }
 
 // The sum of g * n over an octet; g and n as at the top of this file.

@@ -1,9 +1,11 @@
 // The sum over a row in an order that does not depend on the device (reference.producers.row_sums): one block of 128
 // threads per row; octet i of the row belongs to thread i % 128. Within an octet elements are added by halves
 // ((0+4)+(2+6)) + ((1+5)+(3+7)), a thread adds its octets in order, then lanes and warps are added by halves.
+//
+// Norms store a row, or raise an amax, by put_row.
 #pragma once
 
-#include "octet.cuh"
+#include "elements.cuh"
 
 namespace dlp {
 
@@ -60,6 +62,23 @@ __device__ void for_octets(Use use, const RowOctets<T>& first, const Rows&... ot
     for (int i = 0; i < kInRegisters; ++i)
         if (first.column(i) < first.cols) use(first.column(i), first.kept[i], others.kept[i]...);
     for (int i = kInRegisters; first.column(i) < first.cols; ++i) use(first.column(i), first.load(i), others.load(i)...);
+}
+
+// Stores a row of job.y [rows, cols], or raises job.amax to max |y|; make(column, octet of x) returns an octet of y.
+template <bool kStore, bool kObserve, class T, class Job, class Make>
+__device__ void put_row(const RowOctets<T>& row, const Job& job, Make make) {
+    __shared__ uint32_t largest[kRowWarps];
+    if (!kStore && !kObserve) return;
+    Maxima<T> maxima;
+    for_octets([&](int64_t column, const Octet<T>& x) {
+        const Octet<T> y = make(column, x);
+        if (kStore) store_at(job.y, blockIdx.x, column, row.cols, y);
+        if (kObserve) maxima.take(y);
+    }, row);
+    if (kObserve) {
+        const uint32_t bits = block_max(maxima.largest(), largest);
+        if (threadIdx.x == 0) atomic_max(job.amax, bits);
+    }
 }
 
 }  // namespace dlp

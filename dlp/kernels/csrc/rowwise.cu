@@ -91,12 +91,13 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm<T, kProducer>)
 // The caller sets both vectors of amaxes to 0 before.
 void amax_lines(const Work<LinesJob>& work, Input input, const Source& source, Stream stream) {
     if (work.items == 0) return;
-    constexpr auto kGate = Producer::kGate;
-    with_source<Producer::kRmsNorm, Producer::kSwiglu, Producer::kActivation, kGate>(input, source, [&](auto element, auto producer) {
+    const auto run = [&](auto element, auto producer) {
         using T = decltype(element);
         constexpr size_t shared = kAmaxShared<T, producer>;
         launch_persistent<amax_lines_kernel<T, producer>>(work.items, kTileThreads, shared, stream, work, source);
-    });
+    };
+    with_source<Producer::kRmsNorm, Producer::kLayerNorm, Producer::kSwiglu, Producer::kActivation, Producer::kGate>(
+        input, source, run);
 }
 
 void cast_rowwise(const Work<RowwiseJob>& work, Input input, Code code, const ScaleRule& rule, const Source& source,

@@ -1,7 +1,7 @@
 """RMSNorm, LayerNorm, L2Normalization of x [..., C] over the last dimension, computed in fp32, rounded to the dtype of x.
 
-The first two return a lazy matrix (`dlp.kernels.lazy_matrix`). The cast of the next linear may compute RMSNorm; no cast
-computes LayerNorm. Backward needs rstd and mean, which exist after the forward of all ops.
+The first two return a lazy matrix (`dlp.kernels.lazy_matrix`), which the cast of the next linear may compute. Backward needs
+rstd and mean, which exist after the forward of all ops.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Norm(BasicOperation):
     """
 
     launches = True
-    in_casts = False
+    in_casts = True
     settings = "_eps", "zero_centered_gamma"
     takes = frozenset({LAZY})
     biased = False
@@ -156,8 +156,6 @@ class RMSNorm(_Norm):
         torch.Size([16, 64])
     """
 
-    in_casts = True
-
     def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         return self.normed(ctx, ops.RmsNormed(self.rows(input_), self.scale_by_launch(), self.eps), input_.shape)
 
@@ -187,7 +185,8 @@ class RMSNorm(_Norm):
 class LayerNorm(_Norm):
     """Layer normalization: (x - mean(x)) / sqrt(var(x) + eps) * weight + bias.
 
-    One kernel computes the values, mean and rstd. The cast of a linear behind reads the stored values, as the plan states.
+    Before a linear that casts x of bf16 to E4M3, the cast computes the normalization on a GPU; the plan states where it does
+    not.
 
     Args:
         normalized_shape: size of the last dimension.
