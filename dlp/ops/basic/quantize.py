@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -19,8 +20,13 @@ from dlp.ops.context import OperationContext
 from dlp.ops.handed import Handed, bound_reader, quantized, reader_operand, why_not
 from dlp.ops.values import HANDED, LAZY, Tensors, Value, rows_of
 from dlp.parallel.linear.active import active_region
+from dlp.parallel.linear.codes import reader_of, recipe_reader
+from dlp.parallel.linear.state import LayerState
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Operand, Recipe
+
+
+DENSE_DY = "passes dense dy: autograd passes dense gradients between traced ops"
 
 
 class Quantize(OfRanks):
@@ -56,7 +62,7 @@ class Quantize(OfRanks):
 
     takes = frozenset({LAZY, HANDED})
     passes_through = ("input_quantizer", "grad_output_quantizer")
-    traced_note = "passes values, which the next linear casts: traced ops take dense x and dy"
+    traced_note = DENSE_DY
 
     def __init__(
         self, forward: bool = True, backward: bool = False, *, recipe: str | Recipe | None = None, strict: bool = False,
@@ -72,6 +78,7 @@ class Quantize(OfRanks):
         self._high_precision: dict[str, str] = {}  # "x" or "dy" -> why the last call returned high precision
         self.on_forward, self.on_backward, self.strict = forward, backward, strict
         self.recipe = None if recipe is None else recipes.as_recipe(recipe).for_layer("quantize")
+        self._by_recipe = recipe_reader(self.recipe) if self.recipe is not None and process_group is None else None
 
     def own_recipe(self) -> Recipe | None:
         return self.recipe
@@ -125,8 +132,14 @@ class Quantize(OfRanks):
         return (self._quantized(ctx, grad_output, "dy") if ctx.quantizes_dx else grad_output), ()
 
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
-        """Return x: traced linears take dense tensors, and cast them."""
-        return x
+        """x with the codes for the next linear, and a dense gradient."""
+        record, core = torch.is_grad_enabled(), getattr(self.reader, "core", None)
+        reader = self._by_recipe
+        if isinstance(core, LayerState):
+            bound, weights = core.traced_bound(), [w.module._parameters[w.weight] for w in core.members]
+            belongs = bound.spec.slots and not bound.session.attached  # delayed scales without a step boundary
+            reader = None if belongs else reader_of(bound, weights, record)
+        return x if reader is None or not self.on_forward or isinstance(x, tuple) else reader.cast(x)
 
 
 class HandOver(Quantize):
