@@ -125,16 +125,13 @@ def test_codes_are_handed_over_or_the_plan_says_why(recipe: str, where: str, mon
     assert ("in high precision: " in found.plans) == bool(reasons)
 
 
-COMPILED = {
-    "one sequence": "compiled or watched, 1 (Halved) receives no quantizers: the neighbouring linears cast high precision: "
-    "traced ops take dense x and dy",
-    "by recipe": "compiled or watched, 1 (Quantize) passes values, which the next linear casts: traced ops take dense x and dy",
-    "by reader": "compiled or watched, 0 (Quantize) passes values, which the next linear casts: traced ops take dense x and dy",
-}
-
-
-# Traced ops take dense tensors whatever the recipe: one recipe of each kind of scales represents the others.
-BY_DAY = [("fp8_current", "one sequence"), ("nvfp4", "by recipe"), ("fp8_delayed", "by reader")]
+DENSE_DY = "passes dense dy: autograd passes dense gradients between traced ops"
+COMPILED = {"one sequence": f"compiled or watched, 1 (Halved) {DENSE_DY}"} | dict.fromkeys(
+    ("by recipe", "by reader"), f"compiled or watched, 0 (Quantize) {DENSE_DY}"
+)
+BY_DAY = [
+    ("fp8_current", "by recipe"), ("fp8_delayed", "one sequence"), ("mxfp8", "by reader"), ("nvfp4", "one sequence"),
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -142,17 +139,86 @@ BY_DAY = [("fp8_current", "one sequence"), ("nvfp4", "by recipe"), ("fp8_delayed
     ("recipe", "where"),
     [each if each in BY_DAY else nightly(*each) for each in itertools.product(QUANTIZING, COMPILED)],
 )
-def test_compiled_code_hands_over_nothing_and_the_plan_says_so(
+def test_compiled_code_hands_over_x_and_the_plan_says_why_not_dy(
     recipe: str, where: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """The bits are those of eager code."""
+    """The bits are those of eager code, with and without a hand-over. Only the op before the last linear casts x of `last`."""
     torch._dynamo.reset()
     found = trained(TwoLinears(recipe, where, True), True, monkeypatch)
-    plain = trained(TwoLinears(recipe, where, False), False, monkeypatch)
-    for i, (mine, expected) in enumerate(zip(found.tensors, plain.tensors, strict=True)):
-        assert_bit_equal(mine, expected, f"{i}")
-    assert found.casts == EVERY
+    for handed in (True, False):
+        eager = trained(TwoLinears(recipe, where, handed), False, monkeypatch)
+        for i, (mine, expected) in enumerate(zip(found.tensors, eager.tensors, strict=True)):
+            assert_bit_equal(mine, expected, f"{i}")
+    saved = set() if (recipe, where) == ("fp8_delayed", "by recipe") else {READ["x"]}
+    assert found.casts == EVERY - saved
     assert COMPILED[where] in found.plans
+
+
+class Written(nn.Module):
+    """Writes to the tensor that Quantize returned; the codes do not apply any more."""
+
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        self.written = written
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(3.0) if self.written else x.mul(3.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grad", [True, nightly(False)])
+@pytest.mark.parametrize("written", [True, False])
+def test_compiled_code_casts_what_was_changed_after_the_cast(
+    written: bool, grad: bool, monkeypatch: pytest.MonkeyPatch
+):
+    torch._dynamo.reset()
+    linear = ops.Linear(C, C, bias=False, recipe="fp8_current")
+    norm = ops.Sequential(ops.RMSNorm(C), ops.Quantize(recipe="fp8_current"))
+    model = nn.Sequential(norm, Written(written), linear)
+    x = values(1, TOKENS, C)
+    with torch.set_grad_enabled(grad):
+        y = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        assert_bit_equal(y, linear(norm[0](x) * 3.0))
+
+
+@pytest.mark.slow
+def test_two_linears_read_one_cast_in_compiled_code(monkeypatch: pytest.MonkeyPatch):
+    """`Linear(output="quantized")`; a linear of another recipe casts itself, and codes that leave a graph are not read."""
+    torch._dynamo.reset()
+    first = ops.Sequential(ops.Linear(C, C, recipe="fp8_block", output="quantized"))
+    readers = [ops.Linear(C, C, recipe=recipe) for recipe in ("fp8_block", "fp8_block", "fp8_current")]
+    casts: list[str] = []
+    engine = quantization.cast
+
+    def recorded(plan: Any, *args: Any, **options: Any) -> Any:
+        casts.append(plan.tensor)
+        return engine(plan, *args, **options)
+
+    def run(x: Tensor) -> list[Tensor]:
+        y = first(x)
+        return [reader(y) for reader in readers]
+
+    x = values(1, TOKENS, C)
+    expected = [reader(first(x).tensor()) for reader in readers[:2]]  # type: ignore[union-attr]
+    monkeypatch.setattr(quantization, "cast", recorded)
+    with torch.no_grad():
+        found = torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+        assert casts.count("x") == 2, "of the first linear, and of the reader with another recipe"
+        for mine, other in zip(found, expected, strict=False):
+            assert_bit_equal(mine, other)
+        casts.clear()
+        y = torch.compile(first, backend="aot_eager", fullgraph=True)(x)
+        torch.compile(readers[0], backend="aot_eager", fullgraph=True)(y)
+        assert casts.count("x") == 2
+
+
+@pytest.mark.parametrize("layer", [True, False])
+@pytest.mark.parametrize("recipe", QUANTIZING)
+def test_the_fake_version_of_the_cast_has_the_layouts_of_the_cast(recipe: str, layer: bool):
+    bound = ops.Linear(C, C, recipe=recipe).core.bound
+    for wgrad in (True, False):
+        given = values(1, TOKENS, C), bound.spec_id if layer else None, bound.trace_id, wgrad, True
+        torch.library.opcheck(torch.ops.dlp.quantize_x.default, given, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_reader_that_cannot_be_handed_codes_is_named():

@@ -20,7 +20,7 @@ from dlp.ops.context import OperationContext
 from dlp.ops.handed import Handed, bound_reader, quantized, reader_operand, why_not
 from dlp.ops.values import HANDED, LAZY, Tensors, Value, rows_of
 from dlp.parallel.linear.active import active_region
-from dlp.parallel.linear.codes import reader_of, recipe_reader
+from dlp.parallel.linear.codes import Reader, reader_of, recipe_reader, trace_reader
 from dlp.parallel.linear.state import LayerState
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Operand, Recipe
@@ -62,7 +62,6 @@ class Quantize(OfRanks):
 
     takes = frozenset({LAZY, HANDED})
     passes_through = ("input_quantizer", "grad_output_quantizer")
-    traced_note = DENSE_DY
 
     def __init__(
         self, forward: bool = True, backward: bool = False, *, recipe: str | Recipe | None = None, strict: bool = False,
@@ -82,6 +81,13 @@ class Quantize(OfRanks):
 
     def own_recipe(self) -> Recipe | None:
         return self.recipe
+
+    @property
+    def traced_note(self) -> str:  # type: ignore[override]
+        """Differences of traced calls, for the plan."""
+        dense_y = "returns a dense y: traced calls quantize only by recipe without process_group, or by reader"
+        notes = [dense_y] if self.on_forward and self.reader is None and self._by_recipe is None else []
+        return "; ".join(notes + [DENSE_DY] * self.on_backward)
 
     @property
     def plan_notes(self) -> Sequence[str]:
@@ -133,13 +139,18 @@ class Quantize(OfRanks):
 
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
         """x with the codes for the next linear, and a dense gradient."""
-        record, core = torch.is_grad_enabled(), getattr(self.reader, "core", None)
-        reader = self._by_recipe
-        if isinstance(core, LayerState):
-            bound, weights = core.traced_bound(), [w.module._parameters[w.weight] for w in core.members]
-            belongs = bound.spec.slots and not bound.session.attached  # delayed scales without a step boundary
-            reader = None if belongs else reader_of(bound, weights, record)
+        reader = self._traced_reader()
         return x if reader is None or not self.on_forward or isinstance(x, tuple) else reader.cast(x)
+
+    def _traced_reader(self) -> Reader | None:
+        """The cast of the linear that reads x; None: x stays in high precision."""
+        core = getattr(self.reader, "core", None)
+        if not isinstance(core, LayerState):
+            return self._by_recipe
+        bound, weights = core.traced_bound(), [member.module._parameters[member.weight] for member in core.members]
+        if bound.spec.slots and not bound.session.attached:  # delayed scales without a step boundary
+            return None
+        return reader_of(bound, weights, torch.is_grad_enabled())
 
 
 class HandOver(Quantize):
@@ -152,7 +163,18 @@ class HandOver(Quantize):
         spec = linear.core.spec
         shards = (spec.style.cut_dy if which == "forward" else spec.style.cut_x) == 0 and spec.tp > 1
         self.process_group = spec.tp_group if shards else None
-        vars(self)["traced_by"] = vars(self)["linear"] = linear
+        vars(self)["linear"] = linear
+        if which == "backward":
+            vars(self)["traced_by"] = linear
+
+    @property
+    def traced_note(self) -> str:  # type: ignore[override]
+        return DENSE_DY if self.on_backward else ""
+
+    def _traced_reader(self) -> Reader | None:
+        core = vars(self)["linear"].core
+        alone = self.process_group is None and core.spec.style.gathers != "x"
+        return trace_reader(core.traced_bound().trace_id) if alone else None
 
     def own_recipe(self) -> Recipe | None:
         recipe: Recipe = vars(self)["linear"].core.spec.recipe

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.comptime import comptime
 
+from dlp.comm import observer
 from dlp.parallel.casts import CastContext, CastPlan, Operands, cast, cast_plan, operand_shape
 from dlp.parallel.linear.active import check_compiled
 from dlp.parallel.linear.plan import LinearPlan, Route, keeps_x
@@ -54,8 +55,10 @@ def inside_only(spec: LinearSpec, route: Route) -> str:
 # The op
 
 
-def _why_dense(spec: LinearSpec, plan: LinearPlan, wgrad: bool) -> str:
-    """Reason why `quantize_x` returns no operands; "": the op returns operands."""
+def _why_dense(spec: LinearSpec, plan: LinearPlan, wgrad: bool, layer: bool) -> str:
+    """Reason why `quantize_x` returns no operands; "": the op returns operands. layer: the op casts for a layer."""
+    if spec.slots and not layer:
+        return "delayed scales belong to the layer that reads the tensor"
     keeps_values = wgrad and plan.kept == "values"
     return inside_only(spec, plan.x[wgrad]) or ("forward saves x in high precision" if keeps_values else "")
 
@@ -72,23 +75,23 @@ def quantize_x(
     rows = as_matrix(x)
     if spec_id is None:
         spec = spec_of(trace_id)
-        route = plan_for(spec, rows.shape[0]).x[wgrad]
-        if inside_only(spec, route):
+        plan = plan_for(spec, rows.shape[0])
+        if _why_dense(spec, plan, wgrad, False):
             return [], []
-        casts = cast_plan(LOCAL, spec.recipe, "x", route.cast_before, rows.shape[0])
-        (operands,) = cast(casts, route.cast_before, [rows], ["x"], no_context)
+        wanted = plan.x[wgrad].cast_before
+        (operands,) = cast(cast_plan(LOCAL, spec.recipe, "x", wanted, rows.shape[0]), wanted, [rows], ["x"], no_context)
         return _parts_of(operands)
     bound = bound_of(spec_id)
     check_compiled(bound)
     spec, plan = bound.spec, bound.plans.get(x.shape) or plan_of(bound, x.shape)
-    why, route = _why_dense(spec, plan, wgrad), plan.x[wgrad]
+    why, route, context = _why_dense(spec, plan, wgrad, True), plan.x[wgrad], partial(cast_context, bound)
     if why:
         if why is not UNQUANTIZED:
             bound.session.note(f"{spec.name}: x arrives in high precision: {why}")
         return [], []
     assert route.before is not None
-    context = partial(cast_context, bound)
-    (operands,) = cast(route.before, route.cast_before, [rows], spec.owners("x")[:1], context, record=record)
+    with observer.label(layer=spec.members[0], direction="fprop"):
+        (operands,) = cast(route.before, route.cast_before, [rows], spec.owners("x")[:1], context, record=record)
     return _parts_of(operands)
 
 
@@ -111,7 +114,7 @@ def _quantize_x_fake(
     """Empty tensors with the shapes, dtypes and strides of the parts, by the plan."""
     spec, matrix = spec_of(trace_id), (prod(x.shape[:-1]), x.shape[-1])
     plan = plan_for(spec, matrix[0])
-    if _why_dense(spec, plan, wgrad):
+    if _why_dense(spec, plan, wgrad, spec_id is not None):
         return [], []
 
     def parts(quantizer: Quantizer, columnwise: bool) -> list[Tensor]:
@@ -225,12 +228,14 @@ def reader_of(bound: BoundSpec, weights: Sequence[Tensor], record: bool) -> Read
     return Reader(bound, bound.trace_id, record and keeps_x(bound.spec.recipe, True, trained), record)
 
 
-def recipe_reader(recipe: Recipe) -> Reader | None:
-    """The cast of x by a recipe, for any linear; None for delayed scales, which belong to a layer."""
-    if any(caps_of(quantizer).slot is not None for quantizer in (recipe.x.rowwise, recipe.x.columnwise)):
-        return None
-    spec = LinearSpec("quantize", LOCAL, recipe, Overlaps.named("serial"))
-    return Reader(None, trace_of(spec), True, False)
+def recipe_reader(recipe: Recipe) -> Reader:
+    """The cast of x by a recipe, for any linear."""
+    return trace_reader(trace_of(LinearSpec("quantize", LOCAL, recipe, Overlaps.named("serial"))))
+
+
+def trace_reader(trace_id: int) -> Reader:
+    """The cast of x by the recipe of this trace_id, for any linear."""
+    return Reader(None, trace_id, True, False)
 
 
 # Writes in compiled code. Dynamo runs `comptime` functions while it traces, on fake tensors that count writes.
