@@ -13,18 +13,25 @@ from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp import ops
+from dlp.parallel.linear.codes import codes_of
 from tests.cases import few, nightly, of_these
 from tests.ops_models import FFN, H, M, Watched, linear, mlp, run, same, values
 from tests.ops_programs import PROGRAMS, LearnableScale, fuse_scale_add
 from tests.restored_tables import restored_fusions
 
 
-def test_what_is_traced_hands_on_values_and_the_plan_says_so():
+def test_watched_code_hands_over_a_dense_tensor_with_codes():
     split = PROGRAMS["Split"]()
     with Watched():
-        assert type(split.norm(values(0, M, H))) is Tensor  # type: ignore[operator]
-    expected = "compiled or watched, 1 (Quantize) passes values, which the next linear casts"
-    assert expected in str(split.norm.plan()) and "compiled or watched" not in str(split.fc1.plan())  # type: ignore[operator]
+        handed = split.norm(values(0, M, H))  # type: ignore[operator]
+        assert type(handed) is Tensor and codes_of(handed) is not None
+        handed.detach().mul_(2)  # counts as a write to `handed`
+        assert codes_of(handed) is None
+        assert codes_of(ops.Quantize()(values(0, M, H))) is None
+    for part in (split.norm, split.fc1):
+        assert "compiled or watched" not in str(part.plan())  # type: ignore[operator]
+    dense = "compiled or watched, 0 (Quantize) returns a dense y: traced calls quantize only by recipe without process_group"
+    assert dense in str(ops.Sequential(ops.Quantize()).plan())
 
 
 def mlp_like(model: nn.Module) -> ops.Sequential:

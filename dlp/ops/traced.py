@@ -65,7 +65,9 @@ def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Ma
                 x = op.plain(x, *extra, **kwargs[place])
             else:
                 reader = fuser.readers[place]
-                x = one_op(op, members.names[place], x, extra, kwargs[place], None if reader is None else reader.reader())
+                x = one_op(
+                    op, members.names[place], x, extra, kwargs[place], None if reader is None else reader.reader()
+                )
         except Exception as error:
             raise members.named_error([place], error) from None
         if op.num_extra_outputs:
@@ -101,8 +103,8 @@ class TracedContext(OperationContext):
 
 
 class OneOpFn(torch.autograd.Function):
-    """`apply(op, name, kwargs, reader, x, *extra inputs, *parameters)` -> the output and the extra outputs of a basic op, and the
-    parts of the output that the op quantized for `reader`."""
+    """`apply(op, name, kwargs, reader, x, *extra inputs, *parameters)` -> the output and the extra outputs of a basic op, and
+    the parts of the output that the op quantized for `reader`."""
 
     @staticmethod
     def forward(

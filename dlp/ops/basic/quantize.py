@@ -21,10 +21,9 @@ from dlp.ops.handed import Handed, bound_reader, quantized, reader_operand, why_
 from dlp.ops.values import HANDED, LAZY, Tensors, Value, rows_of
 from dlp.parallel.linear.active import active_region
 from dlp.parallel.linear.codes import Reader, reader_of, recipe_reader, trace_reader
-from dlp.parallel.linear.state import LayerState
+from dlp.parallel.linear.modules import LinearCore
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Operand, Recipe
-
 
 DENSE_DY = "passes dense dy: autograd passes dense gradients between traced ops"
 
@@ -86,7 +85,7 @@ class Quantize(OfRanks):
     def traced_note(self) -> str:  # type: ignore[override]
         """Differences of traced calls, for the plan."""
         dense_y = "returns a dense y: traced calls quantize only by recipe without process_group, or by reader"
-        notes = [dense_y] if self.on_forward and self.reader is None and self._by_recipe is None else []
+        notes: list[str] = [dense_y] if self.on_forward and self.reader is None and self._by_recipe is None else []
         return "; ".join(notes + [DENSE_DY] * self.on_backward)
 
     @property
@@ -145,9 +144,9 @@ class Quantize(OfRanks):
     def _traced_reader(self) -> Reader | None:
         """The cast of the linear that reads x; None: x stays in high precision."""
         core = getattr(self.reader, "core", None)
-        if not isinstance(core, LayerState):
+        if not isinstance(core, LinearCore):
             return self._by_recipe
-        bound, weights = core.traced_bound(), [member.module._parameters[member.weight] for member in core.members]
+        bound, weights = core.traced_bound(), core.parameters()[: len(core.members)]
         if bound.spec.slots and not bound.session.attached:  # delayed scales without a step boundary
             return None
         return reader_of(bound, weights, torch.is_grad_enabled())

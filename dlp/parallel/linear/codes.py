@@ -96,8 +96,8 @@ def quantize_x(
 
 
 def _parts_of(operands: Operands) -> tuple[list[Tensor], list[Tensor]]:
-    """The parts of the rowwise and of the columnwise operand, empty for an orientation that was not cast. A scale that serves both
-    is copied, since results of an op must not share memory."""
+    """The parts of the rowwise and of the columnwise operand, empty for an orientation that was not cast. A scale that serves
+    both is copied, since results of an op must not share memory."""
     rowwise, columnwise = (list(each.parts) if each is not None else [] for each in operands)
     memory = {part.untyped_storage().data_ptr() for part in rowwise}
     return rowwise, [part.clone() if part.untyped_storage().data_ptr() in memory else part for part in columnwise]
@@ -126,9 +126,7 @@ def _quantize_x_fake(
 
 
 _LIBRARY = torch.library.Library("dlp", "FRAGMENT")
-_LIBRARY.define(
-    "quantize_x(Tensor x, Tensor? spec_id, int trace_id, bool wgrad, bool record) -> (Tensor[], Tensor[])"
-)
+_LIBRARY.define("quantize_x(Tensor x, Tensor? spec_id, int trace_id, bool wgrad, bool record) -> (Tensor[], Tensor[])")
 _LIBRARY.impl("quantize_x", quantize_x, "CompositeExplicitAutograd")
 torch.library.register_fake("dlp::quantize_x", _quantize_x_fake, lib=_LIBRARY)
 

@@ -31,7 +31,7 @@ from dlp.parallel.linear.opaque import OpaqueLinearFn
 from dlp.parallel.linear.plan import keeps_x
 from dlp.parallel.linear.quantize import accepted
 from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps
-from dlp.parallel.linear.state import LayerState, StepState
+from dlp.parallel.linear.state import BoundSpec, LayerState, StepState
 from dlp.parallel.style import shard_sizes, style
 from dlp.parallel.weight.base import Member
 from dlp.parallel.weight.held import HeldWeight, hold_quantized
