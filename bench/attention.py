@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.files import add_files, write_files
+from dlp.runtime.causal import backend_of
 from launch.ranks.process_exit import refuse
 
 SHAPES = ("1x8192x16x4x128", "2x4096x16x4x128", "1x8192x32x8x64", "2x4096x32x8x64", "1x8192x32x8x128")
@@ -137,8 +138,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def chosen_by_torch(text: str) -> str:
     """Name of the backend that torch chooses by default."""
     q, k, v = inputs(shape_of(text), "cuda")
-    choice = torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=q.shape[1] != k.shape[1])
-    return str(SDPBackend(choice)).rsplit(".", 1)[-1]
+    return str(backend_of(q, k, v, q.shape[1] != k.shape[1])).rsplit(".", 1)[-1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -89,6 +89,13 @@ def test_a_table_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
     assert again.text() == MEASURED.text() and again.row(UP) is not None and again.about == MEASURED.about
 
 
+def test_a_run_on_another_number_of_ranks_writes_the_rates_of_its_table() -> None:
+    """`overlap.json` of a run of four ranks, planned by the table of two."""
+    again = auto.read(MEASURED.for_ranks(4).text(), "overlap.json")
+    assert again.ranks == 4 and [row.gemms for row in again.rows] == [row.gemms for row in MEASURED.rows]
+    assert not any(row.directions for row in again.rows) and again.rate(UP, "fprop")
+
+
 UNKNOWN = MEASURED.text([]).replace('"chunked:4"', '"fused"')  # a strategy that does not exist
 
 

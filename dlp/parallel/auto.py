@@ -177,7 +177,7 @@ class Times:
 
     @cached_property
     def _by_key(self) -> dict[tuple[Any, ...], Row]:
-        return {row.key: row for row in self.rows}
+        return {row.key: row for row in self.rows if row.directions}
 
     def row(self, problem: Problem) -> Row | None:
         return self._by_key.get(problem.key)
@@ -200,7 +200,7 @@ class Times:
         of the link are kept."""
         if ranks == self.ranks:
             return self
-        rates = tuple(replace(row, key=(None, row.key[-1]), directions={}, noise={}) for row in self.rows)
+        rates = tuple(replace(row, directions={}, noise={}) for row in self.rows)
         return replace(self, ranks=ranks, rows=rates, about={**self.about, "from_ranks": self.ranks})
 
     def rate(self, problem: Problem, gemm: str) -> float | None:

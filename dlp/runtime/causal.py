@@ -48,7 +48,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if before == 0:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     own = k[:, :, before:], v[:, :, before:]
-    backend = _backend_of(q, *own, grouped)
+    backend = backend_of(q, *own, grouped)
     if (q.device.type, backend) == ("cuda", SDPBackend.FLASH_ATTENTION) and q.shape[3] % 8 == 0:
         # `scaled_dot_product_attention` reaches this mask of the kernel only by a CausalBias, which torch cannot create
         # in a dispatch mode
@@ -61,7 +61,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
 
 
-def _backend_of(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> SDPBackend:
+def backend_of(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> SDPBackend:
     """Return the backend that `scaled_dot_product_attention` chooses for causal attention."""
     # The kernel of the device, as `scaled_dot_product_attention` does: for fake tensors the dispatcher would call the
     # kernel of the meta device

@@ -35,7 +35,7 @@ __device__ inline uint32_t plus(uint32_t pair, uint32_t other) {  // of two bf16
 // Codes i and i + 4 of a word of eight, as bf16. Stored codes count from -8: with the exponent of 128 a stored code is 128 + 8 +
 // code.
 __device__ inline uint32_t decoded(uint32_t word, int i) {
-    uint32_t pair;  // (shifted & mask) | exponent; written in C++, nvcc 12.9 takes two instructions
+    uint32_t pair;  // (shifted & mask) | exponent; written in C++, nvcc 13.0 takes two instructions
     asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(pair) : "r"(word >> 4 * i), "r"(0x000F000Fu), "r"(0x43004300u));
     return plus(pair, 0xC308C308u);
 }
@@ -177,6 +177,7 @@ void run(const Int4Job& job, Stream stream) {
 void int4_gemv(const Int4Job& job, Stream stream) {
     DLP_CHECK_EQ((reinterpret_cast<uintptr_t>(job.x) | reinterpret_cast<uintptr_t>(job.codes)) % 16, 0u);
     DLP_CHECK_EQ(job.cols % kChunk, 0);
+    DLP_CHECK_LE(job.cols, INT32_MAX);
     DLP_CHECK_LE(job.rows * job.cols / kChunk, INT32_MAX);
     DLP_CHECK_LE(job.tokens, kTokens);
     if (job.rows * job.cols * job.tokens == 0) return;
