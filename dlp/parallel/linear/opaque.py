@@ -51,10 +51,10 @@ def _weight_operands(
 
 def linear_fwd(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
-    trace_id: int, save: bool, record: bool, codes: Sequence[Tensor] | None = None,
+    trace_id: int, save: bool, record: bool, codes: list[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """`linear_forward` as an op. codes: the parts of x that `quantize_x` returned, which the op reads in place of x, and which
-    the caller saves."""
+    the caller saves; empty: the op casts x."""
     bound = bound_of(spec_id)
     check_compiled(bound)
     check_features(bound.spec, x, weights[0])
@@ -62,7 +62,6 @@ def linear_fwd(
     ws = _weight_operands(bound, range(len(weights)), weights, cached, x.dtype, columnwise=False, record=record)
     parts = parts_of(ws)
     keys = [None if bias is None else shape_key(bias) for bias in biases]
-    codes = codes or ()
     key = (save, record, len(codes), *keys, *map(shape_key, (x, *weights, *parts, *codes)))
     given = with_operands(bound, x, codes) if codes else x
     run = partial(linear_forward, bound, given, weights, biases, ws, save and not codes, record)
@@ -102,7 +101,7 @@ def _captured_of(bound: BoundSpec, x: Tensor) -> CapturedDirections:
 
 def _linear_fwd_fake(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
-    trace_id: int, save: bool, record: bool, codes: Sequence[Tensor] | None = None,
+    trace_id: int, save: bool, record: bool, codes: list[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """Empty tensors with the shapes, dtypes and strides of the results, by the plan; inductor relies on the strides."""
     spec = spec_of(trace_id)
@@ -170,7 +169,7 @@ def _labelled(op: Callable[..., Any], gemm: str) -> Callable[..., Any]:
 _LIBRARY = torch.library.Library("dlp", "DEF")
 _LIBRARY.define(
     "linear_fwd(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] cached, Tensor spec_id, int trace_id, bool save,"
-    " bool record, Tensor[]? codes=None) -> (Tensor[], Tensor[])"
+    " bool record, Tensor[] codes) -> (Tensor[], Tensor[])"
 )
 _LIBRARY.define(
     "linear_bwd(Tensor[] dys, Tensor[] saved, Tensor[] weights, Tensor[] cached, Tensor spec_id, int trace_id,"
@@ -205,7 +204,7 @@ class OpaqueLinearFn(torch.autograd.Function):
     save, record   as in `linear_forward`
     delay          the spec's `delay_wgrad`
     cached         flat parts of the operands that the step boundary cast, in both orientations; empty: there are none now
-    codes          parts of x, cast before the linear (`dlp.parallel.linear.codes`); empty: the linear casts x
+    codes          parts of x that `dlp::quantize_x` cast (`dlp.parallel.linear.codes`); empty: the linear casts x
     """
 
     @staticmethod
