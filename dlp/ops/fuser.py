@@ -309,13 +309,13 @@ class OperationFuser:
 
 
 def _readers(ops: Ops) -> list[Any]:
-    """Return, for each op, the linear that reads the output of the op in traced calls; None: no linear does."""
+    """Return, for each op, the core of the linear that reads the output of the op in traced calls; None: no linear does."""
     readers: list[Any] = []  # torch.compile traces no `list[...]()`
     last = None
     for op in ops[::-1]:
         readers.append(last)
         if "input_quantizer" not in op.passes_through:
-            last = op if hasattr(op, "core") else None
+            last = getattr(op, "core", None)
     return readers[::-1]
 
 

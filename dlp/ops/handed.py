@@ -208,12 +208,14 @@ class LayerOperand(Operand):
 def bound_reader(layer: Any) -> BoundSpec:
     """The spec under which a linear outside of this sequence runs now: the spec of the layer, or of the autocast region.
     TypeError for a module without the casts of a linear."""
-    core, region = getattr(layer, "core", None), active_region()
+    core = getattr(layer, "core", None)
     if not isinstance(core, LayerState):
         raise TypeError(
             f"reader must be a linear of dlp; got {type(layer).__name__}: pass the layer that reads the tensor, or pass "
             f"recipe= instead"
         )
+    # compiled code cannot look up the region
+    region = None if torch.compiler.is_dynamo_compiling() else active_region()
     return core.bound if region is None else region.spec_for(core)
 
 
@@ -241,8 +243,8 @@ def quantize_for(value: Tensor, quantizers: Operand | Reader | None) -> Tensor:
 
     Returns:
         A `Handed`, which the linear reads without another cast; in traced calls a dense tensor that is accompanied by the
-        operands. `value` itself without quantizers, for recipes that do not
-        quantize, and where only the linear can cast; the printed plan then has the reason.
+        operands. `value` itself without quantizers, for recipes that do not quantize, and where only the linear can cast; the
+        printed plan then has the reason.
 
     Raises:
         TypeError: for quantizers that the fuser did not pass to the op.

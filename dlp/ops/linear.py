@@ -36,7 +36,6 @@ from dlp.parallel.casts import BOTH, cast_plan
 from dlp.parallel.linear import modules
 from dlp.parallel.linear.autograd import check_features, check_given, leave_wgrads, num_left, parts_of
 from dlp.parallel.linear.capture import obstacle
-from dlp.parallel.linear.codes import Reader, reader_of
 from dlp.parallel.linear.functional import NO_FINISH, Finish, linear_backward, linear_forward
 from dlp.parallel.linear.plan import GradsWanted, keeps_x, reads_w, to_save
 from dlp.parallel.linear.quantize import accepted
@@ -331,10 +330,6 @@ class BasicLinear(BasicOperation, modules.Linear):
         return names_of(self, "", "")
 
     # Under torch.compile and dispatch modes
-
-    def reader(self) -> Reader:
-        """The cast of x, for the op before this linear."""
-        return reader_of(self.core.traced_bound(), self.op_parameters(), torch.is_grad_enabled())
 
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
         """y of the complete `Linear`, with the sum over ranks and the bias."""

@@ -64,10 +64,9 @@ def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Ma
             if op.overrides("plain"):
                 x = op.plain(x, *extra, **kwargs[place])
             else:
-                reader = fuser.readers[place]
-                x = one_op(
-                    op, members.names[place], x, extra, kwargs[place], None if reader is None else reader.reader()
-                )
+                core = fuser.readers[place]
+                reader = None if core is None else core.reader()
+                x = one_op(op, members.names[place], x, extra, kwargs[place], reader)
         except Exception as error:
             raise members.named_error([place], error) from None
         if op.num_extra_outputs:
@@ -86,7 +85,7 @@ def one_op(
     (y, *extra), codes = results[: 1 + op.num_extra_outputs], results[1 + op.num_extra_outputs :]
     if codes:
         assert reader is not None, "an op quantizes for a linear"
-        y = reader.beside(y, *reader.split(codes))
+        y = reader.with_codes(y, *reader.split(codes))
     return (y, *extra) if extra else y
 
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -20,11 +19,11 @@ from dlp.ops.context import OperationContext
 from dlp.ops.handed import Handed, bound_reader, quantized, reader_operand, why_not
 from dlp.ops.values import HANDED, LAZY, Tensors, Value, rows_of
 from dlp.parallel.linear.active import active_region
-from dlp.parallel.linear.codes import Reader, reader_of, recipe_reader, trace_reader
-from dlp.parallel.linear.modules import LinearCore
+from dlp.parallel.linear.codes import Reader, recipe_reader, trace_reader
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Operand, Recipe
 
+DENSE_Y = "returns y in high precision: traced calls quantize by a recipe without process_group, or by a reader"
 DENSE_DY = "passes dense dy: autograd passes dense gradients between traced ops"
 
 
@@ -84,9 +83,8 @@ class Quantize(OfRanks):
     @property
     def traced_note(self) -> str:  # type: ignore[override]
         """Differences of traced calls, for the plan."""
-        dense_y = "returns a dense y: traced calls quantize only by recipe without process_group, or by reader"
-        notes: list[str] = [dense_y] if self.on_forward and self.reader is None and self._by_recipe is None else []
-        return "; ".join(notes + [DENSE_DY] * self.on_backward)
+        dense_y = self.on_forward and self.reader is None and self._recipe_reader() is None
+        return "; ".join([DENSE_Y] * dense_y + [DENSE_DY] * self.on_backward)
 
     @property
     def plan_notes(self) -> Sequence[str]:
@@ -137,19 +135,22 @@ class Quantize(OfRanks):
         return (self._quantized(ctx, grad_output, "dy") if ctx.quantizes_dx else grad_output), ()
 
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
-        """x with the codes for the next linear, and a dense gradient."""
-        reader = self._traced_reader()
-        return x if reader is None or not self.on_forward or isinstance(x, tuple) else reader.cast(x)
+        """A view of x with the codes that the next linear reads, and a dense gradient."""
+        reader = self._traced_reader() if self.on_forward else None
+        return x if reader is None or isinstance(x, tuple) else reader.cast(x)
 
     def _traced_reader(self) -> Reader | None:
         """The cast of the linear that reads x; None: x stays in high precision."""
-        core = getattr(self.reader, "core", None)
-        if not isinstance(core, LinearCore):
-            return self._by_recipe
-        bound, weights = core.traced_bound(), core.parameters()[: len(core.members)]
-        if bound.spec.slots and not bound.session.attached:  # delayed scales without a step boundary
-            return None
-        return reader_of(bound, weights, torch.is_grad_enabled())
+        if self.reader is None:
+            return self._recipe_reader()
+        layer: Any = self.reader
+        bound = bound_reader(layer)
+        lone = bound.spec.slots and not bound.session.attached  # delayed scales without a step boundary
+        return None if lone else layer.core.reader(bound)
+
+    def _recipe_reader(self) -> Reader | None:
+        """The cast by the recipe of this op on this rank alone; None: the op has no recipe, or ranks agree on scales."""
+        return self._by_recipe
 
 
 class HandOver(Quantize):
@@ -166,14 +167,8 @@ class HandOver(Quantize):
         if which == "backward":
             vars(self)["traced_by"] = linear
 
-    @property
-    def traced_note(self) -> str:  # type: ignore[override]
-        return DENSE_DY if self.on_backward else ""
-
-    def _traced_reader(self) -> Reader | None:
-        core = vars(self)["linear"].core
-        alone = self.process_group is None and core.spec.style.gathers != "x"
-        return trace_reader(core.traced_bound().trace_id) if alone else None
+    def _recipe_reader(self) -> Reader | None:
+        return None if self.process_group is not None else trace_reader(vars(self)["linear"].core.bound.trace_id)
 
     def own_recipe(self) -> Recipe | None:
         recipe: Recipe = vars(self)["linear"].core.spec.recipe

@@ -3,15 +3,15 @@
     y, a dense tensor  ──quantize_x──►  Codes(y) [rowwise parts, columnwise parts]  ──linear_fwd──►  y of the next linear
 
 In traced calls ops pass dense tensors, since autograd passes dense gradients. The operands of x are further dense outputs of
-an op. They accompany x as an attribute of the Python object, which torch.compile follows from module to module. An operation
-on x, or a write to x, leaves the codes behind; the next linear then casts x itself.
+an op. They accompany x as an attribute of the Python object, which torch.compile follows from module to module. The result of
+an operation on x has no codes, and codes of an x that was written to are not read: the next linear then casts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,9 +20,9 @@ from torch import Tensor
 from torch._dynamo.comptime import comptime
 
 from dlp.comm import observer
-from dlp.parallel.casts import CastContext, CastPlan, Operands, cast, cast_plan, operand_shape
+from dlp.parallel.casts import CastContext, CastPlan, Operands, cast, operand_shape
 from dlp.parallel.linear.active import check_compiled
-from dlp.parallel.linear.plan import LinearPlan, Route, keeps_x
+from dlp.parallel.linear.plan import LinearPlan, Route
 from dlp.parallel.linear.quantize import OPERANDS, as_matrix, cast_context, plan_of
 from dlp.parallel.linear.spec import LinearSpec, Overlaps, spec_of, trace_of
 from dlp.parallel.linear.state import BoundSpec, bound_of, plan_for
@@ -66,27 +66,23 @@ def _why_dense(spec: LinearSpec, plan: LinearPlan, wgrad: bool, layer: bool) -> 
 def quantize_x(
     x: Tensor, spec_id: Tensor | None, trace_id: int, wgrad: bool, record: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The parts of x [..., K] rowwise and, if backward reads x, columnwise, as the linear casts x; empty if only the linear can
-    cast x, with a note in the plan.
+    """Cast x [..., K] as a linear casts x. Returns the rowwise parts and, if backward reads x columnwise, the columnwise parts;
+    empty lists if only the linear can cast x, with a note in the plan.
 
-    spec_id         the linear; None: any linear whose recipe casts x in the same way, on this rank alone
-    wgrad, record   as in `linear_fwd`
+    spec_id         the linear; None: any linear whose recipe casts x as the recipe of `trace_id` does, on this rank alone
+    wgrad, record   backward reads x; autograd records the forward, so that amaxes count for delayed scales
     """
-    rows = as_matrix(x)
+    rows, context = as_matrix(x), no_context
     if spec_id is None:
-        spec = spec_of(trace_id)
-        plan = plan_for(spec, rows.shape[0])
-        if _why_dense(spec, plan, wgrad, False):
-            return [], []
-        wanted = plan.x[wgrad].cast_before
-        (operands,) = cast(cast_plan(LOCAL, spec.recipe, "x", wanted, rows.shape[0]), wanted, [rows], ["x"], no_context)
-        return _parts_of(operands)
-    bound = bound_of(spec_id)
-    check_compiled(bound)
-    spec, plan = bound.spec, bound.plans.get(x.shape) or plan_of(bound, x.shape)
-    why, route, context = _why_dense(spec, plan, wgrad, True), plan.x[wgrad], partial(cast_context, bound)
+        spec, plan = _spec_of_recipe(trace_id), _plan_of_recipe(trace_id, rows.shape[0])
+    else:
+        bound = bound_of(spec_id)
+        check_compiled(bound)
+        spec, context = bound.spec, partial(cast_context, bound)
+        plan = bound.plans.get(x.shape) or plan_of(bound, x.shape)
+    why, route = _why_dense(spec, plan, wgrad, spec_id is not None), plan.x[wgrad]
     if why:
-        if why is not UNQUANTIZED:
+        if spec_id is not None and why is not UNQUANTIZED:
             bound.session.note(f"{spec.name}: x arrives in high precision: {why}")
         return [], []
     assert route.before is not None
@@ -95,9 +91,20 @@ def quantize_x(
     return _parts_of(operands)
 
 
+@cache
+def _spec_of_recipe(trace_id: int) -> LinearSpec:
+    """The spec of a linear on this rank alone, with the recipe of this trace_id."""
+    return LinearSpec("quantize", LOCAL, spec_of(trace_id).recipe, Overlaps.named("serial"))
+
+
+@cache
+def _plan_of_recipe(trace_id: int, tokens: int) -> LinearPlan:
+    return plan_for(_spec_of_recipe(trace_id), tokens)
+
+
 def _parts_of(operands: Operands) -> tuple[list[Tensor], list[Tensor]]:
-    """The parts of the rowwise and of the columnwise operand, empty for an orientation that was not cast. A scale that serves
-    both is copied, since results of an op must not share memory."""
+    """The parts of the rowwise and of the columnwise operand; empty for an orientation that was not cast. A part of both
+    operands is copied, since results of an op must not share memory."""
     rowwise, columnwise = (list(each.parts) if each is not None else [] for each in operands)
     memory = {part.untyped_storage().data_ptr() for part in rowwise}
     return rowwise, [part.clone() if part.untyped_storage().data_ptr() in memory else part for part in columnwise]
@@ -112,7 +119,8 @@ def _quantize_x_fake(
     x: Tensor, spec_id: Tensor | None, trace_id: int, wgrad: bool, record: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Empty tensors with the shapes, dtypes and strides of the parts, by the plan."""
-    spec, matrix = spec_of(trace_id), (prod(x.shape[:-1]), x.shape[-1])
+    spec = _spec_of_recipe(trace_id) if spec_id is None else spec_of(trace_id)
+    matrix = prod(x.shape[:-1]), x.shape[-1]
     plan = plan_for(spec, matrix[0])
     if _why_dense(spec, plan, wgrad, spec_id is not None):
         return [], []
@@ -131,21 +139,25 @@ _LIBRARY.impl("quantize_x", quantize_x, "CompositeExplicitAutograd")
 torch.library.register_fake("dlp::quantize_x", _quantize_x_fake, lib=_LIBRARY)
 
 
-# Codes beside a dense tensor
+# Codes of a dense tensor
 
 
 class Codes(NamedTuple):
     """The operands of x that an op cast before the linear.
 
-    reader    the cast of the linear that reads x
+    reader                the cast of the linear that reads x
     rowwise, columnwise   the parts of the operands; columnwise is empty if backward does not read x, or reads x rowwise
-    version   counter of writes to x when x was cast; 0 in compiled code, where `_is_current` asks dynamo
+    version               counter of writes to x when x was cast; -1 in compiled code, where `_is_current` asks dynamo
     """
 
     reader: Reader
     rowwise: Sequence[Tensor]
     columnwise: Sequence[Tensor]
     version: int
+
+    def __reduce__(self) -> Any:
+        """A copied or pickled x has no codes: the reader refers to a model."""
+        return type(None), ()
 
 
 @dataclass(frozen=True)
@@ -156,6 +168,8 @@ class Reader:
     trace_id   identifies the recipe
     wgrad      whether backward of the linear reads x
     record     whether autograd records the forward, so that amaxes count for delayed scales
+
+    A copied or pickled reader has no `bound`.
     """
 
     bound: BoundSpec | None
@@ -163,11 +177,16 @@ class Reader:
     wgrad: bool
     record: bool
 
+    def __reduce__(self) -> Any:
+        return recipe_reader, (spec_of(self.trace_id).recipe,)  # registers the trace_id in another process
+
     def cast(self, x: Tensor) -> Tensor:
-        """x with its codes; x itself if only the linear can cast x."""
+        """A view of x with codes; x itself if only the linear can cast x, or if torch does not count writes to x."""
+        if not torch.compiler.is_dynamo_compiling() and x.is_inference():
+            return x
         spec_id = None if self.bound is None else self.bound.spec_id
         parts = torch.ops.dlp.quantize_x(x.detach(), spec_id, self.trace_id, self.wgrad, self.record)
-        return self.beside(x, *parts) if parts[0] else x
+        return self.with_codes(x, *parts) if parts[0] else x
 
     def serves(self, bound: BoundSpec, save: bool) -> bool:
         """Whether a linear of this spec reads the operands. save: whether backward reads x."""
@@ -177,10 +196,11 @@ class Reader:
             return self.bound is bound
         return bound.spec.amax_group is None and _casts_equally(bound.trace_id, self.trace_id)
 
-    def beside(self, x: Tensor, rowwise: Sequence[Tensor], columnwise: Sequence[Tensor]) -> Tensor:
+    def with_codes(self, x: Tensor, rowwise: Sequence[Tensor], columnwise: Sequence[Tensor]) -> Tensor:
         """A view of x with these codes."""
         x = x.view_as(x)
-        x.dlp_codes = Codes(self, rowwise, columnwise, 0 if torch.compiler.is_dynamo_compiling() else x._version)  # type: ignore[attr-defined]
+        version = -1 if torch.compiler.is_dynamo_compiling() else x._version
+        x.dlp_codes = Codes(self, rowwise, columnwise, version)  # type: ignore[attr-defined]
         comptime(_mark)
         return x
 
@@ -206,7 +226,7 @@ def _casts_equally(reads: int, cast_by: int) -> bool:
 
 
 def codes_of(x: Tensor) -> Codes | None:
-    """The codes beside x; None: x has none, or was written to after the cast, or arrives from outside of compiled code."""
+    """The codes of x; None: x has no codes, was written to after the cast, or left or entered compiled code."""
     codes: Codes | None = getattr(x, "dlp_codes", None)
     return codes if codes is not None and _is_current(x, codes) else None
 
@@ -218,12 +238,6 @@ def with_operands(bound: BoundSpec, x: Tensor, codes: Sequence[Tensor]) -> Any:
     given = x.detach()
     setattr(given, OPERANDS, Operands(row.wrap(codes), col.wrap(rest) if rest else None))
     return given
-
-
-def reader_of(bound: BoundSpec, weights: Sequence[Tensor], record: bool) -> Reader:
-    """The cast of x of a linear with these weights. record: whether autograd records the forward."""
-    trained = any(weight.requires_grad for weight in weights)
-    return Reader(bound, bound.trace_id, record and keeps_x(bound.spec.recipe, True, trained), record)
 
 
 def recipe_reader(recipe: Recipe) -> Reader:

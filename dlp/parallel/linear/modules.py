@@ -26,7 +26,7 @@ from dlp.comm.mesh import TP, tp_mesh_of
 from dlp.parallel import auto
 from dlp.parallel.linear.active import LayerRuns, active_region, active_spec
 from dlp.parallel.linear.autograd import LINEAR, call_of, forward
-from dlp.parallel.linear.codes import codes_of
+from dlp.parallel.linear.codes import Reader, codes_of
 from dlp.parallel.linear.opaque import OpaqueLinearFn
 from dlp.parallel.linear.plan import keeps_x
 from dlp.parallel.linear.quantize import accepted
@@ -222,8 +222,15 @@ class LinearCore(LayerState):
         """The spec under which a traced or watched call runs."""
         return self.bound if torch.compiler.is_dynamo_compiling() else active_spec(self)
 
+    def reader(self, bound: BoundSpec | None = None) -> Reader:
+        """The cast of x by this layer, for an op before the layer in a traced or watched call. `bound`: the spec of the call;
+        None: `traced_bound`."""
+        bound, record = bound or self.traced_bound(), torch.is_grad_enabled()
+        trained = any(weight.requires_grad for weight in self.parameters()[: len(self.members)])
+        return Reader(bound, bound.trace_id, record and keeps_x(bound.spec.recipe, True, trained), record)
+
     def _codes_for(self, bound: BoundSpec, x: Tensor, save: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The rowwise and columnwise parts of an x that was cast for this layer before; empty: this layer casts x."""
+        """The rowwise and columnwise parts of an x that an earlier op cast for this layer; empty: this layer casts x."""
         codes = codes_of(x)
         return (codes.rowwise, codes.columnwise) if codes is not None and codes.reader.serves(bound, save) else ((), ())
 
