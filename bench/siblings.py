@@ -10,8 +10,8 @@ A shape is tokens x in_features x out_features of each sibling, on one rank.
 
 `shared` casts siblings as one matrix, so that a scale per tensor, or per line of a contraction over N, is shared by siblings.
 `vectors` keeps a scale for each sibling, for per-tensor recipes: cuBLASLt gets the product of both scales for each line of the
-siblings, and ones for the other operand. Microseconds are medians of bursts behind a busy device; equal: the share of elements
-with the bits of one by one.
+siblings, and ones for the other operand. `sum` is the kernel that dgrads of siblings run, which keeps all scales and copies
+nothing. Microseconds are medians of bursts behind a busy device; equal: the share of elements with the bits of one by one.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from dlp.kernels.timing import device_ms
 from dlp.quant.gemm import Gemm
 from dlp.quant.quantizer import Origin, ScaleSlot
 from dlp.quant.recipe import GEMMS, Recipe, names
+from dlp.quant.siblings import as_one
 from dlp.quant.tensor import QuantizedTensor
 from launch.ranks.process_exit import refuse
 
@@ -84,14 +85,14 @@ class Siblings:
             return lambda: [gemm(a) for a in rows]
         columns = [cast(recipe, which, 1, w) for w in self.shared]
 
-        def summed() -> Results:
+        def added() -> Results:
             total = None
             for a, b in zip(rows, columns, strict=True):
                 total = Gemm(which, b, torch.float32, accumulate=total, options=options)(a)
             assert total is not None
             return [rounded(total, torch.bfloat16)]
 
-        return summed
+        return added
 
     def as_one(self) -> Callable[[], Results]:
         """Operands cast as one matrix."""
@@ -122,6 +123,17 @@ class Siblings:
         given = gemms.Scales(left[1], right[1], gemms.ROWWISE, gemms.ROWWISE)
         return lambda: self.split(gemms.product_fp8(left[0], right[0], torch.bfloat16, given, options=options))
 
+    def by_sum(self) -> Callable[[], Results] | None:
+        """The GEMM of the dgrads of siblings; None without a kernel, and for other GEMMs."""
+        if self.which != "dgrad":
+            return None
+        rows, columns = (
+            [cast(self.recipe, "dgrad", i, each) for each in of] for i, of in enumerate((self.values, self.shared))
+        )
+        gemms_of = [Gemm("dgrad", b, torch.float32, options=self.recipe.dgrad) for b in columns]
+        (a, *others), (gemm, *_) = as_one(rows, gemms_of, torch.bfloat16)
+        return None if others else lambda: [gemm(a)]
+
     def split(self, result: Tensor) -> Results:
         if self.which == "dgrad":
             return [result]
@@ -148,7 +160,11 @@ def measure(text: str, name: str) -> Iterator[Line]:
         siblings = Siblings(dlp.recipe(name), which, int(tokens), int(features), sizes)
         separate = siblings.separate()
         expected, microseconds = separate(), 1e3 * device_ms(separate)
-        for way, made in (("shared", siblings.as_one()), ("vectors", siblings.by_vectors())):
+        for way, made in (
+            ("shared", siblings.as_one()),
+            ("vectors", siblings.by_vectors()),
+            ("sum", siblings.by_sum()),
+        ):
             if made is None:
                 continue
             try:

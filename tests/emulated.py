@@ -231,6 +231,19 @@ class Module:
         out.copy_(made + out if words[16] else made)
 
     @staticmethod
+    def gemm_fp8_sum(job: Any, *rest: Any) -> None:
+        (*terms, e5m2, wide, _), (out, count, rows, cols, stride) = rest, job
+        pairs = [
+            (
+                at(a, (rows, along), CODES[e5m2], (a_step, 1)),
+                at(b, (cols, along), CODES[0], (b_step, 1)),
+                *map(scalar, scales),
+            )
+            for a, b, *scales, along, a_step, b_step in terms[:count]
+        ]
+        at(out, (rows, cols), TYPE[wide], (stride, 1)).copy_(reference.gemm_fp8_tensor_sum(pairs))
+
+    @staticmethod
     def rms_norm(words: Any, eps: float, wide: bool, stream: int) -> None:
         x, (weight, fp32, rstd, y, amax, more, stride, total) = matrix(words, wide), words[5:]
         if more:

@@ -194,6 +194,15 @@ def test_what_a_group_names_stands() -> None:
     assert overlaps_of(planned(MEASURED, {"name": "own", "match": ["**"], "overlap": "chunked"})) == ["chunked"] * 2
 
 
+def test_dgrads_of_siblings_are_modelled_as_the_kernels_run_them() -> None:
+    """On Hopper they are one GEMM, of which rows can be sent; elsewhere only the rows of the last dgrad can."""
+    gate_up = Problem(COLUMN_SP, 4096, 1024, (2048, 1024), FP8)
+    for kind, columns in (("sm_90", (1024,)), ("cpu", (1024, 1024))):
+        work = auto.work_of("dgrad", gate_up, table(row(UP, (1,) * 4, (1,) * 4), kind=kind))
+        assert not isinstance(work, str) and work.columns == columns and sum(work.gemms) == pytest.approx(1.5e-3)
+        assert len(work.gemms) == len(columns)
+
+
 def test_other_sizes_go_by_the_model() -> None:
     """For layers with four times the work and bytes, the model predicts GEMMs of 4 ms. Overlap pays for a transfer of 2
     ms, but not for 0.02 ms."""

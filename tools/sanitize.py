@@ -41,7 +41,7 @@ FOUND = 99  # exit code of the sanitizer for a finding; exit codes of the progra
 # that are too large for a tool.
 MULTIPLY = tuple(
     f"tests/gpu/test_{name}.py"
-    for name in ("flagged_steps", "gemm_sm90", "gemms", "golden", "graph", "programs", "quantizers")
+    for name in ("flagged_steps", "gemm_sm90", "gemm_sum_sm90", "gemms", "golden", "graph", "programs", "quantizers")
 )
 TOO_LARGE = "2_to_the_31"
 

@@ -13,6 +13,7 @@ flattened axis dp_shard_cp, so that one reduction sums the gradients of all toke
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -332,7 +333,11 @@ def build_mesh(
 
 
 def shutdown() -> None:
-    """Leave the process group at the end of a successful run. After an error the group may hang."""
+    """Leave the process group at the end of a successful run. After an error the group may hang.
+
+    NCCL waits until no CUDA graph contains a collective of the group, so graphs must not be referenced any more.
+    """
+    gc.collect()  # graphs in reference cycles
     transports.destroy()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -3,6 +3,7 @@
     operand          parts                                                 block
     hp               values bf16 or fp32 [rows, C]                         -
     fp8_tensor       FP8 codes [rows, C], scale_inv fp32 []                whole matrix
+    fp8_tensor_siblings  parts of several fp8_tensor, whose products are summed
     fp8_rowwise      FP8 codes [rows, C], scale_inv fp32 [rows]            (1, 0)
     int8_rowwise     int8 codes [rows, C], scale_inv fp32 [rows]           (1, 0)
     int8_zero_point  as int8_rowwise, and zero_point int8 [rows]           (1, 0)
@@ -33,8 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlp.kernels import cuda_codes, gemm_sm90, gemms, reference
-from dlp.kernels.codes import decode_fp8_block, decode_mxfp8, decode_nvfp4, nvfp4_alpha, swizzle_128x4
+from dlp.kernels import cuda_codes, gemm_sm90, gemm_sum_sm90, gemms, reference
+from dlp.kernels.codes import decode_fp8_block, decode_mxfp8, decode_nvfp4, nvfp4_alpha, rounded, swizzle_128x4
 from dlp.kernels.gemms import BLOCK_1D, BLOCK_2D, FP4, MX_BLOCKS, NVFP4_BLOCKS, ROWWISE, Scales
 from dlp.kernels.reference import finish
 from dlp.kernels.registry import (
@@ -271,6 +272,29 @@ def fp8_tensor_by_cublaslt(
 ) -> Tensor:
     scales = Scales(a[1], b[1])
     return gemms.product_fp8(a[0], b[0], out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
+
+
+def is_sum(a: Parts, b: Parts, *problem: Any) -> bool:
+    return gemm_sum_sm90.takes(a, b, *problem)
+
+
+def fp8_sum_in_registers(
+    a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: GemmLaunchOptions
+) -> Tensor:
+    """Sum the products of siblings in one launch."""
+    return gemm_sum_sm90.product(a, b, out_dtype, options)
+
+
+def fp8_sum_in_memory(
+    a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: GemmLaunchOptions
+) -> Tensor:
+    """Multiply sibling by sibling by cuBLASLt, and accumulate in fp32."""
+    total, each = None, options._replace(out=None)
+    for i in range(0, len(a), 2):
+        scales = Scales(a[i + 1], b[i + 1])
+        total = gemms.product_fp8(a[i], b[i], torch.float32, scales, accumulate=total, options=each)
+    assert total is not None
+    return rounded(total, out_dtype) if bias is accumulate is None else finish(total, out_dtype, bias, accumulate)
 
 
 def fp8_rowwise_reference(

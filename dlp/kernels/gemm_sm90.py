@@ -47,11 +47,11 @@ def can_take(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, bias: Tensor | Non
              accumulate: Tensor | None = None) -> bool:  # fmt: skip
     """Return whether the kernel supports this GEMM: E4M3 codes (A also E5M2), rows aligned to 16 bytes, a number of columns
     that is a multiple of 8, a result in bf16 or fp32, a bias in the dtype of the result, an accumulator in fp32."""
-    if a.dtype not in CODES or b.dtype != CODES[0] or b.shape[0] % 8 or not all(map(_is_aligned, (a, b))):
+    if a.dtype not in CODES or b.dtype != CODES[0] or b.shape[0] % 8 or not all(map(is_aligned, (a, b))):
         return False
     if out_dtype not in (torch.bfloat16, torch.float32):
         return False
-    if accumulate is not None and not (accumulate.dtype == torch.float32 and _is_aligned(accumulate)):
+    if accumulate is not None and not (accumulate.dtype == torch.float32 and is_aligned(accumulate)):
         return False
     result = out_dtype if accumulate is None else torch.float32
     return bias is None or (
@@ -90,7 +90,7 @@ def _job(a: Tensor, b: Tensor, out: Tensor, a_scale: Tensor, b_scale: Tensor, bi
     )  # fmt: skip
 
 
-def _is_aligned(x: Tensor) -> bool:
+def is_aligned(x: Tensor) -> bool:
     """Return whether rows are contiguous and aligned to 16 bytes."""
     stride, step = x.stride()
     return step == 1 and stride >= x.shape[1] and (stride * x.itemsize | x.data_ptr()) % ALIGNMENT == 0

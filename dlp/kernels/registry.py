@@ -373,10 +373,15 @@ class GemmKernels:
         return launch
 
 
+def gemm_entries(device: str) -> list[GemmEntry]:
+    """Return the entries of GEMMs on one of DEVICES, in the order of look-up."""
+    return [each for each in entries(GEMM, device) if isinstance(each, GemmEntry)]
+
+
 def gemm_kernels(a: OperandLayout, b: OperandLayout, device: str) -> GemmKernels:
     """Return the entries that multiply operands of these layouts on one of DEVICES: entries that name the pair, then entries
     for any pair, up to the first entry without a condition. Raises ValueError if there is no such entry."""
-    found = [each for each in entries(GEMM, device) if isinstance(each, GemmEntry) and each.supports(a, b)]
+    found = [each for each in gemm_entries(device) if each.supports(a, b)]
     found.sort(key=lambda entry: not entry.formats)
     for count, entry in enumerate(found, 1):
         if entry.takes is None:

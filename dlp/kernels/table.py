@@ -145,6 +145,7 @@ KERNELS = (
 HP, FP8_TENSOR, FP8_ROWWISE = (("hp", "hp"),), (("fp8_tensor", "fp8_tensor"),), (("fp8_rowwise", "fp8_rowwise"),)
 INT8, MXFP8, NVFP4 = (("int8_rowwise", "int8_rowwise"),), (("mxfp8", "mxfp8"),), (("nvfp4", "nvfp4"),)
 ZEROS = (("int8_zero_point", "int8_rowwise"), ("int8_rowwise", "int8_zero_point"), ("int8_zero_point", "int8_zero_point"))
+SIBLINGS = (("fp8_tensor_siblings", "fp8_tensor_siblings"),)
 TILES = (("fp8_block_1d", "fp8_block_2d"),)
 BLOCKS = (("fp8_block_1d", "fp8_block_2d"), ("fp8_block_1d", "fp8_block_1d"), ("fp8_block_2d", "fp8_block_1d"))
 ANY = ()
@@ -157,6 +158,8 @@ GEMMS = (
     Gemm(FP8_TENSOR,  ("cpu",),                    "reference",                  "emulated", gemm.fp8_tensor_reference),
     Gemm(FP8_TENSOR,  ("cuda",),                   "torch._scaled_mm",           "native",   gemm.fp8_tensor_by_torch),
     Gemm(FP8_TENSOR,  ("sm_90", "sm_100"),         "cublaslt fp8 tn",            "native",   gemm.fp8_tensor_by_cublaslt,     cublaslt="codes"),
+    Gemm(SIBLINGS,    ("sm_90",),                  "gemm_sum_sm90",             "native",   gemm.fp8_sum_in_registers,       takes=gemm.is_sum, when="aligned"),
+    Gemm(SIBLINGS,    ("sm_90",),                  "cublaslt fp8 tn of each",   "native",   gemm.fp8_sum_in_memory),
     Gemm(FP8_ROWWISE, ("cpu",),                    "reference",                  "emulated", gemm.fp8_rowwise_reference),
     Gemm(FP8_ROWWISE, ("cuda",),                   "torch._scaled_mm + scales",  "native",   gemm.fp8_rowwise_by_torch),
     Gemm(FP8_ROWWISE, ("sm_90",),                  "cublaslt fp8 rowwise",       "native",   gemm.fp8_rowwise_on_hopper,      cublaslt="codes"),

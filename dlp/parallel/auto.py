@@ -34,6 +34,7 @@ from dlp.parallel.linear.plan import WIRES, LinearPlan, linear_plan
 from dlp.parallel.overlap import Work
 from dlp.parallel.style import ParallelStyle, shard_sizes
 from dlp.quant.recipe import GEMMS, Recipe
+from dlp.quant.siblings import together
 
 AUTO, SERIAL = "auto", "serial"
 CANDIDATES = (SERIAL, "chunked", "chunked:2", "chunked:4")
@@ -403,15 +404,18 @@ def work_of(gemm: str, problem: Problem, times: Times) -> Work | str:
         return NOTHING
     rate, next_rate = times.rate(problem, gemm), times.rate(problem, "wgrad") if gemm == "dgrad" else None
     work = [2.0 * problem.tokens * n * k for n, k in shapes]
+    a, b = (quantizer.format for quantizer in problem.recipe.operands(gemm))
+    if gemm == "dgrad" and together(a, b, len(shapes), times.kind):
+        work, columns = [sum(work)], columns[:1]
     seconds = tuple(each / rate for each in work) if rate else ()
     behind = sum(work) / next_rate if next_rate else 0.0
-    rows, fmt = -(-problem.tokens // tp), problem.recipe.operands(gemm)[0].format
+    rows = -(-problem.tokens // tp)
     return Work(
         bool(gathers),
         seconds,
         tuple(columns),
         rows,
-        fmt,
+        a,
         tp,
         nbytes / times.speed,
         times.meeting,

@@ -29,7 +29,8 @@ PTX = {
     "%globaltimer": "globaltimer", "mapa.": "barrier_arrive_at", "elect.sync": "elect",
     "complete_tx::bytes [%0], [%1, {": "tile_copy",
     "multicast::cluster": "tile_copy_to_all", "cluster_ctarank": "cluster_rank", "barrier.cluster": "cluster_sync",
-    "fence.mbarrier_init": "fence_barriers", "setmaxnreg": "set_registers",
+    "fence.mbarrier_init": "fence_barriers", "bar.sync": "named_sync", "bar.arrive": "named_arrive",
+    "setmaxnreg": "set_registers",
     "wgmma.fence": "begin_products", "wgmma.commit_group": "commit_products", "wgmma.wait_group": "wait_products",
     "f32.e4m3.e4m3": "product_e4m3", "f32.e5m2.e4m3": "product_e5m2", "m16n8k16.row.col.f32.bf16": "warp_product_bf16",
 }  # fmt: skip

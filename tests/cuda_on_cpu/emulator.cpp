@@ -42,6 +42,7 @@ struct Copy {
 
 struct Product {
     float* d;
+    int count;
     uint64_t a, b;
     bool add;
     const float* a_values;
@@ -64,6 +65,7 @@ jmp_buf scheduler;
 ucontext_t first_switch;
 std::vector<std::unique_ptr<Fiber>> fibers;
 std::vector<Group> warps, blocks;
+std::vector<std::array<Group, 16>> named;  // barriers of each block
 Group cluster;
 std::vector<Copy> bulk;                // under way
 std::string failed;
@@ -134,6 +136,7 @@ void run_cluster(unsigned first, unsigned size, int threads, size_t shared_bytes
     while (int(fibers.size()) < each * int(size)) fibers.push_back(std::make_unique<Fiber>());
     cluster = Group{threads * int(size)}, cluster_group = &cluster;
     blocks.assign(size, Group{threads});
+    named.assign(size, {});
     warps.assign(each * size / kWarp, Group{});
     bulk.clear();
     for (int i = 0; i < each * int(size); ++i) {
@@ -222,12 +225,12 @@ void read_line(uint64_t operand, int line, const float* values, float (&to)[32])
     for (int k = 0; k < 32; ++k) to[k] = values[shared[swizzled(first + line * 128 + k)]];
 }
 
-// The thread's two rows and, of each eight columns, two of d = A [64, 32] @ B [96, 32].T.
+// The thread's two rows and, of each eight columns, two of d = A [64, 32] @ B [2 count, 32].T.
 void multiply(const Product& its) {
     const int row = position.thread.x / kWarp % 4 * 16 + lane() / 4;
     float a[2][32], b[32];
     for (int r = 0; r < 2; ++r) read_line(its.a, row + 8 * r, its.a_values, a[r]);
-    for (int i = 0; i < 24; ++i) {
+    for (int i = 0; i < its.count / 2; ++i) {
         read_line(its.b, i / 2 * 8 + lane() % 4 * 2 + i % 2, values_of<__nv_fp8_e4m3>(), b);
         for (int r = 0; r < 2; ++r) {
             float sum = 0.0f;
@@ -363,12 +366,25 @@ void barrier_wait(uint32_t at, uint32_t phase) {
     }
 }
 
-template <class A>
-void product(float (&d)[48], uint64_t a, uint64_t b, bool add) {
-    current->products.push_back({d, a, b, add, values_of<A>()});
+void named_arrive(int number, int count) {
+    Group& its = named[current->rank][number];
+    ++its.here, ++steps;
+    if (its.here == count) its.here = 0, ++its.met;
 }
-template void product<__nv_fp8_e4m3>(float (&)[48], uint64_t, uint64_t, bool);
-template void product<__nv_fp8_e5m2>(float (&)[48], uint64_t, uint64_t, bool);
+
+void named_sync(int number, int count) {
+    const Group& its = named[current->rank][number];
+    const uint32_t before = its.met;
+    named_arrive(number, count);
+    while (its.met == before) yield();
+}
+
+template <class A>
+void product(float* d, int count, uint64_t a, uint64_t b, bool add) {
+    current->products.push_back({d, count, a, b, add, values_of<A>()});
+}
+template void product<__nv_fp8_e4m3>(float*, int, uint64_t, uint64_t, bool);
+template void product<__nv_fp8_e5m2>(float*, int, uint64_t, uint64_t, bool);
 
 void commit_products() { current->committed.push_back(std::exchange(current->products, {})); }
 

@@ -87,12 +87,16 @@ void barrier_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t at);
 void barrier_wait(uint32_t at, uint32_t phase);
 void barrier_arrive_at(uint32_t at, uint32_t rank);  // of a block of this cluster
 
+// Barriers of a block by number, at which `count` threads arrive; who calls `named_sync` waits for the others.
+void named_arrive(int number, int count);
+void named_sync(int number, int count);
+
 // A box of a tensor to the same place in each block of `blocks`, in the swizzle of 128 bytes.
 void tile_copy(unsigned blocks, uint32_t to, const void* map, int x, int y, uint32_t at);
 
 // Products of warpgroups. Each thread makes its own share of them, when it waits for their group.
 template <class A>
-void product(float (&d)[48], uint64_t a, uint64_t b, bool add);
+void product(float* d, int count, uint64_t a, uint64_t b, bool add);  // `count` numbers of d, for twice as many columns
 void commit_products();
 void wait_products(int pending);
 

@@ -182,6 +182,8 @@ inline void elect(uint32_t& out) {
     out = emulator::lane() == 17;
 }
 inline void fence_barriers() {}
+inline void named_sync(int number) { emulator::named_sync(number, 256); }
+inline void named_arrive(int number) { emulator::named_arrive(number, 256); }
 inline void set_registers(int) {}
 inline void tile_copy(uint32_t to, const void* map, int x, int y, uint32_t at) {
     emulator::tile_copy(1u << emulator::position.block.x % emulator::position.cluster, to, map, x, y, at);
@@ -210,7 +212,9 @@ inline void warp_product_bf16(float& d0, float& d1, float& d2, float& d3, uint32
         }
     }
 }
-inline void product_e4m3(float (&d)[48], uint64_t a, uint64_t b, int add) { emulator::product<__nv_fp8_e4m3>(d, a, b, add); }
-inline void product_e5m2(float (&d)[48], uint64_t a, uint64_t b, int add) { emulator::product<__nv_fp8_e5m2>(d, a, b, add); }
+template <int kCount>
+void product_e4m3(float (&d)[kCount], uint64_t a, uint64_t b, int add) { emulator::product<__nv_fp8_e4m3>(d, kCount, a, b, add); }
+template <int kCount>
+void product_e5m2(float (&d)[kCount], uint64_t a, uint64_t b, int add) { emulator::product<__nv_fp8_e5m2>(d, kCount, a, b, add); }
 
 }  // namespace ptx

@@ -203,11 +203,13 @@ def errors(found: Found, expected: Found) -> dict[str, float]:
     ("name", "world"),
     [(name, world) if name in DEFAULT else nightly(name, world) for name, (world, _, _) in MESHES.items()],
 )
-def test_a_mesh_with_cp_trains_as_one_rank(ranks, one_rank, tmp_path, data, name, world):
+def test_a_mesh_with_cp_trains_as_one_rank(ranks, one_rank, tmp_path, data, device_type, name, world):
+    """In FP8 other sums round to other codes: FP8 units of GPUs keep some 14 bits of a sum, and a code of E5M2 is up to 12 %
+    from the next. The CPU sums FP8 products in fp32."""
     _, mesh, options = MESHES[name]
     own = [option for option in options if option in (*BF16, *FP8)] + [o for o in mesh if o.startswith(FOR_ONE)]
     expected = one_rank(ranks(1), *own)
-    bound = 1e-2 if options == FP8 else 1e-5  # other sums round to other codes, as on GPUs
+    bound = (4e-2 if device_type == "cuda" else 1e-2) if options == FP8 else 1e-5
     for found in ranks(world).run(trained, config(tmp_path, data, "--mesh.cp=2", *mesh, *options)):
         differ = errors(found, expected)
         assert max(differ[what] for what in ("gradients", "norm", "losses")) < bound, differ

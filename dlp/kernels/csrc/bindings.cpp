@@ -202,6 +202,13 @@ void bind_small(pybind11::module_& m) {
     bind_step(m, "gemm_fp8_blocks", [](const Words<BlockGemmJob>& job, bool e5m2, bool wide, Stream stream) {
         gemm_fp8_blocks(make_job<BlockGemmJob>(job), code_of(e5m2), input_of(wide), stream);
     });
+    bind_step(m, "gemm_fp8_sum", [](const Words<GemmSumJob>& job, const Words<GemmTerm>& first, const Words<GemmTerm>& second,
+                                    const Words<GemmTerm>& third, const Words<GemmTerm>& fourth, bool e5m2, bool wide,
+                                    Stream stream) {
+        const GemmTerm terms[kSumTerms] = {make_job<GemmTerm>(first), make_job<GemmTerm>(second), make_job<GemmTerm>(third),
+                                           make_job<GemmTerm>(fourth)};
+        gemm_fp8_sum(make_job<GemmSumJob>(job), terms, code_of(e5m2), input_of(wide), stream);
+    });
     bind_step(m, "int4_gemv", [](const Words<Int4Job>& job, Stream stream) { int4_gemv(make_job<Int4Job>(job), stream); });
     bind_step(m, "nvfp4_alpha", [](const Words<AlphaJob>& words, Stream stream) {
         nvfp4_alpha(make_job<AlphaJob>(words), stream);

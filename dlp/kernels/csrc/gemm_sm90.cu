@@ -27,12 +27,12 @@
 //                                                           └► empty[k]
 //
 // Under a steady load power limits this kernel; dev/log.md lists other designs that were measured.
-#include "hopper.cuh"
+#include "gemm_tile.cuh"
 
 namespace dlp {
 namespace {
 
-constexpr int kTileM = 128, kTileN = 192, kTileK = 128, kStages = 5, kCluster = 2;
+constexpr int kTileM = 128, kTileN = 192, kStages = 5, kCluster = 2;
 constexpr int kHalf = kTileN / 2;        // columns of a product
 constexpr int kSums = kHalf / 2;         // sums per thread and product
 constexpr int kGroup = 8;                // pairs of tiles that share lines of B in L2
@@ -164,32 +164,6 @@ __device__ inline void store_row(const BlockGemmJob& job, const float2 (&row)[kH
         }
 }
 
-// Exchange between two lanes: afterwards the first lane has both values a, and the second lane has both values b.
-__device__ inline void exchange(uint32_t& a, uint32_t& b, bool second, int distance) {
-    const uint32_t other = __shfl_xor_sync(~0u, second ? a : b, distance);
-    if (second) a = other;
-    else b = other;
-}
-
-// Lanes exchange values of four times eight columns, so that each lane stores eight columns at once.
-__device__ inline void store_row(const BlockGemmJob& job, const float2 (&row)[kHalf / 8], int64_t line, int first, __nv_bfloat16*) {
-    const bool odd = threadIdx.x % 2, high = threadIdx.x / 2 % 2;
-    const int col = first + threadIdx.x % 4 * 8;
-    __nv_bfloat16* to = static_cast<__nv_bfloat16*>(job.d) + line * job.d_stride + col;
-#pragma unroll
-    for (int i = 0; i < kHalf / 8; i += 4) {
-        uint32_t v[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const __nv_bfloat162 two = __float22bfloat162_rn(row[i + k]);
-            v[k] = reinterpret_cast<const uint32_t&>(two);
-        }
-        exchange(v[0], v[1], odd, 1), exchange(v[2], v[3], odd, 1);
-        exchange(v[0], v[2], high, 2), exchange(v[1], v[3], high, 2);
-        if (line < job.rows && col + 8 * i < job.cols) *reinterpret_cast<uint4*>(to + 8 * i) = {v[0], v[1], v[2], v[3]};
-    }
-}
-
 template <class Out>
 __device__ void store(const BlockGemmJob& job, const float (&sums)[kSums], int row, int first) {
     const Out* bias = static_cast<const Out*>(job.bias);
@@ -284,51 +258,6 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-Encode encode() {
-    static const Encode found = [] {
-        void* function = nullptr;
-        cudaDriverEntryPointQueryResult result;
-        DLP_CHECK_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result));
-        DLP_CHECK_EQ(int(result), int(cudaDriverEntryPointSuccess));
-        return reinterpret_cast<Encode>(function);
-    }();
-    return found;
-}
-
-// Codes [lines, along], copied in boxes of [box, 128]; elements outside are 0. `stride`: bytes between lines.
-CUtensorMap tensor_map(const uint8_t* codes, int64_t lines, int64_t along, int64_t stride, int box) {
-    const cuuint64_t sizes[] = {cuuint64_t(along), cuuint64_t(lines)}, strides[] = {cuuint64_t(stride)};
-    const cuuint32_t boxes[] = {kTileK, cuuint32_t(box)}, steps[] = {1, 1};
-    CUtensorMap map;
-    const CUresult status = encode()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<uint8_t*>(codes), sizes, strides, boxes,
-                                     steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    DLP_CHECK_EQ(int(status), int(CUDA_SUCCESS));
-    return map;
-}
-
-// Number of clusters that run at the same time.
-template <auto kKernel>
-int resident_clusters(cudaLaunchConfig_t config) {
-    static std::array<int, kMaxDevices> resident{};
-    int device;
-    DLP_CHECK_CUDA(cudaGetDevice(&device));
-    DLP_CHECK_LT(device, kMaxDevices);
-    if (resident[device] == 0) {
-        DLP_CHECK_CUDA(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(config.dynamicSmemBytes)));
-        config.gridDim = dim3(kCluster);
-        DLP_CHECK_CUDA(cudaOccupancyMaxActiveClusters(&resident[device], kKernel, &config));
-        DLP_CHECK_LT(0, resident[device]);
-    }
-    return resident[device];
-}
-
-int over(int64_t size, int unit) { return int((size + unit - 1) / unit); }
-
 template <class A, class Out>
 void run(const BlockGemmJob& job, Stream stream) {
     const Problem p{job, over(job.contraction, kTileK), over(job.rows, kCluster * kTileM), over(job.cols, kTileN)};
@@ -341,7 +270,7 @@ void run(const BlockGemmJob& job, Stream stream) {
     cudaLaunchConfig_t config{};
     config.attrs = &cluster, config.numAttrs = 1;
     config.blockDim = dim3(kThreads), config.dynamicSmemBytes = kShared, config.stream = reinterpret_cast<cudaStream_t>(stream);
-    config.gridDim = dim3(kCluster * std::min(p.pairs_down * p.pairs_across, resident_clusters<kKernel>(config)));
+    config.gridDim = dim3(kCluster * std::min(p.pairs_down * p.pairs_across, resident_clusters<kKernel, kCluster>(config)));
     DLP_CHECK_CUDA(cudaLaunchKernelEx(&config, kKernel, a, b, p));
 }
 

@@ -1,5 +1,5 @@
 // PTX of Hopper without intrinsics in CUDA C++: mbarriers in shared memory, bulk and tensor (TMA) copies, clusters, register
-// reallocation, and WGMMA. Only gemm_sm90.cu uses this header. Sections of the PTX ISA: "mbarrier", "cp.async.bulk.tensor",
+// reallocation, and WGMMA. Only the Hopper GEMMs use this header. Sections of the PTX ISA: "mbarrier", "cp.async.bulk.tensor",
 // "wgmma".
 #pragma once
 
@@ -101,6 +101,11 @@ __device__ inline void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// Order of two warpgroups by named barriers. `await_turn` returns after the other warpgroup's `pass_turn` with the same number.
+// Barrier 0 is __syncthreads.
+__device__ inline void await_turn(int number) { asm volatile("bar.sync %0, 256;" ::"r"(number + 1) : "memory"); }
+__device__ inline void pass_turn(int number) { asm volatile("bar.arrive %0, 256;" ::"r"(number + 1) : "memory"); }
+
 // WGMMA. Both operands lie in shared memory, K-major, as lines of 128 bytes in the 128-byte swizzle, aligned to 1024 bytes.
 // The matrix descriptor: bits 0-13 address / 16, 16-29 leading offset (1, unused with this swizzle), 32-45 stride offset / 16
 // = 64, from eight lines to the next eight, 62-63 = 1, the 128-byte swizzle. A step of 32 bytes along the lines adds 2.
@@ -138,7 +143,35 @@ __device__ inline void multiply(float (&d)[48], uint64_t a, uint64_t b, bool add
             : DLP_D8(0), DLP_D8(8), DLP_D8(16), DLP_D8(24), DLP_D8(32), DLP_D8(40)
             : "l"(a), "l"(b), "r"(int(add)));
     }
-#undef DLP_D8
 }
+
+// d (+)= A [64, 32] @ B [128, 32].T, as above.
+template <class A>
+__device__ inline void multiply(float (&d)[64], uint64_t a, uint64_t b, bool add) {
+    if constexpr (std::is_same_v<A, E4m3>) {
+        asm volatile(
+            "{\n\t.reg .pred add;\n\tsetp.ne.b32 add, %66, 0;\n\t"
+            "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+            "%64, %65, add, 1, 1;\n}"
+            : DLP_D8(0), DLP_D8(8), DLP_D8(16), DLP_D8(24), DLP_D8(32), DLP_D8(40), DLP_D8(48), DLP_D8(56)
+            : "l"(a), "l"(b), "r"(int(add)));
+    } else {
+        asm volatile(
+            "{\n\t.reg .pred add;\n\tsetp.ne.b32 add, %66, 0;\n\t"
+            "wgmma.mma_async.sync.aligned.m64n128k32.f32.e5m2.e4m3 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+            "%64, %65, add, 1, 1;\n}"
+            : DLP_D8(0), DLP_D8(8), DLP_D8(16), DLP_D8(24), DLP_D8(32), DLP_D8(40), DLP_D8(48), DLP_D8(56)
+            : "l"(a), "l"(b), "r"(int(add)));
+    }
+}
+#undef DLP_D8
 
 }  // namespace dlp

@@ -332,6 +332,21 @@ struct BlockGemmJob {         // D = A @ B.T, contraction last; strides are elem
     static constexpr uint32_t addresses = words(0, 1, 2, 3, 4, 5);
 };
 
+constexpr int kSumTerms = 4;  // largest number of products in a GemmSumJob
+
+struct GemmTerm {             // scale A @ B.T, contraction last, in FP8 codes; strides are bytes between lines
+    const uint8_t *a, *b;     // [rows, contraction], [cols, contraction]
+    const float *a_scale, *b_scale;  // [] scale_inv
+    int64_t contraction, a_stride, b_stride;
+    static constexpr uint32_t addresses = words(0, 1, 2, 3);
+};
+
+struct GemmSumJob {           // D = the sum of `terms` products
+    void* d;                  // [rows, cols]
+    int64_t terms, rows, cols, d_stride;
+    static constexpr uint32_t addresses = words(0);
+};
+
 constexpr int kSlotRanks = 32;      // largest number of ranks of a slot
 constexpr int64_t kSlotHeader = 512;  // bytes before the payload
 constexpr int kAgreed = 8;          // tensors in one agreement
@@ -407,6 +422,7 @@ void set_zero(uintptr_t at, int64_t bytes, Stream stream);
 // Sets `count` fp32 to 0 by a one-block kernel; the next kernel may start at once (launch<kernel, kEarly = true>).
 void few_zeros(uintptr_t at, int64_t count, Stream stream);
 void gemm_fp8_blocks(const BlockGemmJob& job, Code a_code, Input out, Stream stream);
+void gemm_fp8_sum(const GemmSumJob& job, const GemmTerm* terms, Code a_code, Input out, Stream stream);
 void swizzle_scales(const SwizzleJob& job, Stream stream);
 void delayed_update(const Work<DelayedJob>& work, Stream stream);
 void sum_in_order(const void* from, const void* own, int64_t index, void* to, int64_t contributions, int64_t count, Input input,

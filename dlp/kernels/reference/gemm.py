@@ -6,7 +6,7 @@ unspecified. Scales that are not powers of two are applied to fp32 sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -60,6 +60,16 @@ def gemm_hp(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 def gemm_fp8_tensor(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> Tensor:
     """Multiply FP8 codes a [rows, C] and b [cols, C] with one fp32 scale_inv each -> fp32 [rows, cols] = acc * fl(sa * sb)."""
     return matmul_bf16_exact(decode_fp8(a), decode_fp8(b)) * (a_scale_inv * b_scale_inv)
+
+
+def gemm_fp8_tensor_sum(terms: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Tensor:
+    """Return the sum of products of FP8 codes a [rows, C_i] and b [cols, C_i] with scale_inv sa and sb, for terms (a, b, sa,
+    sb) -> fp32 [rows, cols]. Sums of PROMOTION products are multiplied by fl(sa * sb) and added in fp32, term after term."""
+    total = torch.zeros(len(terms[0][0]), len(terms[0][1]), device=terms[0][0].device)
+    for a, b, a_scale_inv, b_scale_inv in terms:
+        for left, right in zip(a.split(PROMOTION, 1), b.split(PROMOTION, 1), strict=True):
+            total.addcmul_(matmul_bf16_exact(decode_fp8(left), decode_fp8(right)), a_scale_inv * b_scale_inv)
+    return total
 
 
 def gemm_fp8_rowwise(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> Tensor:

@@ -18,7 +18,7 @@
               dw = contract_gemm(dy columnwise, x columnwise), now or in `backward_dw`
 
 Several weights that read the same x (siblings) share one quantization, one amax agreement, one gather and one saved operand of
-x, and the dgrads accumulate into one fp32 buffer that is reduced once.
+x, and the dgrads accumulate into one fp32 buffer that is reduced once, or are one GEMM (`dlp.quant.siblings`).
 
 x and dy may be lazy (`ops.Produced`): the cast computes them. The `LinearPlan` of a number of tokens decides what is cast,
 agreed on, sent and saved.
@@ -59,6 +59,7 @@ from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.overlap import Overlap
 from dlp.parallel.weight.base import Target
 from dlp.quant.gemm import Gemm
+from dlp.quant.siblings import as_one
 from dlp.quant.tensor import QuantizedTensor
 
 
@@ -251,6 +252,8 @@ def token_gemm(
     """
     if spec.invariant:
         return canonical.token_gemm(spec, reduce, operands, gemms, dtype)
+    if len(gemms) > 1:
+        operands, gemms = as_one(operands, gemms, dtype)
     total: Tensor | None = None
     for i, (a, gemm) in enumerate(zip(operands, gemms, strict=True), 1):
         gemm = gemm if total is None else replace(gemm, accumulate=total)

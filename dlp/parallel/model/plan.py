@@ -43,6 +43,7 @@ from dlp.parallel.model.rows import (
     plan_other,
     plan_parameters,
     support_note,
+    with_siblings,
     with_strategies,
 )
 from dlp.parallel.model.survey import check, check_readers, left_out, made_by_hand, survey, unreached
@@ -192,7 +193,7 @@ def _rows(
         else:
             others.append(plan_other(name, module, chosen, place.tp))
     sets = _sibling_sets([row for row in layers if not made_by_hand(modules[row.module])], resolved)
-    layers = [replace(row, siblings=sets.get(row.name, row.siblings)) for row in layers]
+    layers = [with_siblings(row, sets.get(row.name, row.siblings), place.device_type) for row in layers]
     return with_strategies(layers, place), others
 
 

@@ -32,6 +32,7 @@ from dlp.quant import recipe as recipes
 from dlp.quant.gemm import check_kernel, kernel_name, support
 from dlp.quant.quantizer import Quantizer, caps_of
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, OPERANDS, RESULTS, Operand, Recipe
+from dlp.quant.siblings import together
 
 HELD = "the weight is quantized-only (quantized_model_init)"
 BY_HAND = "constructed explicitly: layer groups can change only recipe and overlap"
@@ -266,6 +267,15 @@ def _kernels(recipe: Recipe, device_type: str, layer: str) -> tuple[str, str, st
         check_kernel(f"{layer}: {gemm}", a, b, device_type, getattr(recipe, gemm))
         names.append(kernel_name(a, b, device_type))
     return names[0], names[1], names[2]
+
+
+def with_siblings(row: LayerPlan, names: tuple[str, ...], device_type: str) -> LayerPlan:
+    """The row of a layer with these siblings (itself included; none: the layer is alone), whose dgrads may be one GEMM."""
+    fprop, dgrad, wgrad = row.kernels
+    a, b = (quantizer.format for quantizer in row.recipe.operands("dgrad"))
+    if formats := together(a, b, len(names), device_kind(device_type)):
+        dgrad = kernel_name(*formats, device_type)
+    return replace(row, siblings=names, kernels=(fprop, dgrad, wgrad))
 
 
 def plan_other(name: str, module: nn.Module, chosen: Resolved, tp: int) -> OtherPlan:
