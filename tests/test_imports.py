@@ -107,7 +107,7 @@ NEVER = {
     "dlp.parallel.model": ("dlp.parallel.traffic",),
 }
 
-FILES, FLOORS = 43, 11  # modules with code in dlp/parallel; modules in the longest chain of imports there
+FILES, FLOORS = 44, 11  # modules with code in dlp/parallel; modules in the longest chain of imports there
 
 Graph = Mapping[str, set[str]]  # module -> the modules that it imports
 

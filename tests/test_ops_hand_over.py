@@ -9,15 +9,20 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp import ops
+from dlp.parallel.linear import codes
 from dlp.parallel.linear import quantize as quantization
+from launch.training.recomputation import _contexts
 from tests.cases import RECIPES, nightly
 from tests.metrics import assert_bit_equal
 from tests.ops_models import values
@@ -125,16 +130,13 @@ def test_codes_are_handed_over_or_the_plan_says_why(recipe: str, where: str, mon
     assert ("in high precision: " in found.plans) == bool(reasons)
 
 
-COMPILED = {
-    "one sequence": "compiled or watched, 1 (Halved) receives no quantizers: the neighbouring linears cast high precision: "
-    "traced ops take dense x and dy",
-    "by recipe": "compiled or watched, 1 (Quantize) passes values, which the next linear casts: traced ops take dense x and dy",
-    "by reader": "compiled or watched, 0 (Quantize) passes values, which the next linear casts: traced ops take dense x and dy",
-}
-
-
-# Traced ops take dense tensors whatever the recipe: one recipe of each kind of scales represents the others.
-BY_DAY = [("fp8_current", "one sequence"), ("nvfp4", "by recipe"), ("fp8_delayed", "by reader")]
+DENSE_DY = "passes dense dy: autograd passes dense gradients between traced ops"
+COMPILED = {"one sequence": f"compiled or watched, 1 (Halved) {DENSE_DY}"} | dict.fromkeys(
+    ("by recipe", "by reader"), f"compiled or watched, 0 (Quantize) {DENSE_DY}"
+)
+BY_DAY = [
+    ("fp8_current", "by recipe"), ("fp8_delayed", "one sequence"), ("mxfp8", "by reader"), ("nvfp4", "one sequence"),
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -142,17 +144,152 @@ BY_DAY = [("fp8_current", "one sequence"), ("nvfp4", "by recipe"), ("fp8_delayed
     ("recipe", "where"),
     [each if each in BY_DAY else nightly(*each) for each in itertools.product(QUANTIZING, COMPILED)],
 )
-def test_compiled_code_hands_over_nothing_and_the_plan_says_so(
+def test_compiled_code_hands_over_x_and_the_plan_says_why_not_dy(
     recipe: str, where: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """The bits are those of eager code."""
+    """The bits are those of eager code, with and without a hand-over. Only the op before the last linear casts x of `last`."""
     torch._dynamo.reset()
     found = trained(TwoLinears(recipe, where, True), True, monkeypatch)
-    plain = trained(TwoLinears(recipe, where, False), False, monkeypatch)
-    for i, (mine, expected) in enumerate(zip(found.tensors, plain.tensors, strict=True)):
-        assert_bit_equal(mine, expected, f"{i}")
-    assert found.casts == EVERY
+    for handed in (True, False):
+        eager = trained(TwoLinears(recipe, where, handed), False, monkeypatch)
+        for i, (mine, expected) in enumerate(zip(found.tensors, eager.tensors, strict=True)):
+            assert_bit_equal(mine, expected, f"{i}")
+    saved = set() if (recipe, where) == ("fp8_delayed", "by recipe") else {READ["x"]}
+    assert found.casts == EVERY - saved
     assert COMPILED[where] in found.plans
+
+
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "operation": lambda x: x.mul(3.0), "write": lambda x: x.mul_(3.0), "write to a view": lambda x: x.detach()[:].mul_(3.0)
+}  # fmt: skip
+
+
+class Changed(nn.Module):
+    """Changes the tensor that Quantize returned."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = CHANGES[self.how](x)
+        return y if self.how == "operation" else x  # type: ignore[return-value]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grad", [True, nightly(False)])
+@pytest.mark.parametrize("how", CHANGES)
+def test_compiled_code_casts_what_was_changed_after_the_cast(how: str, grad: bool):
+    torch._dynamo.reset()
+    linear = ops.Linear(C, C, bias=False, recipe="fp8_current")
+    norm = ops.Sequential(ops.RMSNorm(C), ops.Quantize(recipe="fp8_current"))
+    model = nn.Sequential(norm, Changed(how), linear)
+    x = values(1, TOKENS, C)
+    with torch.set_grad_enabled(grad):
+        y = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        assert_bit_equal(y, linear(norm[0](x) * 3.0))
+
+
+@pytest.fixture
+def casts_of_x(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Modules that cast x: "codes" (`dlp::quantize_x`) or "quantize" (the linear)."""
+    found: list[str] = []
+
+    def recorded(engine: Any, name: str, plan: Any, *args: Any, **options: Any) -> Any:
+        found.extend([name] * (plan.tensor == "x"))
+        return engine(plan, *args, **options)
+
+    monkeypatch.setattr(codes, "cast", partial(recorded, codes.cast, "codes"))
+    monkeypatch.setattr(quantization, "cast", partial(recorded, quantization.cast, "quantize"))
+    return found
+
+
+@pytest.mark.slow
+def test_two_linears_read_one_cast_in_compiled_code(casts_of_x: list[str]):
+    """`Linear(output="quantized")`; a linear of another recipe casts itself, and codes that leave a graph are not read."""
+    torch._dynamo.reset()
+    first = ops.Sequential(ops.Linear(C, C, recipe="fp8_block", output="quantized"))
+    readers = [ops.Linear(C, C, recipe=recipe) for recipe in ("fp8_block", "fp8_block", "fp8_current")]
+
+    def run(x: Tensor) -> list[Tensor]:
+        y = first(x)
+        return [reader(y) for reader in readers]
+
+    x = values(1, TOKENS, C)
+    expected = [reader(first(x).tensor()) for reader in readers[:2]]  # type: ignore[union-attr]
+    casts_of_x.clear()
+    with torch.no_grad():
+        found = torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+        assert casts_of_x == ["quantize", "codes", "quantize"], "first, its output, and the reader with another recipe"
+        for mine, other in zip(found, expected, strict=False):
+            assert_bit_equal(mine, other)
+        casts_of_x.clear()
+        y = torch.compile(first, backend="aot_eager", fullgraph=True)(x)
+        torch.compile(readers[0], backend="aot_eager", fullgraph=True)(y)
+        assert casts_of_x == ["quantize", "codes", "quantize"]
+
+
+class Block(nn.Module):
+    def __init__(self, reader: nn.Module, linear: nn.Module) -> None:
+        super().__init__()
+        self.quantize, self.linear = ops.Quantize(reader=reader), linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.quantize(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["mxfp8", *map(nightly, ("fp8_current", "fp8_delayed", "fp8_block"))])
+def test_compiled_code_hands_over_any_number_of_tokens(recipe: str, casts_of_x: list[str]):
+    """The results are those of the linear alone."""
+    torch._dynamo.reset()
+    linear = ops.Linear(C, C, recipe=recipe)
+    dlp.attach(linear, torch.optim.SGD(linear.parameters(), 0.1))
+    run = torch.compile(Block(linear, linear), backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (32, 5, 48, 1, 0):
+        results: list[tuple[Any, ...]] = []
+        for call in (run, linear):
+            x = values(1, tokens, C).requires_grad_()
+            linear.zero_grad()
+            y = call(x)
+            y.backward(values(2, tokens, C))
+            results.append((y.detach(), x.grad, linear.weight.grad))
+        for mine, expected in zip(*results, strict=True):
+            assert_bit_equal(mine, expected, f"{tokens} tokens")
+    assert casts_of_x == ["codes", "quantize"] * 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shift", "casts"), [(0, ["codes"] * 3), (1, ["quantize"] * 3)])
+def test_equal_blocks_share_a_graph_and_only_the_reader_reads_codes(
+    shift: int, casts: list[str], casts_of_x: list[str]
+):
+    """shift: the reader of the Quantize in block i is the linear of block i + shift."""
+    torch._dynamo.reset()
+    linears = [ops.Linear(C, C, recipe="fp8_current") for _ in range(3)]
+    compiled, x = CompileCounterWithBackend("aot_eager"), values(1, TOKENS, C)
+    expected = [linear(x) for linear in linears]
+    casts_of_x.clear()
+    for i, linear in enumerate(linears):
+        block = Block(linears[(i + shift) % 3], linear)
+        block.compile(backend=compiled, fullgraph=True)
+        assert_bit_equal(block(x), expected[i])
+    assert casts_of_x == casts and compiled.frame_count == 1
+
+
+def test_selective_recomputation_keeps_quantized_x(casts_of_x: list[str]):
+    linear = ops.Linear(C, C, recipe="fp8_current")
+    checkpoint(Block(linear, linear), values(1, TOKENS, C), use_reentrant=False, context_fn=_contexts).sum().backward()
+    assert casts_of_x == ["codes"]
+
+
+@pytest.mark.parametrize("layer", [True, False])
+@pytest.mark.parametrize("recipe", QUANTIZING)
+def test_the_fake_version_of_the_cast_has_the_layouts_of_the_cast(recipe: str, layer: bool):
+    bound = ops.Linear(C, C, recipe=recipe).core.bound
+    for wgrad in (True, False):
+        given = values(1, TOKENS, C), bound.spec_id if layer else None, bound.trace_id, wgrad, True
+        torch.library.opcheck(torch.ops.dlp.quantize_x.default, given, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_reader_that_cannot_be_handed_codes_is_named():

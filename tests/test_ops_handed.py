@@ -246,7 +246,7 @@ def test_the_bias_before_an_op_of_a_user_sums_high_precision():
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "mxfp8", "nvfp4"])
-def test_a_compiled_op_of_a_user_returns_high_precision_and_has_equal_bits(recipe: str):
+def test_a_compiled_op_of_a_user_has_equal_bits(recipe: str):
     """The test compares forward only: a compiled single layer draws other random bits for dy of nvfp4."""
     op = Halved(True)
     sequence = ops.Sequential(linear(recipe, size=64), op, linear(recipe, size=64))
@@ -257,5 +257,4 @@ def test_a_compiled_op_of_a_user_returns_high_precision_and_has_equal_bits(recip
         compiled = torch.compile(sequence, backend="aot_eager", fullgraph=True)(x)
     assert eager == [ops.Handed]
     assert_bit_equal(compiled, y)
-    note = "compiled or watched, 1 (Halved) receives no quantizers: the neighbouring linears cast high precision"
-    assert note in str(sequence.plan())
+    assert "compiled or watched, 1 (Halved) passes dense dy: autograd passes dense gradients" in str(sequence.plan())

@@ -19,7 +19,7 @@ from dlp import ops
 from dlp.ops.fusions import REGISTERED
 from dlp.parallel.linear import quantize as quantization
 from tests import pool as worker
-from tests.cases import KINDS, RECIPES, few
+from tests.cases import KINDS, RECIPES, few, nightly
 from tests.metrics import assert_bit_equal, assert_close, factor, relative_error
 from tests.ops_programs import PROGRAMS, WIDTH, codes_only
 from tests.restored_tables import restored_fusions
@@ -283,6 +283,54 @@ def test_codes_that_came_are_gathered_as_they_are(recipe: str, by_reader: bool, 
             assert "the ranks must share scales" in said and "give Quantize process_group=" in said
         else:  # ranks do not share block scales
             assert said == ""
+
+
+def compiled(recipe: str, sp: bool) -> tuple[list[list[Tensor]], list[list[str]]]:
+    """Results of two compiled steps of a column- and a row-parallel linear, each after a user-defined op that quantizes or does
+    not, and of a `Quantize` after the column-parallel linear; and the casts of x and dy that linears ran."""
+    tp, rank = worker.mesh(dp_shard=1, tp=2)["tp"], torch.distributed.get_rank()
+    more = {"tensor_parallel_group": tp, "sequence_parallel": sp, "recipe": recipe, "bias": False}
+    tokens = slice(rank * M // 2, (rank + 1) * M // 2) if sp else slice(None)
+    found, casts, cast = list[list[Tensor]](), list[list[str]](), quantization.cast
+    quantization.cast = lambda plan, *given, **more: [casts[-1].append(plan.tensor), cast(plan, *given, **more)][1]
+    try:
+        for quantizes in (True, False):
+            torch.manual_seed(0)
+            column = ops.Linear(H, FFN, tensor_parallel_mode="column", **more)
+            row = ops.Linear(FFN, H, tensor_parallel_mode="row", **more)
+            model = nn.Sequential(ops.Sequential(Halved(quantizes), column, ops.Quantize(quantizes, reader=row)), row)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            dlp.attach(model, optimizer)
+            torch._dynamo.reset()
+            run = torch.compile(model, backend="aot_eager", fullgraph=True)
+            found.append([])
+            casts.append([])
+            for step in range(2):
+                x = values(step, M, H)[tokens].clone().requires_grad_()
+                y = run(x)
+                y.backward(values(9 + step, M, H)[tokens])
+                found[-1] += [y.detach(), x.grad, *[whole(p.grad).clone() for p in model.parameters()]]
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        quantization.cast = cast
+        torch._dynamo.reset()
+    return found, [[tensor for tensor in each if tensor in ("x", "dy")] for each in casts]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("recipe", "sp"),
+    [("fp8_current", True), ("fp8_delayed", True), ("mxfp8", True), nightly("nvfp4", True), nightly("fp8_block", False),
+     nightly("fp8_current", False), ("fp8_delayed", False), nightly("nvfp4", False)],
+)  # fmt: skip
+def test_compiled_code_hands_over_x_on_tp_ranks(recipe: str, sp: bool, ranks: Any):
+    """The op before a linear casts the shard of x, with scales that the ranks of the linear agree on."""
+    for (handed, plain), casts in ranks(2).run(compiled, recipe, sp):
+        for i, (mine, expected) in enumerate(zip(handed, plain, strict=True)):
+            assert_bit_equal(mine, expected, f"{i}")
+        assert casts == [["dy"] * 4, ["x", "x", "dy", "dy"] * 2]
 
 
 def of_a_user(recipe: str, sp: bool, quantizes: bool) -> tuple[dict[str, Tensor], list[str]]:

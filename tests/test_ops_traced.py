@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -13,18 +15,57 @@ from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp import ops
+from dlp.parallel.linear import spec
+from dlp.parallel.linear.codes import codes_of
 from tests.cases import few, nightly, of_these
 from tests.ops_models import FFN, H, M, Watched, linear, mlp, run, same, values
 from tests.ops_programs import PROGRAMS, LearnableScale, fuse_scale_add
 from tests.restored_tables import restored_fusions
 
 
-def test_what_is_traced_hands_on_values_and_the_plan_says_so():
+def test_codes_are_not_copied_and_need_a_counter_of_writes():
+    """A copy of x would hold the layer that reads the codes; torch counts no writes to tensors of inference mode."""
+    quantize = ops.Quantize(reader=linear("fp8_current"))
+    with Watched(), torch.no_grad():
+        handed = quantize(values(0, M, H))
+    assert codes_of(handed) is not None
+    file = io.BytesIO()
+    torch.save(handed, file)
+    file.seek(0)
+    for other in (copy.deepcopy(handed), torch.load(file, weights_only=False)):
+        assert vars(other) == {"dlp_codes": None}
+        same({"x": other}, {"x": handed}, 0)
+    with Watched(), torch.inference_mode():
+        assert codes_of(quantize(values(0, M, H))) is None
+
+
+def test_a_copied_quantize_hands_over_in_traced_calls():
+    """A copy registers its recipe, which a process that loads the module may not know."""
+    quantize = ops.Quantize(recipe="fp8_current")
+    trace_id = quantize._by_recipe.trace_id
+    saved = pickle.dumps(quantize)
+    spec._TRACES.clear()
+    kept = spec._SPEC_OF_TRACE.pop(trace_id)
+    try:
+        with Watched():
+            assert codes_of(pickle.loads(saved)(values(0, M, H))) is not None
+        assert spec.spec_of(trace_id).recipe == kept.recipe
+    finally:
+        spec._SPEC_OF_TRACE[trace_id] = kept
+
+
+def test_watched_code_hands_over_a_dense_tensor_with_codes():
     split = PROGRAMS["Split"]()
     with Watched():
-        assert type(split.norm(values(0, M, H))) is Tensor  # type: ignore[operator]
-    expected = "compiled or watched, 1 (Quantize) passes values, which the next linear casts"
-    assert expected in str(split.norm.plan()) and "compiled or watched" not in str(split.fc1.plan())  # type: ignore[operator]
+        handed = split.norm(values(0, M, H))  # type: ignore[operator]
+        assert type(handed) is Tensor and codes_of(handed) is not None
+        handed.detach().mul_(2)  # counts as a write to `handed`
+        assert codes_of(handed) is None
+        assert codes_of(ops.Quantize()(values(0, M, H))) is None
+    for part in (split.norm, split.fc1):
+        assert "compiled or watched" not in str(part.plan())  # type: ignore[operator]
+    dense = "0 (Quantize) returns y in high precision: traced calls quantize by a recipe without process_group, or by a reader"
+    assert f"compiled or watched, {dense}" in str(ops.Sequential(ops.Quantize()).plan())
 
 
 def mlp_like(model: nn.Module) -> ops.Sequential:

@@ -358,7 +358,7 @@ def test_compiled_and_as_an_op():
     assert_bit_equal(given.grad, whole["dx"])
     assert_bit_equal(model.weight.grad, whole["dw"])
     names = model.core.bound.spec_id, model.core.bound.trace_id
-    _, kept = torch.ops.dlp.linear_fwd(x, [w], [b], [], *names, True, True)
+    _, kept = torch.ops.dlp.linear_fwd(x, [w], [b], [], *names, True, True, [])
     assert all(part.is_contiguous() for part in kept), "as the fake version says"
     op, given = dlp.ops.Linear(K, N, recipe="qat"), x.clone().requires_grad_()
     op.load_state_dict({"weight": w, "bias": b})

@@ -74,6 +74,7 @@ class OperationFuser:
         ops = self.basic_ops
         self.owners = [i for i, op in enumerate(ops) if op._parameters or op.overrides("op_parameters")]
         self.linears = [(at, i, ops[i]) for at, i in enumerate(self.owners) if hasattr(ops[i], "core")]
+        self.readers = _readers(ops)
         self.settings = [(op, name) for op in ops for name in op.settings]
         self.setting_values = [getattr(op, name) for op, name in self.settings]
         self.plans: dict[Any, FuserPlan] = {}
@@ -305,6 +306,17 @@ class OperationFuser:
             at += len(places)
             placed += [Placed(op, places)] if op.runs_in(which) else [Placed(self.basic_ops[i], (i,)) for i in places]
         return placed
+
+
+def _readers(ops: Ops) -> list[Any]:
+    """Return, for each op, the core of the linear that reads the output of the op in traced calls; None: no linear does."""
+    readers: list[Any] = []  # torch.compile traces no `list[...]()`
+    last = None
+    for op in ops[::-1]:
+        readers.append(last)
+        if "input_quantizer" not in op.passes_through:
+            last = getattr(op, "core", None)
+    return readers[::-1]
 
 
 def _quantizers_before(pairs: Sequence[tuple[Any, Any]], method: str) -> list[Any]:

@@ -18,8 +18,9 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
 from dlp.kernels.ops import LazyMatrix
-from dlp.parallel.casts import BOTH, CastContext, CastPlan, Operands, cast, cast_plan, operand_shape
+from dlp.parallel.casts import BOTH, Operands, cast, cast_plan, operand_shape
 from dlp.parallel.linear.active import active_region
+from dlp.parallel.linear.codes import DRAWS, UNQUANTIZED, Reader, inside_only, no_context
 from dlp.parallel.linear.plan import Route
 from dlp.parallel.linear.quantize import as_matrix, cast_context, plan_of, trimmed
 from dlp.parallel.linear.state import BoundSpec, LayerState
@@ -137,8 +138,6 @@ def why_not(recipe: Recipe, tensor: str, shape: Sequence[int]) -> str | None:
     return None
 
 
-UNQUANTIZED = "the recipe does not quantize"
-DRAWS = "stochastic rounding depends on the layer that reads the tensor"
 BIAS_SUMS = "the bias sums dy"
 
 
@@ -157,7 +156,7 @@ def quantized(
     """
     row = LOCAL if group is None else STYLE_THAT_GATHERS[tensor]
     plan = cast_plan(row, recipe, tensor, BOTH, rows.shape[0], group=group)
-    (operands,) = cast(plan, BOTH, [rows], [tensor], _no_context)
+    (operands,) = cast(plan, BOTH, [rows], [tensor], no_context)
     quantizers = recipe.of(tensor)
     assert quantizers is not None
     return Handed(operands, CastRecord(quantizers, group, strict), shape, rows.dtype)
@@ -201,31 +200,22 @@ class LayerOperand(Operand):
 
     def why_not(self, value: Any) -> str:
         """Reason why only the linear can cast x or dy [..., C]; "": the tensor can be cast before."""
-        quantizers, spec = (self.rowwise, self.columnwise), self.bound.spec
         if self.keeps_source:
             return UNQUANTIZED
-        if self.obstacle:
-            return self.obstacle
-        if any(caps_of(quantizer).origin for quantizer in quantizers):
-            return DRAWS
-        if any(self._route(value).cast_after) or any(quantizer.format.keeps_source for quantizer in quantizers):
-            return "the recipe gathers or multiplies high precision, too"
-        if spec.options.save_original_input and self.tensor == "x":
-            return "save_original_input keeps x itself"
-        if self.tensor == "dy" and len(spec.members) > 1:
-            return "siblings share one cast of all dy"
-        return ""
+        return self.obstacle or inside_only(self.bound.spec, self._route(value))
 
 
 def bound_reader(layer: Any) -> BoundSpec:
     """The spec under which a linear outside of this sequence runs now: the spec of the layer, or of the autocast region.
     TypeError for a module without the casts of a linear."""
-    core, region = getattr(layer, "core", None), active_region()
+    core = getattr(layer, "core", None)
     if not isinstance(core, LayerState):
         raise TypeError(
             f"reader must be a linear of dlp; got {type(layer).__name__}: pass the layer that reads the tensor, or pass "
             f"recipe= instead"
         )
+    # compiled code cannot look up the region
+    region = None if torch.compiler.is_dynamo_compiling() else active_region()
     return core.bound if region is None else region.spec_for(core)
 
 
@@ -241,7 +231,7 @@ def reader_operand(layer: Any, bound: BoundSpec, tensor: str, record: bool) -> L
     return LayerOperand(operand.rowwise, operand.columnwise, bound, tensor, True, record, obstacle)
 
 
-def quantize_for(value: Tensor, quantizers: Operand | None) -> Tensor:
+def quantize_for(value: Tensor, quantizers: Operand | Reader | None) -> Tensor:
     """Quantize a tensor inside a user-defined op, as the neighbouring linear would.
 
     Args:
@@ -252,8 +242,9 @@ def quantize_for(value: Tensor, quantizers: Operand | None) -> Tensor:
         - value: [..., C]
 
     Returns:
-        A `Handed`, which the linear reads without another cast. `value` itself without quantizers, for recipes that do not
-        quantize, and where only the linear can cast; the printed plan then has the reason.
+        A `Handed`, which the linear reads without another cast; in traced calls a dense tensor that is accompanied by the
+        operands. `value` itself without quantizers, for recipes that do not quantize, and where only the linear can cast; the
+        printed plan then has the reason.
 
     Raises:
         TypeError: for quantizers that the fuser did not pass to the op.
@@ -267,6 +258,8 @@ def quantize_for(value: Tensor, quantizers: Operand | None) -> Tensor:
     """
     if quantizers is None or isinstance(value, Handed):
         return value
+    if isinstance(quantizers, Reader):
+        return quantizers.cast(value)
     if not isinstance(quantizers, LayerOperand):
         raise TypeError(
             f"quantize_for takes the quantizers that op_forward receives from the fuser; got a {type(quantizers).__name__}: "
@@ -277,8 +270,3 @@ def quantize_for(value: Tensor, quantizers: Operand | None) -> Tensor:
         spec = quantizers.bound.spec
         quantizers.bound.session.note(f"{spec.name}: {quantizers.tensor} arrives in high precision: {why}")
     return value if why else quantizers.cast(value)
-
-
-def _no_context(plan: CastPlan, *asked: Any) -> CastContext:
-    """The context of a cast without delayed scales and stochastic rounding, which `why_not` excludes."""
-    return CastContext(None, (None,) * len(plan.reads), ((),) * len(plan.reads))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dlp.ops.basic.quantize import DENSE_DY
 from dlp.ops.fuser import OperationFuser
 from dlp.ops.fusions import fuse
 
@@ -49,18 +50,19 @@ def _without_quantizers(fuser: OperationFuser) -> list[str]:
     user-defined ops in a sequence with a linear that quantizes."""
     if fuser.last is None:
         quantizes = any(not op.core.spec.recipe.x.keeps_source for _, _, op in fuser.linears)
-        receives = [quantizes] * len(fuser.basic_ops)
+        receives = [(quantizes, quantizes)] * len(fuser.basic_ops)
     else:
         receives = [
-            any(each is not None and not each.keeps_source for each in neighbours)
-            for neighbours in fuser.last.quantizers
+            (dx is not None and not dx.keeps_source, y is not None and not y.keeps_source)
+            for dx, y in fuser.last.quantizers
         ]
-    return [
-        f"compiled or watched, {name} receives no quantizers: the neighbouring linears cast high precision: traced ops take "
-        f"dense x and dy"
-        for name, op, asked in zip(fuser.names, fuser.basic_ops, receives, strict=True)
-        if asked and op.takes_keywords
-    ]
+    lines = []
+    for name, op, (dx, y) in zip(fuser.names, fuser.basic_ops, receives, strict=True):
+        if op.takes_keywords and op.overrides("plain") and (dx or y):
+            lines.append(f"{name} receives no quantizers: traced calls run plain, and the next linear casts")
+        elif op.takes_keywords and dx:
+            lines.append(f"{name} {DENSE_DY}")
+    return [f"compiled or watched, {line}" for line in lines]
 
 
 def _name_of(op: Any) -> str:

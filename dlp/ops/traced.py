@@ -17,6 +17,7 @@ from dlp.ops.context import OWN, OperationContext
 from dlp.ops.handed import Handed
 from dlp.ops.passes import check_count, check_many, check_not_none, check_output
 from dlp.ops.values import each, tensor_of
+from dlp.parallel.linear.codes import Reader, codes_of
 from dlp.parallel.weight.local import local
 
 
@@ -63,7 +64,9 @@ def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Ma
             if op.overrides("plain"):
                 x = op.plain(x, *extra, **kwargs[place])
             else:
-                x = one_op(op, members.names[place], x, extra, kwargs[place])
+                core = fuser.readers[place]
+                reader = None if core is None else core.reader()
+                x = one_op(op, members.names[place], x, extra, kwargs[place], reader)
         except Exception as error:
             raise members.named_error([place], error) from None
         if op.num_extra_outputs:
@@ -73,11 +76,17 @@ def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Ma
     return (x, *outputs) if outputs else x
 
 
-def one_op(op: Any, name: str, x: Any, extra_inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Any:
+def one_op(
+    op: Any, name: str, x: Any, extra_inputs: Sequence[Tensor], kwargs: Mapping[str, Any], reader: Reader | None = None
+) -> Any:
     """The output of one basic op, or a tuple of the output and the extra outputs. Raises RuntimeError for a number of
-    outputs that differs from the declaration."""
-    results = OneOpFn.apply(op, name, kwargs, x, *extra_inputs, *op.op_parameters())
-    return results if op.num_extra_outputs else results[0]
+    outputs that differs from the declaration. reader: the cast of the linear that reads the output; None: no linear does."""
+    results = OneOpFn.apply(op, name, kwargs, reader, x, *extra_inputs, *op.op_parameters())
+    (y, *extra), codes = results[: 1 + op.num_extra_outputs], results[1 + op.num_extra_outputs :]
+    if codes:
+        assert reader is not None, "an op quantizes for a linear"
+        y = reader.with_codes(y, *reader.split(codes))
+    return (y, *extra) if extra else y
 
 
 class TracedContext(OperationContext):
@@ -93,14 +102,17 @@ class TracedContext(OperationContext):
 
 
 class OneOpFn(torch.autograd.Function):
-    """`apply(op, name, kwargs, x, *extra inputs, *parameters)` -> the output and the extra outputs of a basic op."""
+    """`apply(op, name, kwargs, reader, x, *extra inputs, *parameters)` -> the output and the extra outputs of a basic op, and
+    the parts of the output that the op quantized for `reader`."""
 
     @staticmethod
-    def forward(ctx: Any, op: Any, name: str, kwargs: Mapping[str, Any], x: Tensor, *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, op: Any, name: str, kwargs: Mapping[str, Any], reader: Reader | None, x: Tensor, *tensors: Tensor
+    ) -> Any:
         op_ctx: Any = TracedContext()
         results = op.fuser_forward(
             [op_ctx], x, basic_op_extra_inputs=[tensors[: op.num_extra_inputs]], prev_op_grad_output_quantizer=None,
-            next_op_input_quantizer=None, basic_op_kwargs=[kwargs],
+            next_op_input_quantizer=reader, basic_op_kwargs=[kwargs],
         )  # fmt: skip
         check_count(name, "results, output and extra outputs of each basic op,", results, 2)
         y, extra = results
@@ -114,7 +126,10 @@ class OneOpFn(torch.autograd.Function):
         ctx.op, ctx.name, ctx.count = op, name, len(tensors) - op.num_extra_inputs
         ctx.attributes = list(op_ctx.attributes.items())
         ctx.save_for_backward(*saved)
-        return tuple([tensor_of(each) for each in (y, *more)])
+        codes = codes_of(y) if reader is not None and isinstance(y, Tensor) else None
+        parts = [] if codes is None else [*codes.rowwise, *codes.columnwise]
+        ctx.mark_non_differentiable(*parts)
+        return (*[tensor_of(each) for each in (y, *more)], *parts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *of_extra: Tensor) -> Any:
@@ -122,14 +137,14 @@ class OneOpFn(torch.autograd.Function):
         for name, value in ctx.attributes:
             setattr(op_ctx, name, value)
         op_ctx.saved_tensors = ctx.saved_tensors
-        results = op.fuser_backward([op_ctx], grad, basic_op_grad_extra_outputs=[of_extra])
+        results = op.fuser_backward([op_ctx], grad, basic_op_grad_extra_outputs=[of_extra[: op.num_extra_outputs]])
         check_count(ctx.name, "results, gradients of input, of parameters and of extra inputs,", results, 3)
         dx, parameters, inputs = results
-        if ctx.needs_input_grad[3]:
+        if ctx.needs_input_grad[4]:
             check_not_none(ctx.name, dx)
         check_count(ctx.name, "tuples of gradients of parameters", parameters, 1)
         check_count(ctx.name, "tuples of gradients of extra inputs", inputs, 1)
         (of_parameters,), (of_inputs,) = parameters, inputs
         check_count(ctx.name, "gradients of parameters", of_parameters, ctx.count)
         check_count(ctx.name, "gradients of extra inputs", of_inputs, op.num_extra_inputs)
-        return None, None, None, None if dx is None else tensor_of(dx), *of_inputs, *of_parameters
+        return None, None, None, None, None if dx is None else tensor_of(dx), *of_inputs, *of_parameters

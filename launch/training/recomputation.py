@@ -23,9 +23,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from launch.config.sections import Train
 
 POINTS = frozenset({
-    "dlp::linear_fwd", "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "torch_attn::_varlen_attn",
+    "dlp::linear_fwd", "dlp::quantize_x", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "torch_attn::_varlen_attn",
 })  # fmt: skip
 
 

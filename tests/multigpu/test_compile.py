@@ -333,7 +333,7 @@ def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, feature
     weights = [w.detach() for w in layer.core.weight_tensors()]
     biases = [b.detach() for b in layer.core.biases() if b is not None]
     x = torch.randn(24, weights[0].shape[1], device=worker.device(), dtype=torch.bfloat16)
-    forward = (x, weights, biases, [], bound.spec_id, bound.trace_id, True, True)
+    forward = (x, weights, biases, [], bound.spec_id, bound.trace_id, True, True, [])
     (y,), kept = torch.ops.dlp.linear_fwd(*forward)
     backward = (
         [torch.randn_like(y)], to_save(x, kept, True), weights, [], bound.spec_id, bound.trace_id, x.dtype, [1, 7],

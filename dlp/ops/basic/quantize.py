@@ -19,8 +19,12 @@ from dlp.ops.context import OperationContext
 from dlp.ops.handed import Handed, bound_reader, quantized, reader_operand, why_not
 from dlp.ops.values import HANDED, LAZY, Tensors, Value, rows_of
 from dlp.parallel.linear.active import active_region
+from dlp.parallel.linear.codes import Reader, recipe_reader, trace_reader
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Operand, Recipe
+
+DENSE_Y = "returns y in high precision: traced calls quantize by a recipe without process_group, or by a reader"
+DENSE_DY = "passes dense dy: autograd passes dense gradients between traced ops"
 
 
 class Quantize(OfRanks):
@@ -56,7 +60,6 @@ class Quantize(OfRanks):
 
     takes = frozenset({LAZY, HANDED})
     passes_through = ("input_quantizer", "grad_output_quantizer")
-    traced_note = "passes values, which the next linear casts: traced ops take dense x and dy"
 
     def __init__(
         self, forward: bool = True, backward: bool = False, *, recipe: str | Recipe | None = None, strict: bool = False,
@@ -72,9 +75,16 @@ class Quantize(OfRanks):
         self._high_precision: dict[str, str] = {}  # "x" or "dy" -> why the last call returned high precision
         self.on_forward, self.on_backward, self.strict = forward, backward, strict
         self.recipe = None if recipe is None else recipes.as_recipe(recipe).for_layer("quantize")
+        self._by_recipe = recipe_reader(self.recipe) if self.recipe is not None and process_group is None else None
 
     def own_recipe(self) -> Recipe | None:
         return self.recipe
+
+    @property
+    def traced_note(self) -> str:  # type: ignore[override]
+        """Differences of traced calls, for the plan."""
+        dense_y = self.on_forward and self.reader is None and self._recipe_reader() is None
+        return "; ".join([DENSE_Y] * dense_y + [DENSE_DY] * self.on_backward)
 
     @property
     def plan_notes(self) -> Sequence[str]:
@@ -125,8 +135,22 @@ class Quantize(OfRanks):
         return (self._quantized(ctx, grad_output, "dy") if ctx.quantizes_dx else grad_output), ()
 
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
-        """Return x: traced linears take dense tensors, and cast them."""
-        return x
+        """A view of x with the codes that the next linear reads, and a dense gradient."""
+        reader = self._traced_reader() if self.on_forward else None
+        return x if reader is None or isinstance(x, tuple) else reader.cast(x)
+
+    def _traced_reader(self) -> Reader | None:
+        """The cast of the linear that reads x; None: x stays in high precision."""
+        if self.reader is None:
+            return self._recipe_reader()
+        layer: Any = self.reader
+        bound = bound_reader(layer)
+        lone = bound.spec.slots and not bound.session.attached  # delayed scales without a step boundary
+        return None if lone else layer.core.reader(bound)
+
+    def _recipe_reader(self) -> Reader | None:
+        """The cast by the recipe of this op on this rank alone; None: the op has no recipe, or ranks agree on scales."""
+        return self._by_recipe
 
 
 class HandOver(Quantize):
@@ -139,7 +163,12 @@ class HandOver(Quantize):
         spec = linear.core.spec
         shards = (spec.style.cut_dy if which == "forward" else spec.style.cut_x) == 0 and spec.tp > 1
         self.process_group = spec.tp_group if shards else None
-        vars(self)["traced_by"] = vars(self)["linear"] = linear
+        vars(self)["linear"] = linear
+        if which == "backward":
+            vars(self)["traced_by"] = linear
+
+    def _recipe_reader(self) -> Reader | None:
+        return None if self.process_group is not None else trace_reader(vars(self)["linear"].core.bound.trace_id)
 
     def own_recipe(self) -> Recipe | None:
         recipe: Recipe = vars(self)["linear"].core.spec.recipe

@@ -26,11 +26,12 @@ from dlp.comm.mesh import TP, tp_mesh_of
 from dlp.parallel import auto
 from dlp.parallel.linear.active import LayerRuns, active_region, active_spec
 from dlp.parallel.linear.autograd import LINEAR, call_of, forward
+from dlp.parallel.linear.codes import Reader, codes_of
 from dlp.parallel.linear.opaque import OpaqueLinearFn
 from dlp.parallel.linear.plan import keeps_x
 from dlp.parallel.linear.quantize import accepted
 from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps
-from dlp.parallel.linear.state import LayerState, StepState
+from dlp.parallel.linear.state import BoundSpec, LayerState, StepState
 from dlp.parallel.style import shard_sizes, style
 from dlp.parallel.weight.base import Member
 from dlp.parallel.weight.held import HeldWeight, hold_quantized
@@ -196,23 +197,42 @@ class LinearCore(LayerState):
 
     def by_ops(self, x: Tensor) -> tuple[Tensor, ...]:
         """`__call__` through the opaque ops, for traced or watched calls."""
-        bound = self.bound if torch.compiler.is_dynamo_compiling() else active_spec(self)
+        bound = self.traced_bound()
         cast_weights = self.weights.operands_for(bound, x.dtype)
         weights, biases = self.weight_tensors(), self.biases()
         if self.weights.held and not torch.compiler.is_dynamo_compiling():
             self.weights.check_in_place(self.parameters())
         cached = [] if cast_weights is None else cast_weights.parts
-        record = torch.is_grad_enabled()
-        if not (record and any(t is not None and t.requires_grad for t in (x, *weights, *biases))):
+        record, trace_id = torch.is_grad_enabled(), bound.trace_id
+        differentiable = record and any(t is not None and t.requires_grad for t in (x, *weights, *biases))
+        save = differentiable and keeps_x(bound.spec.recipe, x.requires_grad, any(w.requires_grad for w in weights))
+        rowwise, columnwise = self._codes_for(bound, x, save)
+        if not differentiable:
             # no autograd function without a gradient: torch 2.11 miscompiles an autograd function there
-            ys, _ = torch.ops.dlp.linear_fwd(x, weights, biases, cached, bound.spec_id, bound.trace_id, False, record)
+            codes = [*rowwise, *columnwise]
+            ys, _ = torch.ops.dlp.linear_fwd(x, weights, biases, cached, bound.spec_id, trace_id, False, record, codes)
             return tuple(ys)
-        save = keeps_x(bound.spec.recipe, x.requires_grad, any(w.requires_grad for w in weights))
         results: tuple[Tensor, ...] = OpaqueLinearFn.apply(
-            x, bound.spec_id, bound.trace_id, len(weights), save, record, bound.spec.options.delay_wgrad, *weights,
-            *biases, *cached,
+            x, bound.spec_id, trace_id, len(weights), (len(rowwise), len(columnwise)), save, record,
+            bound.spec.options.delay_wgrad, *weights, *biases, *cached, *rowwise, *columnwise,
         )  # fmt: skip
         return results
+
+    def traced_bound(self) -> BoundSpec:
+        """The spec under which a traced or watched call runs."""
+        return self.bound if torch.compiler.is_dynamo_compiling() else active_spec(self)
+
+    def reader(self, bound: BoundSpec | None = None) -> Reader:
+        """The cast of x by this layer, for an op before the layer in a traced or watched call. `bound`: the spec of the call;
+        None: `traced_bound`."""
+        bound, record = bound or self.traced_bound(), torch.is_grad_enabled()
+        trained = any(weight.requires_grad for weight in self.parameters()[: len(self.members)])
+        return Reader(bound, bound.trace_id, record and keeps_x(bound.spec.recipe, True, trained), record)
+
+    def _codes_for(self, bound: BoundSpec, x: Tensor, save: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The rowwise and columnwise parts of an x that an earlier op cast for this layer; empty: this layer casts x."""
+        codes = codes_of(x)
+        return (codes.rowwise, codes.columnwise) if codes is not None and codes.reader.serves(bound, save) else ((), ())
 
     def sibling(self, index: int, x: Tensor) -> Tensor:
         """y of one member. The first sibling called with an x computes all y_i; the other members must be called with the same

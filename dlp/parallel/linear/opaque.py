@@ -22,6 +22,7 @@ from dlp.comm import observer
 from dlp.parallel.linear.active import check_compiled
 from dlp.parallel.linear.autograd import check_features, forward_reads, leave_wgrads, parts_of
 from dlp.parallel.linear.capture import of_layer
+from dlp.parallel.linear.codes import with_operands
 from dlp.parallel.linear.functional import linear_backward, linear_forward
 from dlp.parallel.linear.plan import GradsWanted, Result, to_save, x_tokens_of
 from dlp.parallel.linear.spec import spec_of
@@ -50,9 +51,10 @@ def _weight_operands(
 
 def linear_fwd(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
-    trace_id: int, save: bool, record: bool,
+    trace_id: int, save: bool, record: bool, codes: list[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """`linear_forward` as an op."""
+    """`linear_forward` as an op. codes: the parts of x that `quantize_x` returned, which the op reads in place of x, and which
+    the caller saves; empty: the op casts x."""
     bound = bound_of(spec_id)
     check_compiled(bound)
     check_features(bound.spec, x, weights[0])
@@ -60,9 +62,10 @@ def linear_fwd(
     ws = _weight_operands(bound, range(len(weights)), weights, cached, x.dtype, columnwise=False, record=record)
     parts = parts_of(ws)
     keys = [None if bias is None else shape_key(bias) for bias in biases]
-    key = (save, record, *keys, *map(shape_key, (x, *weights, *parts)))
-    run = partial(linear_forward, bound, x, weights, biases, ws, save, record)
-    reads = forward_reads(x, weights, biases, parts)
+    key = (save, record, len(codes), *keys, *map(shape_key, (x, *weights, *parts, *codes)))
+    given = with_operands(bound, x, codes) if codes else x
+    run = partial(linear_forward, bound, given, weights, biases, ws, save and not codes, record)
+    reads = [*codes, *forward_reads(x, weights, biases, parts)]
     return _captured_of(bound, x).forward(key, run, reads, len(weights))
 
 
@@ -98,14 +101,14 @@ def _captured_of(bound: BoundSpec, x: Tensor) -> CapturedDirections:
 
 def _linear_fwd_fake(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
-    trace_id: int, save: bool, record: bool,
+    trace_id: int, save: bool, record: bool, codes: list[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """Empty tensors with the shapes, dtypes and strides of the results, by the plan; inductor relies on the strides."""
     spec = spec_of(trace_id)
     check_features(spec, x, weights[0])
     tokens = x.numel() // x.shape[-1]
     plan = plan_for(spec, tokens)
-    kept = plan.saved(x) if save else []
+    kept = plan.saved(x) if save and not codes else []
     return _empty(x, [plan.y(Result(x.shape, x.dtype), w.shape[0]) for w in weights]), kept
 
 
@@ -166,7 +169,7 @@ def _labelled(op: Callable[..., Any], gemm: str) -> Callable[..., Any]:
 _LIBRARY = torch.library.Library("dlp", "DEF")
 _LIBRARY.define(
     "linear_fwd(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] cached, Tensor spec_id, int trace_id, bool save,"
-    " bool record) -> (Tensor[], Tensor[])"
+    " bool record, Tensor[] codes) -> (Tensor[], Tensor[])"
 )
 _LIBRARY.define(
     "linear_bwd(Tensor[] dys, Tensor[] saved, Tensor[] weights, Tensor[] cached, Tensor spec_id, int trace_id,"
@@ -194,23 +197,29 @@ torch.library._register_effectful_op("dlp::count_microbatch", EffectType.ORDERED
 
 
 class OpaqueLinearFn(torch.autograd.Function):
-    """`apply(x, spec_id, trace_id, count, save, record, delay, *weights, *biases, *cached)` -> a tuple of y_i.
+    """`apply(x, spec_id, trace_id, count, handed, save, record, delay, *weights, *biases, *cached, *codes)` -> a tuple of y_i.
 
     count          number of weights, and of biases
+    handed         number of rowwise and of columnwise parts in `codes`
     save, record   as in `linear_forward`
     delay          the spec's `delay_wgrad`
     cached         flat parts of the operands that the step boundary cast, in both orientations; empty: there are none now
+    codes          parts of x that `dlp::quantize_x` cast (`dlp.parallel.linear.codes`); empty: the linear casts x
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, spec_id: Tensor, trace_id: int, count: int, save: bool, record: bool, delay: bool, *tensors: Any
+        ctx: Any, x: Tensor, spec_id: Tensor, trace_id: int, count: int, handed: tuple[int, int], save: bool, record: bool,
+        delay: bool, *tensors: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        weights, biases, cached = list(tensors[:count]), list(tensors[count : 2 * count]), list(tensors[2 * count :])
-        ys, kept = torch.ops.dlp.linear_fwd(x, weights, biases, cached, spec_id, trace_id, save, record)
+        weights, biases, end = list(tensors[:count]), list(tensors[count : 2 * count]), len(tensors) - sum(handed)
+        cached, codes = list(tensors[2 * count : end]), list(tensors[end:])
+        ys, kept = torch.ops.dlp.linear_fwd(x, weights, biases, cached, spec_id, trace_id, save, record, codes)
+        if codes:
+            kept = codes[handed[0] :] or codes  # columnwise if they were cast
         saved = to_save(x, kept, save)
         ctx.trace_id, ctx.count, ctx.delay, ctx.num_saved = trace_id, count, delay, len(saved)
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.x_shape, ctx.x_dtype, ctx.num_codes = x.shape, x.dtype, len(codes)
         # a compiled graph keeps no state of its forward, and scales of an autocast region do not apply inside
         ctx.state = None if torch.compiler.is_dynamo_compiling() else bound_of(spec_id).session.forward_state()
         ctx.save_for_backward(spec_id, *saved, *weights, *cached)
@@ -231,7 +240,7 @@ def _backward_by_op(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Any, ...]:
     cached = list(tensors[ctx.num_saved + count :])
     used = [i for i, dy in enumerate(dys) if dy is not None]  # a sibling whose y is not used has no gradient
     needs_dx, *others = ctx.needs_input_grad
-    num_settings = len(others) - 2 * count - len(cached)
+    num_settings = len(others) - 2 * count - len(cached) - ctx.num_codes
     needs = others[num_settings:]
     flags = [int(needs_dx)] + [(1 + 2 * needs[i] + 4 * needs[count + i]) if i in used else 0 for i in range(count)]
     size = len(cached) // count
@@ -246,4 +255,4 @@ def _backward_by_op(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Any, ...]:
     now = not waits(ctx.delay, needs_dx)
     dws = [next(grads) if i in used and needs[i] and now else None for i in range(count)]
     dbs = [next(grads) if i in used and needs[count + i] else None for i in range(count)]
-    return dx, *(None for _ in range(num_settings)), *dws, *dbs, *(None for _ in cached)
+    return dx, *(None for _ in range(num_settings)), *dws, *dbs, *[None] * (len(cached) + ctx.num_codes)

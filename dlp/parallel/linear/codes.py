@@ -1,0 +1,283 @@
+"""x that traced calls hand over quantized: the op `dlp::quantize_x`, and the codes that accompany a dense x.
+
+    y, a dense tensor  ──quantize_x──►  Codes(y) [rowwise parts, columnwise parts]  ──linear_fwd──►  y of the next linear
+
+In traced calls ops pass dense tensors, since autograd passes dense gradients. The operands of x are further dense outputs of
+an op. They accompany x as an attribute of the Python object, which torch.compile follows from module to module. The result of
+an operation on x has no codes, and codes of an x that was written to are not read: the next linear then casts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._dynamo.comptime import comptime
+
+from dlp.comm import observer
+from dlp.parallel.casts import CastContext, CastPlan, Operands, cast, operand_shape
+from dlp.parallel.linear.active import check_compiled
+from dlp.parallel.linear.plan import LinearPlan, Route
+from dlp.parallel.linear.quantize import OPERANDS, as_matrix, cast_context, plan_of
+from dlp.parallel.linear.spec import LinearSpec, Overlaps, spec_of, trace_of
+from dlp.parallel.linear.state import BoundSpec, bound_of, plan_for
+from dlp.parallel.style import LOCAL
+from dlp.quant.quantizer import Quantizer, caps_of
+from dlp.quant.recipe import Recipe
+
+UNQUANTIZED = "the recipe does not quantize"
+DRAWS = "stochastic rounding depends on the layer that reads the tensor"
+
+
+def inside_only(spec: LinearSpec, route: Route) -> str:
+    """Reason why only a linear of this spec can cast the x or dy of this route; "": the tensor can be cast before."""
+    operand = spec.recipe.of(route.tensor)
+    assert operand is not None
+    quantizers = operand.rowwise, operand.columnwise
+    if operand.keeps_source:
+        return UNQUANTIZED
+    if any(caps_of(quantizer).origin for quantizer in quantizers):
+        return DRAWS
+    if any(route.cast_after) or any(quantizer.format.keeps_source for quantizer in quantizers):
+        return "the recipe gathers or multiplies high precision, too"
+    if spec.options.save_original_input and route.tensor == "x":
+        return "save_original_input keeps x itself"
+    if route.tensor == "dy" and len(spec.members) > 1:
+        return "siblings share one cast of all dy"
+    return ""
+
+
+# The op
+
+
+def _why_dense(spec: LinearSpec, plan: LinearPlan, wgrad: bool, layer: bool) -> str:
+    """Reason why `quantize_x` returns no operands; "": the op returns operands. layer: the op casts for a layer."""
+    if spec.slots and not layer:
+        return "delayed scales belong to the layer that reads the tensor"
+    keeps_values = wgrad and plan.kept == "values"
+    return inside_only(spec, plan.x[wgrad]) or ("forward saves x in high precision" if keeps_values else "")
+
+
+def quantize_x(
+    x: Tensor, spec_id: Tensor | None, trace_id: int, wgrad: bool, record: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Cast x [..., K] as a linear casts x. Returns the rowwise parts and, if backward reads x columnwise, the columnwise parts;
+    empty lists if only the linear can cast x, with a note in the plan.
+
+    spec_id         the linear; None: any linear whose recipe casts x as the recipe of `trace_id` does, on this rank alone
+    wgrad, record   backward reads x; autograd records the forward, so that amaxes count for delayed scales
+    """
+    rows, context = as_matrix(x), no_context
+    if spec_id is None:
+        spec, plan = _spec_of_recipe(trace_id), _plan_of_recipe(trace_id, rows.shape[0])
+    else:
+        bound = bound_of(spec_id)
+        check_compiled(bound)
+        spec, context = bound.spec, partial(cast_context, bound)
+        plan = bound.plans.get(x.shape) or plan_of(bound, x.shape)
+    why, route = _why_dense(spec, plan, wgrad, spec_id is not None), plan.x[wgrad]
+    if why:
+        if spec_id is not None and why is not UNQUANTIZED:
+            bound.session.note(f"{spec.name}: x arrives in high precision: {why}")
+        return [], []
+    assert route.before is not None
+    with observer.label(layer=spec.members[0], direction="fprop"):
+        (operands,) = cast(route.before, route.cast_before, [rows], spec.owners("x")[:1], context, record=record)
+    return _parts_of(operands)
+
+
+@cache
+def _spec_of_recipe(trace_id: int) -> LinearSpec:
+    """The spec of a linear on this rank alone, with the recipe of this trace_id."""
+    return LinearSpec("quantize", LOCAL, spec_of(trace_id).recipe, Overlaps.named("serial"))
+
+
+@cache
+def _plan_of_recipe(trace_id: int, tokens: int) -> LinearPlan:
+    return plan_for(_spec_of_recipe(trace_id), tokens)
+
+
+def _parts_of(operands: Operands) -> tuple[list[Tensor], list[Tensor]]:
+    """The parts of the rowwise and of the columnwise operand; empty for an orientation that was not cast. A part of both
+    operands is copied, since results of an op must not share memory."""
+    rowwise, columnwise = (list(each.parts) if each is not None else [] for each in operands)
+    memory = {part.untyped_storage().data_ptr() for part in rowwise}
+    return rowwise, [part.clone() if part.untyped_storage().data_ptr() in memory else part for part in columnwise]
+
+
+def no_context(plan: CastPlan, *asked: Any) -> CastContext:
+    """The context of a cast without a layer: no flag, no delayed scales, no stochastic rounding."""
+    return CastContext(None, (None,) * len(plan.reads), ((),) * len(plan.reads))
+
+
+def _quantize_x_fake(
+    x: Tensor, spec_id: Tensor | None, trace_id: int, wgrad: bool, record: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Empty tensors with the shapes, dtypes and strides of the parts, by the plan."""
+    spec = _spec_of_recipe(trace_id) if spec_id is None else spec_of(trace_id)
+    matrix = prod(x.shape[:-1]), x.shape[-1]
+    plan = plan_for(spec, matrix[0])
+    if _why_dense(spec, plan, wgrad, spec_id is not None):
+        return [], []
+
+    def parts(quantizer: Quantizer, columnwise: bool) -> list[Tensor]:
+        shape = operand_shape(spec.recipe, "x", matrix, columnwise)
+        return list(quantizer.format.empty(shape, dtype=x.dtype, device=x.device).parts)
+
+    _, columnwise = plan.x[wgrad].cast_before
+    return parts(spec.recipe.x.rowwise, False), parts(spec.recipe.x.columnwise, True) if columnwise else []
+
+
+_LIBRARY = torch.library.Library("dlp", "FRAGMENT")
+_LIBRARY.define("quantize_x(Tensor x, Tensor? spec_id, int trace_id, bool wgrad, bool record) -> (Tensor[], Tensor[])")
+_LIBRARY.impl("quantize_x", quantize_x, "CompositeExplicitAutograd")
+torch.library.register_fake("dlp::quantize_x", _quantize_x_fake, lib=_LIBRARY)
+
+
+# Codes of a dense tensor
+
+
+class Codes(NamedTuple):
+    """The operands of x that an op cast before the linear.
+
+    reader                the cast of the linear that reads x
+    rowwise, columnwise   the parts of the operands; columnwise is empty if backward does not read x, or reads x rowwise
+    version               counter of writes to x when x was cast; -1 in compiled code, where `_is_current` asks dynamo
+    """
+
+    reader: Reader
+    rowwise: Sequence[Tensor]
+    columnwise: Sequence[Tensor]
+    version: int
+
+    def __reduce__(self) -> Any:
+        """A copied or pickled x has no codes: the reader refers to a model."""
+        return type(None), ()
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The cast of x of a linear, for an op before the linear in traced calls.
+
+    bound      the spec under which the linear reads x; None: any linear that casts in the same way reads x
+    trace_id   identifies the recipe
+    wgrad      whether backward of the linear reads x
+    record     whether autograd records the forward, so that amaxes count for delayed scales
+
+    A copied or pickled reader has no `bound`.
+    """
+
+    bound: BoundSpec | None
+    trace_id: int
+    wgrad: bool
+    record: bool
+
+    def __reduce__(self) -> Any:
+        return recipe_reader, (spec_of(self.trace_id).recipe,)  # registers the trace_id in another process
+
+    def cast(self, x: Tensor) -> Tensor:
+        """A view of x with codes; x itself if only the linear can cast x, or if torch does not count writes to x."""
+        if not torch.compiler.is_dynamo_compiling() and x.is_inference():
+            return x
+        spec_id = None if self.bound is None else self.bound.spec_id
+        parts = torch.ops.dlp.quantize_x(x.detach(), spec_id, self.trace_id, self.wgrad, self.record)
+        return self.with_codes(x, *parts) if parts[0] else x
+
+    def serves(self, bound: BoundSpec, save: bool) -> bool:
+        """Whether a linear of this spec reads the operands. save: whether backward reads x."""
+        if save and not self.wgrad:
+            return False
+        if self.bound is not None:
+            return self.bound is bound
+        return bound.spec.amax_group is None and _casts_equally(bound.trace_id, self.trace_id)
+
+    def with_codes(self, x: Tensor, rowwise: Sequence[Tensor], columnwise: Sequence[Tensor]) -> Tensor:
+        """A view of x with these codes."""
+        x = x.view_as(x)
+        version = -1 if torch.compiler.is_dynamo_compiling() else x._version
+        x.dlp_codes = Codes(self, rowwise, columnwise, version)  # type: ignore[attr-defined]
+        comptime(_mark)
+        return x
+
+    def split(self, parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The rowwise and the columnwise parts, from all parts."""
+        count = _num_parts(self.trace_id)
+        return parts[:count], parts[count:]
+
+
+@torch.compiler.assume_constant_result
+def _num_parts(trace_id: int) -> int:
+    """Number of parts of x rowwise."""
+    return len(spec_of(trace_id).recipe.x.rowwise.format.parts)
+
+
+@torch.compiler.assume_constant_result
+def _casts_equally(reads: int, cast_by: int) -> bool:
+    """Whether a linear of this trace_id casts x, on each rank alone, as a cast by recipe."""
+    mine, other = spec_of(reads), spec_of(cast_by)
+    alone = mine.style.gathers != "x" and (mine.tp == 1 or mine.recipe.amax_scope == "table")
+    same = mine.recipe.x == other.recipe.x and mine.recipe.units == other.recipe.units
+    return alone and same and not mine.options.save_original_input
+
+
+def codes_of(x: Tensor) -> Codes | None:
+    """The codes of x; None: x has no codes, was written to after the cast, or left or entered compiled code."""
+    codes: Codes | None = getattr(x, "dlp_codes", None)
+    return codes if codes is not None and _is_current(x, codes) else None
+
+
+def with_operands(bound: BoundSpec, x: Tensor, codes: Sequence[Tensor]) -> Any:
+    """x [..., K] with the operands of these parts, rowwise first, which the linear reads in place of x."""
+    row, col = bound.spec.recipe.x.rowwise.format, bound.spec.recipe.x.columnwise.format
+    rest = codes[len(row.parts) :]
+    given = x.detach()
+    setattr(given, OPERANDS, Operands(row.wrap(codes), col.wrap(rest) if rest else None))
+    return given
+
+
+def recipe_reader(recipe: Recipe) -> Reader:
+    """The cast of x by a recipe, for any linear."""
+    return trace_reader(trace_of(LinearSpec("quantize", LOCAL, recipe, Overlaps.named("serial"))))
+
+
+def trace_reader(trace_id: int) -> Reader:
+    """The cast of x by the recipe of this trace_id, for any linear."""
+    return Reader(None, trace_id, True, False)
+
+
+# Writes in compiled code. Dynamo runs `comptime` functions while it traces, on fake tensors that count writes.
+
+
+class _Seen:
+    current = False
+
+
+def _mark(ctx: Any) -> None:
+    """Note the counter of writes to x on the fake tensor of x."""
+    fake = ctx.get_local("x").as_fake()
+    fake.dlp_cast_at = fake._version
+
+
+def _look(ctx: Any) -> None:
+    """Compare the counter of writes to x with the noted counter. A graph input has none."""
+    fake = ctx.get_local("x").as_fake()
+    _Seen.current = getattr(fake, "dlp_cast_at", None) == fake._version
+
+
+@torch.compiler.assume_constant_result
+def _seen() -> bool:
+    """The result of the last `_look`."""
+    return _Seen.current
+
+
+def _is_current(x: Tensor, codes: Codes) -> bool:
+    """Whether x has the values that were cast."""
+    if not torch.compiler.is_dynamo_compiling():
+        return codes.version == x._version
+    comptime(_look)
+    return _seen()
