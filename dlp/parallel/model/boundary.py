@@ -62,6 +62,7 @@ from dlp.quant import recipe as recipes
 from dlp.quant.patterns import must_match
 from dlp.quant.recipe import Recipe
 from dlp.quant.stats import StatsTable, names_of, plain, summary
+from dlp.runtime.fused_steps import trace_without_running
 
 WEIGHT_CACHES = ("step", "forward")
 
@@ -145,6 +146,7 @@ def attach(
     _check_choice("main_grads", main_grads, MAIN_GRADS)
     root = converted_root(model)
     _check_attachable(model, root, optimizer)
+    trace_without_running()
     session = _adopt_layers(model, mesh, seed) if root is None else session_of(root)
     root = root or model
     session.add_optimizer(optimizer)
