@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -129,9 +130,10 @@ class Overlap(Protocol):
         ...
 
 
-def names() -> list[str]:
-    """Names of all strategies: the modules of this folder, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+@cache
+def names() -> tuple[str, ...]:
+    """Names of all strategies: the modules of this folder, sorted; listed once, since each row of a table has names."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 def load(chosen: str) -> Overlap:
