@@ -33,7 +33,6 @@ aten = torch.ops.aten
 Results = tuple[Tensor, ...]
 
 
-@torch.compiler.allow_in_graph  # dynamo cannot read the choice of a backend, an int
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute causal attention of the queries of the last keys, by the backend that `scaled_dot_product_attention` uses
     if queries and keys are equal in number.

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo.comptime import comptime
 
 from dlp.comm import observer
 from dlp.parallel.casts import CastContext, CastPlan, Operands, cast, operand_shape
@@ -32,6 +31,12 @@ from dlp.quant.recipe import Recipe
 
 UNQUANTIZED = "the recipe does not quantize"
 DRAWS = "stochastic rounding depends on the layer that reads the tensor"
+
+
+def _constant(function: Any) -> Any:
+    """`torch.compiler.assume_constant_result`, without an import of torch._dynamo, which takes a second."""
+    function._dynamo_marked_constant = True
+    return function
 
 
 def inside_only(spec: LinearSpec, route: Route) -> str:
@@ -201,7 +206,8 @@ class Reader:
         x = x.view_as(x)
         version = -1 if torch.compiler.is_dynamo_compiling() else x._version
         x.dlp_codes = Codes(self, rowwise, columnwise, version)  # type: ignore[attr-defined]
-        comptime(_mark)
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.comptime.comptime(_mark)
         return x
 
     def split(self, parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -210,13 +216,13 @@ class Reader:
         return parts[:count], parts[count:]
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def _num_parts(trace_id: int) -> int:
     """Number of parts of x rowwise."""
     return len(spec_of(trace_id).recipe.x.rowwise.format.parts)
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def _casts_equally(reads: int, cast_by: int) -> bool:
     """Whether a linear of this trace_id casts x, on each rank alone, as a cast by recipe."""
     mine, other = spec_of(reads), spec_of(cast_by)
@@ -269,7 +275,7 @@ def _look(ctx: Any) -> None:
     _Seen.current = getattr(fake, "dlp_cast_at", None) == fake._version
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def _seen() -> bool:
     """The result of the last `_look`."""
     return _Seen.current
@@ -279,5 +285,5 @@ def _is_current(x: Tensor, codes: Codes) -> bool:
     """Whether x has the values that were cast."""
     if not torch.compiler.is_dynamo_compiling():
         return codes.version == x._version
-    comptime(_look)
+    torch._dynamo.comptime.comptime(_look)
     return _seen()

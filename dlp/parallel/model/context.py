@@ -58,6 +58,10 @@ class Context:
     rank: int
     group: ProcessGroup | None = field(default=None, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        if self.ranks > 1:  # dynamo cannot read the choice of a backend, an int
+            torch.compiler.allow_in_graph(causal)
+
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Context:
         """The context of this rank on a mesh of `dlp.build_mesh`, which may have cp = 1."""

@@ -116,7 +116,7 @@ def fully_shard(
         for unit in module.modules():
             if isinstance(unit, fsdp.FSDPModule):
                 _sum_by_tree(unit)
-    early = module.register_forward_pre_hook(_before_attach)
+    early = module.register_forward_pre_hook(torch.compiler.disable(_before_attach))
     module.dlp_gathering = Gathering(dims.group(dims.shard_axis), quantize_from_master, refused, early)  # type: ignore[assignment]
     for owner, name, record in managed(module):
         if type(record.stored) is not ShardedParameter:
@@ -198,7 +198,6 @@ def _is_integer(reshard: Any) -> bool:
     return isinstance(reshard, int) and not isinstance(reshard, bool)
 
 
-@torch.compiler.disable
 def _before_attach(module: nn.Module, args: Any) -> None:
     """Log that values are gathered while there is no step boundary; not during an evaluation, which needs none."""
     for weights in weights_in(module):

@@ -1,0 +1,13 @@
+"""What the start of a process costs: `import dlp` imports nothing that only compiled code needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_dlp_does_not_import_dynamo():
+    """torch._dynamo and torch._inductor take more than a second."""
+    told = "import sys, dlp, launch.train; print(sorted({'torch._dynamo', 'torch._inductor'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
