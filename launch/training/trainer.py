@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 import dlp
 from dlp.comm import observer
 from dlp.parallel.linear import capture
+from dlp.parallel.model.boundary import cast_weights_first
 from dlp.parallel.model.checks import OnTheWay
 from dlp.parallel.model.embedding import IGNORED
 from dlp.parallel.model.graph import Replays
@@ -38,6 +39,7 @@ from launch.data.counting_baseline import baseline
 from launch.data.shard_check import check_data
 from launch.data.sources import open_sources
 from launch.data.token_stream import TokenStream
+from launch.models.modules import DTYPES
 from launch.ranks import rank_objects
 from launch.ranks.hang_watch import Place
 from launch.ranks.links import OWN
@@ -417,6 +419,7 @@ class Trainer:
         settled = begun + SETTLED
         in_flight: Step | None = None
         self.find_scales(done)
+        cast_weights_first(self.built.model, DTYPES[config.train.dtype])
         while done < steps and not self.wants_stop:
             with self.slowly("a first step, which compiles", done < settled):
                 current = self.profiled_step(done)

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dlp import end_step
 from dlp.parallel.auto import Problem
@@ -30,6 +31,34 @@ from tests.pool import RankError
 
 def checkpoints(config: Config) -> list[str]:
     return [path.name for path in complete(Path(config.run.dir) / "checkpoints")]
+
+
+def graphs_of_steps(config: Config) -> tuple[int, int]:
+    """Numbers of graphs that dynamo has made after the first step and after the third."""
+    made: list[int] = []
+    step, compiled = Trainer.train_step, nn.Module.compile
+
+    def counted(self: Trainer, number: int) -> Step:
+        done = step(self, number)
+        made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        return done
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    cheaply = patch.object(nn.Module, "compile", lambda block: compiled(block, backend="aot_eager"))
+    with patch.object(Trainer, "train_step", counted), cheaply:
+        training.run(config)
+    return made[0], made[2]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [["--mesh.tp=2"], ["--mesh.tp=1", "--mesh.dp_shard=2"]], ids=["tp", "fsdp"])
+def test_the_first_step_compiles_all_that_steps_run(ranks, tmp_path, data, options):
+    """Weights are cast before the first step; else the first step would cast weights itself, by other graphs."""
+    config = training.config(tmp_path, data, "--train.compile=true", "--train.steps=3", "--checkpoint.every=0",
+                             "--checkpoint.at_end=false", "--mesh.sequence_parallel=false", *options)  # fmt: skip
+    for first, third in ranks(2).run(graphs_of_steps, config):
+        assert first == third > 0
 
 
 @pytest.mark.ranks(2)

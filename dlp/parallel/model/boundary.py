@@ -101,6 +101,14 @@ def _cast_weights(model: nn.Module) -> None:
         refresh(session, [weight for core in layers if core.session is session for weight in core.weights])
 
 
+def cast_weights_first(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the weights of an attached model before the first forward, for x of `dtype`. Compiled code then reads operands in the
+    first step as in later steps, and is compiled once."""
+    for core in cores(model):
+        core.weights.dtype = dtype
+    _cast_weights(model)
+
+
 def attach(
     model: nn.Module, optimizer: Optimizer, *, mesh: DeviceMesh | None = None, seed: int = 0, weight_cache: str = "step",
     on_nonfinite: str = "raise", main_grads: str = "off",
