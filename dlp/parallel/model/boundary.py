@@ -102,8 +102,8 @@ def _cast_weights(model: nn.Module) -> None:
 
 
 def cast_weights_first(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the weights of an attached model before the first forward, for x of `dtype`. Compiled code then reads operands in the
-    first step as in later steps, and is compiled once."""
+    """Cast the weights of an attached model before the first forward, for x of `dtype`. Compiled code then reads operands in
+    the first step as in later steps, and is compiled once."""
     for core in cores(model):
         core.weights.dtype = dtype
     _cast_weights(model)
