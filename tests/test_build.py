@@ -24,6 +24,7 @@ from bench import linear as bench_linear
 from bench import quantize as bench_quantize
 from dlp.kernels import build, gemms, loader, registry, tune
 from dlp.kernels.loader import BuildError, MissingError, Toolchain, build_key, compile_module, sources
+from tests.cases import of_these
 
 TOOLS = Toolchain("nvcc", "13.0", "ninja", "c++", ())
 ARCH = ["sm_90a"]
@@ -393,6 +394,21 @@ def test_a_machine_that_cannot_run_them(monkeypatch: pytest.MonkeyPatch) -> None
         loader.architecture()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert loader.architecture() == "sm_90a"
+
+
+CASTS = sorted(file.stem for file in loader.CSRC.glob("*.cu") if file.stem.startswith(("amax", "cast_", "rowwise")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", of_these(["amax", "cast_tensor", "cast_transpose"], CASTS))
+def test_casts_compile_for_gpus_on_which_none_has_run(name: str, tmp_path: Path) -> None:
+    try:
+        tools = loader.find_toolchain()
+    except MissingError as error:
+        pytest.skip(str(error))
+    file = loader.CSRC / f"{name}.cu"
+    (tmp_path / "build.ninja").write_text(loader.ninja_file(tools, [file], ["sm_89", "sm_120a"], loader.CHECK))
+    loader.run_ninja(tools, tmp_path)
 
 
 @pytest.mark.parametrize("name, capability", [("NVIDIA L4", (8, 9)), ("NVIDIA RTX PRO 6000", (12, 0))])

@@ -346,5 +346,9 @@ def test_configs_of_torchao_are_handed_on(monkeypatch):
 def test_nothing_to_quantize_is_refused():
     with pytest.raises(ValueError, match="no nn.Linear that filter_fn lets through"):
         dlp.quantize_(net(), "fp8_current", lambda module, name: False)
+    with pytest.raises(
+        TypeError, match=r"filter_fn must be a function of \(module, name\) that returns a bool; got '0'"
+    ):
+        dlp.quantize_(net(), "fp8_current", "0")
     with pytest.raises(ValueError, match=r"0 is a layer of dlp\.convert"):
         dlp.quantize_(converted(), "fp8_current")

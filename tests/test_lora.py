@@ -110,6 +110,8 @@ def test_what_cannot_be_adapted_or_loaded_is_refused(tmp_path):
         ({"rank": 4.0}, "rank must be an integer of at least 1; got 4.0: choose"),
         ({"alpha": float("nan")}, "alpha must be a finite number above 0; got nan: choose"),
         ({"alpha": 0}, "alpha must be a finite number above 0; got 0: choose"),
+        ({"rank": "8"}, "rank must be an integer of at least 1; got '8': choose"),
+        ({"alpha": "16"}, "alpha must be a finite number above 0; got '16': choose"),
         ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\); got 1.0"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -118,6 +120,11 @@ def test_what_cannot_be_adapted_or_loaded_is_refused(tmp_path):
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
     (tmp_path / "empty" / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="adapter_config.json has no r; name a folder of adapters of LoRA"):
+        dlp.load_lora(with_adapters(made()), tmp_path / "empty")
+    (tmp_path / "empty" / "adapter_config.json").write_text("{broken")
+    with pytest.raises(
+        ValueError, match="adapter_config.json is no JSON: Expecting property name .* copy the file again"
+    ):
         dlp.load_lora(with_adapters(made()), tmp_path / "empty")
     with pytest.raises(ValueError, match="has no adapter_config.json; name a folder that dlp.save_lora or PEFT wrote"):
         dlp.load_lora(with_adapters(made()), tmp_path / "nowhere")

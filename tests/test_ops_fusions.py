@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +16,7 @@ import dlp
 from dlp import ops
 from dlp.ops.fusions import REGISTERED
 from dlp.quant.recipe import Operand
-from tests.cases import RECIPES
+from tests.cases import RECIPES, nightly
 from tests.emulated import emulation, recorded
 from tests.metrics import assert_bit_equal, assert_close
 from tests.ops_models import FFN, H, M, Watched, linear, run, values
@@ -259,6 +260,39 @@ def test_a_layer_norm_in_a_sequence_has_the_bits_of_ops_one_by_one(device: Any, 
                 assert_bit_equal(tensor, other, name)
             dlp.end_step(sequence)
             dlp.end_step(alone)
+
+
+TRACED = [("fp8_delayed", "linear"), ("nvfp4", "zero-centered")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "program"),
+    [each if each in TRACED else nightly(*each) for each in itertools.product(RECIPES, BEFORE_CASTS)],
+)
+def test_a_traced_layer_norm_has_the_bits_of_ops_one_by_one(recipe: str, program: str):
+    """Compiled code computes norms by torch: it is compared with ops that are compiled one by one, and code under a
+    dispatch mode with eager code."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    compiled = ops.Sequential(*BEFORE_CASTS[program](recipe)).bfloat16()
+    for parameter in compiled.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    fused, watched = copy.deepcopy(compiled), copy.deepcopy(compiled)
+    alone = nn.Sequential(*copy.deepcopy(compiled))
+    for model in (compiled, fused, watched, alone):
+        dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))  # equal random bits for dy of nvfp4
+    for model in (compiled, *alone):
+        model.compile(backend="aot_eager", fullgraph=True)
+    for step in range(2):  # the second step reads delayed scales
+        found = {model: run(model, M, H, seed=3 * step, dtype=torch.bfloat16) for model in (compiled, fused, alone)}
+        with Watched():
+            found[watched] = run(watched, M, H, seed=3 * step, dtype=torch.bfloat16)
+        for mine, other in ((compiled, alone), (watched, fused)):
+            for (name, tensor), expected in zip(found[mine].items(), found[other].values(), strict=True):
+                assert_bit_equal(tensor, expected, name)
+        for model in found:
+            dlp.end_step(model)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

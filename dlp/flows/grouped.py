@@ -98,7 +98,7 @@ class GroupedLinear(nn.ModuleList):
         if offsets.dim() != 1 or len(sizes) != len(self) or min(sizes) < 0 or ends[-1] != x.shape[0]:
             raise ValueError(
                 f"offsets must be {len(self)} ends of rows, one for each expert, not decreasing, the last one {x.shape[0]} "
-                f"(the rows of x); got {ends}"
+                f"(the rows of x); got {offsets.tolist()}"
             )
         for spec in [expert.core.spec for expert in self if isinstance(expert, ParallelLinear)]:
             if spec.tp > 1 and spec.style.sequence_parallel:

@@ -109,9 +109,11 @@ def lora(
         512
     """
     if type(rank) is not int or rank < 1:
-        raise ValueError(f"lora: rank must be an integer of at least 1; got {rank}: choose 4 to 64")
-    if alpha is not None and not 0 < alpha < math.inf:
-        raise ValueError(f"lora: alpha must be a finite number above 0; got {alpha}: choose the rank or twice the rank")
+        raise ValueError(f"lora: rank must be an integer of at least 1; got {rank!r}: choose 4 to 64")
+    if alpha is not None and (not isinstance(alpha, int | float) or not 0 < alpha < math.inf):
+        raise ValueError(
+            f"lora: alpha must be a finite number above 0; got {alpha!r}: choose the rank or twice the rank"
+        )
     if not 0 <= dropout < 1:
         raise ValueError(f"lora: dropout must be a number in [0, 1); got {dropout}")
     for name, module in model.named_modules():
@@ -311,7 +313,10 @@ def load_lora(model: nn.Module, folder: str | Path) -> None:
     for file in (CONFIG, WEIGHTS):
         if not (Path(folder) / file).is_file():
             raise ValueError(f"load_lora: {folder} has no {file}; name a folder that dlp.save_lora or PEFT wrote")
-    config: Mapping[str, Any] = json.loads((Path(folder) / CONFIG).read_text())
+    try:
+        config: Mapping[str, Any] = json.loads((Path(folder) / CONFIG).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"load_lora: {folder}/{CONFIG} is no JSON: {error}; copy the file again") from None
     if lacking := [key for key in ("r", "lora_alpha") if key not in config]:
         raise ValueError(f"load_lora: {folder}/{CONFIG} has no {lacking[0]}; name a folder of adapters of LoRA")
     for key, plain in UNSUPPORTED.items():

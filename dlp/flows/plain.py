@@ -48,6 +48,7 @@ def quantize_(
     Raises:
         ValueError: before anything is changed, for a weight that has NaN or Inf, that another module shares or that is a
             DTensor; for a recipe that does not support `mode`; and if no linear is left to quantize.
+        TypeError: for a `filter_fn` that is no function.
 
     Examples:
         >>> model = dlp.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8_current", mode="dynamic")
@@ -56,6 +57,10 @@ def quantize_(
     """
     if _is_torchaos(config):
         return _by_torchao(model, config, filter_fn, mode)
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(
+            f"quantize_: filter_fn must be a function of (module, name) that returns a bool; got {filter_fn!r}"
+        )
     made, chosen, trained = recipes.as_recipe(config), {}, set[nn.Module]()
     grouped = {name: GroupedExperts(module) for name, module in model.named_modules() if are_experts(module)}
     for name, module in (*model.named_modules(), *_inside(grouped)):

@@ -111,4 +111,4 @@ def test_one_token_is_faster_than_in_bf16(device, group):
     print(
         f"group {group}: bf16 {plain * 1e6:.0f} us, int4 {quantized * 1e6:.0f} us, {plain / quantized:.2f} times as fast"
     )
-    assert plain / quantized >= 1.3  # measured: 1.44 and 1.49 (docs/quantize.md); the goal is 2
+    assert plain / quantized >= 1.7  # measured: 1.88 and 2.02 (docs/quantize.md); the goal is 2

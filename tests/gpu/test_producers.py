@@ -331,6 +331,7 @@ def test_activations_and_gates_are_the_reference(device, poisoned, dtype, name):
         check(dup, expected[1], dy, "gate backward, dup")
 
 
+@pytest.mark.needs_gpu  # linears by cuBLASLt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bias_gradients_are_the_reference_s(device, dtype):
     for recipe in BY_SCALES:

@@ -188,7 +188,7 @@ MESHES = {
     "cp2 tp2 sp fp8": (4, ["--mesh.tp=2", "--mesh.amax_group=tp+cp"], FP8),
     "cp2 dp_shard2 fp8": (4, ["--mesh.tp=1", "--mesh.amax_group=world"], FP8),
 }
-DEFAULT = ("cp2", "cp2 tp2 sp")  # without `--all-cases`; a test below compares codes of fp8_current
+DEFAULT = ("cp2", "cp2 tp2 sp", "cp2 dp_shard2")  # without `--all-cases`; a test below compares codes of fp8_current
 FOR_ONE = ("--model.family",)
 
 

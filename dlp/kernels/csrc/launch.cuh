@@ -112,8 +112,14 @@ void launch_up_to(int64_t blocks, int threads, size_t shared_bytes, Stream strea
     launch<kKernel>(blocks, threads, shared_bytes, stream, args...);
 }
 
+// Before sm_90 a kernel begins when the previous kernel has ended.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 __device__ inline void let_next_begin() { cudaTriggerProgrammaticLaunchCompletion(); }
 __device__ inline void wait_for_previous() { cudaGridDependencySynchronize(); }
+#else
+__device__ inline void let_next_begin() {}
+__device__ inline void wait_for_previous() {}
+#endif
 
 struct E4m3 {};
 struct E5m2 {};

@@ -125,7 +125,12 @@ class BulkCopies {
     Arrivals arrived_;
 };
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900  // no bulk copies
+template <class T>
+using TileCopies = LaneCopies<T>;
+#else
 template <class T>
 using TileCopies = std::conditional_t<sizeof(T) == 4, BulkCopies<T>, LaneCopies<T>>;
+#endif
 
 }  // namespace dlp

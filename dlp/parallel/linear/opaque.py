@@ -52,7 +52,7 @@ def _weight_operands(
 def linear_fwd(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
     trace_id: int, save: bool, record: bool, codes: list[Tensor],
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip  # many parameters: the flat schema of the op
     """`linear_forward` as an op. codes: the parts of x that `quantize_x` returned, which the op reads in place of x, and which
     the caller saves; empty: the op casts x."""
     bound = bound_of(spec_id)
@@ -102,7 +102,7 @@ def _captured_of(bound: BoundSpec, x: Tensor) -> CapturedDirections:
 def _linear_fwd_fake(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
     trace_id: int, save: bool, record: bool, codes: list[Tensor],
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip  # many parameters: the flat schema of the op
     """Empty tensors with the shapes, dtypes and strides of the results, by the plan; inductor relies on the strides."""
     spec = spec_of(trace_id)
     check_features(spec, x, weights[0])
@@ -211,7 +211,7 @@ class OpaqueLinearFn(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, spec_id: Tensor, trace_id: int, count: int, handed: tuple[int, int], save: bool, record: bool,
         delay: bool, *tensors: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:  # fmt: skip  # many parameters: those of the op, and of the autograd function
         weights, biases, end = list(tensors[:count]), list(tensors[count : 2 * count]), len(tensors) - sum(handed)
         cached, codes = list(tensors[2 * count : end]), list(tensors[end:])
         ys, kept = torch.ops.dlp.linear_fwd(x, weights, biases, cached, spec_id, trace_id, save, record, codes)
