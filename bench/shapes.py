@@ -62,7 +62,7 @@ def problems(
     """The GEMMs of one layer: sizes, and for each operand the dtype, the block of scales and whether rows are
     adjacent."""
     of = dict(zip("MKN", sizes, strict=True))
-    summed = len(layer.siblings) > 1  # dgrads of siblings add up in fp32
+    summed = len(layer.siblings) > 1 and not layer.one_dgrad  # dgrads of siblings add up in fp32
     for which, kernel in zip(GEMMS, layer.kernels, strict=True):
         options = getattr(layer.recipe, which)
         rows, cols, contraction = (of[letter] for letter in SIZES[which])

@@ -24,8 +24,8 @@ from launch.config.run_config import load
 from tests.command import command
 
 
-def problems(tp: int) -> list[tuple[dict, int]]:
-    config = load("tiny", ["--mesh.tp", str(tp)])
+def problems(tp: int, recipe: str = "fp8_current") -> list[tuple[dict, int]]:
+    config = load("tiny", ["--mesh.tp", str(tp), "--recipe", recipe])
     return [(json.loads(text), count) for text, count in of_config(config, tp, "sm_90")[0].items()]
 
 
@@ -43,15 +43,24 @@ def test_all_gemms_of_a_microbatch_are_there(tp: int):
 
 
 def test_what_a_gemm_reads_and_writes():
-    found = {(each["gemm"], each["accumulate"]): each for each, _ in problems(1) if each["kernel"] == "cublaslt fp8 tn"}
-    assert set(found) == {("fprop", False), ("dgrad", False), ("dgrad", True), ("wgrad", False)}
-    fprop, dgrad, wgrad = (found[which, which == "dgrad"] for which in ("fprop", "dgrad", "wgrad"))
+    found = {(each["gemm"], each["kernel"]): each for each, _ in problems(1) if "fp8" in each["kernel"]}
+    alone, together = "cublaslt fp8 tn", "cublaslt fp8 tn of each, aligned: gemm_sum_sm90"
+    assert found.keys() == {("fprop", alone), ("dgrad", alone), ("dgrad", together), ("wgrad", alone)}
+    assert not any(each["accumulate"] for each in found.values()), "dgrads of siblings are one GEMM"
+    fprop, dgrad, wgrad = (found[which, alone] for which in ("fprop", "dgrad", "wgrad"))
     assert (fprop["a_dtype"], fprop["out_dtype"], fprop["fast_accumulation"]) == ("float8_e4m3fn", "bfloat16", True)
-    assert (dgrad["a_dtype"], dgrad["b_dtype"], dgrad["out_dtype"]) == ("float8_e5m2", "float8_e4m3fn", "float32")
+    assert (dgrad["a_dtype"], dgrad["b_dtype"], dgrad["out_dtype"]) == ("float8_e5m2", "float8_e4m3fn", "bfloat16")
     assert (wgrad["out_dtype"], wgrad["fast_accumulation"]) == ("float32", False)  # no FSDP: fp32 master weights
     high = [each for each, _ in problems(1) if each["kernel"] == "cublaslt hp"]
     assert {each["gemm"]: (each["a_flipped"], each["b_flipped"]) for each in high} == {
         "fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True),
+    }  # fmt: skip
+
+
+def test_dgrads_of_siblings_one_by_one_are_added_in_fp32():
+    found = [each for each, _ in problems(1, "fp8_rowwise") if each["gemm"] == "dgrad" and "fp8" in each["kernel"]]
+    assert {(each["accumulate"], each["out_dtype"]) for each in found} == {
+        (False, "bfloat16"), (False, "float32"), (True, "float32"),
     }  # fmt: skip
 
 

@@ -77,18 +77,18 @@ def is_eager(run) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("fitted", "count", "largest", "mean"), [(True, 5, 0.06, 0.03), nightly(False, 28, 0.14, 0.04)]
+    ("fitted", "count", "largest", "mean"), [(True, 5, 0.06, 0.03), nightly(False, 32, 0.14, 0.04)]
 )
 def test_predictions_of_recorded_runs_are_as_near_as_the_page_says(fitted, count, largest, mean):
     runs = [run for run in RECORDED if run["fitted"] == fitted and not is_eager(run)]
-    errors = {each.name: abs(each.error) for each in map(compare, runs)}
+    errors = [abs(compare(run).error) for run in runs]
     assert len(errors) == count
-    assert max(errors.values()) < largest and sum(errors.values()) / count < mean, errors
+    assert max(errors) < largest and sum(errors) / count < mean, errors
 
 
 def test_recorded_runs_without_a_graph_took_as_long_as_the_plan_says_for_hosts():
     ratios = [1 / (1 + compare(run).error) for run in RECORDED if is_eager(run)]  # the same run on several hosts
-    assert len(ratios) == 6 and all(0.97 < ratio < rates_of("h200").host_spread for ratio in ratios), ratios
+    assert len(ratios) == 7 and all(0.95 < ratio < rates_of("h200").host_spread for ratio in ratios), ratios
 
 
 @pytest.mark.parametrize(

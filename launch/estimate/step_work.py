@@ -254,7 +254,7 @@ class StepWork:
             waits = self._sent_behind(linear, "dgrad", sent["dgrad"], seconds, members)
         else:
             self._compute(f"{linear.name} dgrad", gemms_of(linear), seconds, kernels=members)
-        if members > 1:  # dgrads of siblings add up in fp32
+        if members > 1 and not linear.rows[0].one_dgrad:  # dgrads of siblings add up in fp32
             rows = linear.plan.rows("x") * (self.tp if linear.style.cut_x == 0 else 1)
             moved = rows * linear.shapes[0][1] * (8 * (members - 1) + 4 + WIDE)
             self._compute(f"{linear.name} dgrad sums", SUMS, moved / self.rates.memory)

@@ -51,6 +51,7 @@ class LayerPlan:
     weight      name of the parameter
     notes       remarks that the columns do not show
     choices     strategies that "auto" chose in `overlap`
+    one_dgrad   the dgrads of all siblings are one GEMM (`dlp.quant.siblings`)
     """
 
     name: str
@@ -69,6 +70,7 @@ class LayerPlan:
     notes: tuple[str, ...] = ()
     choices: tuple[Choice, ...] = ()
     return_bias: bool = False
+    one_dgrad: bool = False
 
     @property
     def module(self) -> str:
@@ -273,9 +275,10 @@ def with_siblings(row: LayerPlan, names: tuple[str, ...], device_type: str) -> L
     """The row of a layer with these siblings (itself included; none: the layer is alone), whose dgrads may be one GEMM."""
     fprop, dgrad, wgrad = row.kernels
     a, b = (quantizer.format for quantizer in row.recipe.operands("dgrad"))
-    if formats := together(a, b, len(names), device_kind(device_type)):
+    formats = together(a, b, len(names), device_kind(device_type))
+    if formats:
         dgrad = kernel_name(*formats, device_type)
-    return replace(row, siblings=names, kernels=(fprop, dgrad, wgrad))
+    return replace(row, siblings=names, kernels=(fprop, dgrad, wgrad), one_dgrad=formats is not None)
 
 
 def plan_other(name: str, module: nn.Module, chosen: Resolved, tp: int) -> OtherPlan:
