@@ -1,114 +1,166 @@
-"""Dgrads of siblings as one GEMM: which operands qualify, chunks of rows, the result of a layer, and the plan."""
+"""Siblings return the outputs that the first sibling computed, and compute again if these outputs would be wrong."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlp.kernels import reference
-from dlp.parallel.linear.modules import Linear
-from dlp.parallel.model.plan import make_plan
-from dlp.quant.gemm import Gemm
+import dlp
+from dlp.parallel.linear.modules import ConvertedLinear, LinearCore, Member
+from dlp.parallel.linear.spec import LinearSpec, Overlaps
+from dlp.parallel.model.session import Session
+from dlp.parallel.style import LOCAL
 from dlp.quant.recipe import load
-from dlp.quant.siblings import as_one
-from dlp.quant.tensor import QuantizedTensor
-from tests.emulated import emulated, recorded  # noqa: F401
-from tests.quantizers import matrix, quantize
+from tests.metrics import assert_bit_equal, assert_close
 
-SIZES = (64, 32, 96)
-K, M = 64, 40
+NAMES = ("q", "k", "v")
 
 
-def siblings(recipe: str = "fp8_current", **changes: str) -> tuple[list[QuantizedTensor], list[Gemm]]:
-    """dy_i and the dgrads of siblings."""
-    given = load(recipe, **changes)
-    left, right = given.operands("dgrad")
-    rows = [quantize(left, matrix(i, M, n) * 10.0**i) for i, n in enumerate(SIZES)]
-    columns = [quantize(right, matrix(9 + i, K, n)) for i, n in enumerate(SIZES)]
-    return rows, [Gemm("dgrad", b, torch.float32, options=given.dgrad) for b in columns]
+class Three(nn.Module):
+    """q, k and v with one x, as after conversion, unsharded on one rank."""
 
-
-def terms(rows: list[QuantizedTensor], gemms: list[Gemm]) -> list[tuple[Tensor, ...]]:
-    return [(a.parts[0], gemm.b.parts[0], a.parts[1], gemm.b.parts[1]) for a, gemm in zip(rows, gemms, strict=True)]
-
-
-def rows_of(a: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
-    """Rows of an operand, as overlap strategies cut them."""
-    moves = a.format.moves[0]
-    return a.format.wrap([part if dim is None else part[start:stop] for part, dim in zip(a.parts, moves, strict=True)])
-
-
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
-def test_one_gemm_has_the_bits_of_the_sum(fp8_format: str):
-    rows, gemms = siblings(fp8_format=fp8_format)
-    (a,), (gemm,) = as_one(rows, gemms, torch.bfloat16)
-    expected = reference.gemm_fp8_tensor_sum(terms(rows, gemms)).bfloat16()
-    assert torch.equal(gemm(a), expected)
-    chunks = [gemm(rows_of(a, start, stop)) for start, stop in ((0, 16), (16, M))]
-    assert torch.equal(torch.cat(chunks), expected)
-    decoded = sum(
-        each.dequantize().double() @ of.b.dequantize().double().t() for each, of in zip(rows, gemms, strict=True)
-    )
-    assert float((expected.double() - decoded).norm() / decoded.norm()) < 2.0**-8
-    assert torch.equal(a.dequantize(), torch.cat([each.dequantize() for each in rows], 1))
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_block", "fp8_rowwise", "mxfp8"])
-@pytest.mark.usefixtures("emulated")
-def test_formats_without_a_kernel_stay_apart(recipe: str):
-    rows, gemms = siblings(recipe)
-    assert as_one(rows, gemms, torch.bfloat16) == (rows, gemms)
-
-
-def test_the_cpu_has_no_kernel():
-    rows, gemms = siblings()
-    assert as_one(rows, gemms, torch.bfloat16) == (rows, gemms)
-
-
-@pytest.mark.usefixtures("emulated")
-def test_a_sum_that_the_kernel_does_not_take_is_added_in_memory():
-    rows, gemms = siblings()
-    five, more = [*rows, *rows[:2]], [*gemms, *gemms[:2]]
-    with recorded() as launched:
-        (a,), (gemm,) = as_one(five, more, torch.bfloat16)
-        made = gemm(a)
-    assert "gemm_fp8_sum" not in dict(launched)
-    decoded = sum(
-        each.dequantize().double() @ of.b.dequantize().double().t() for each, of in zip(five, more, strict=True)
-    )
-    assert float((made.double() - decoded).norm() / decoded.norm()) < 2.0**-8
-
-
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
-def test_the_backward_of_a_layer_runs_one_dgrad(recipe: str):
-    torch.manual_seed(0)
-    layer = Linear(K, SIZES, bias=False, recipe=recipe, dtype=torch.bfloat16)
-    x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=True)
-    dys = [torch.randn(M, n, dtype=torch.bfloat16) for n in SIZES]
-    with recorded() as launched:
-        torch.autograd.backward(layer(x), dys)
-    assert [name for name, _ in launched].count("gemm_fp8_sum") == 1
-    exact = sum(dy.double() @ weight.detach().double() for dy, weight in zip(dys, layer.parameters(), strict=True))
-    assert float((x.grad.double() - exact).norm() / exact.norm()) < 0.08
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, recipe: str = "bf16") -> None:
         super().__init__()
-        self.q, self.k, self.o = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        torch.manual_seed(0)
+        for i, name in enumerate(NAMES):
+            self.add_module(name, nn.Linear(16, 16, bias=False))
+            getattr(self, name).__class__ = ConvertedLinear
+            vars(getattr(self, name)).update(name=name, index=i)
+        members = [Member(getattr(self, name), "weight", "bias") for name in NAMES]
+        self.runs = 0
+        self.core = Counted(
+            LinearSpec("q and siblings", LOCAL, load(recipe), Overlaps.named("serial"), members=NAMES),
+            Session(lone=True),
+            members,
+        )
+        for name in NAMES:
+            getattr(self, name).core = self.core
+
+    def exact(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, getattr(self, name).weight)
 
 
-def test_the_plan_names_the_kernel_of_siblings():
-    groups = [{"name": "qk", "match": ["{q,k}"], "siblings": True, "recipe": "fp8_current"},
-              {"name": "o", "match": ["o"], "recipe": "fp8_current"}]  # fmt: skip
-    with torch.device("meta"):
-        model = Attention()
-    for device, of_siblings in (
-        ("sm_90", "cublaslt fp8 tn of each, aligned: gemm_sum_sm90"),
-        ("sm_100", "cublaslt fp8 tn"),
-    ):
-        q, k, o = (row.kernels[1] for row in make_plan(model, groups, 1, device_type=device).layers)
-        assert (q, k) == (of_siblings, of_siblings) and o == "cublaslt fp8 tn"
+class Counted(LinearCore):
+    """Layer that counts its computations."""
+
+    runs = 0
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        self.runs += 1
+        return super().__call__(*inputs)
+
+
+@pytest.fixture
+def three() -> Three:
+    return Three()
+
+
+def values(seed: int) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def test_all_are_computed_once(three):
+    x = values(0)
+    for name in NAMES:
+        assert_close(getattr(three, name)(x), three.exact(name, x), 1e-5)
+    assert three.core.runs == 1
+    assert three.core.shared._of_thread == {}, "x is kept although everything was collected"
+
+
+def test_one_without_gradients_leaves_the_others_theirs(three):
+    x = values(0)
+    with torch.no_grad():
+        q = three.q(x)
+    k, v = three.k(x), three.v(x)
+    assert (q.requires_grad, k.requires_grad, v.requires_grad) == (False, True, True)
+    assert three.core.runs == 2
+    (k.sum() + v.sum()).backward()
+    assert three.q.weight.grad is None or not three.q.weight.grad.any()
+    assert three.k.weight.grad.any() and three.v.weight.grad.any()
+
+
+def test_x_changed_in_place_is_another_x(three):
+    x = values(0)
+    three.q(x)
+    x.copy_(values(1))  # a static buffer, overwritten before k and v were called
+    assert_close(three.k(x), three.exact("k", values(1)), 1e-5)
+    x.mul_(3)
+    assert_close(three.v(x), three.exact("v", 3 * values(1)), 1e-5)
+
+
+def test_a_region_is_not_left_with_what_was_computed_in_it(three):
+    x = values(0)
+    with dlp.autocast(recipe="fp8_current"):
+        three.q(x)
+    assert_bit_equal(three.k(x), three.exact("k", x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert three.v(x).dtype == torch.bfloat16
+
+
+def test_a_step_and_a_load_forget_what_nobody_collected(three):
+    optimizer = torch.optim.SGD(three.parameters(), lr=0.1)
+    dlp.attach(three, optimizer)
+    x = values(0)
+    three.q(x).sum().backward()
+    optimizer.step()
+    three.q.load_state_dict({"weight": torch.ones(16, 16)})
+    assert_close(three.q(x), x.sum(1, keepdim=True).expand(8, 16), 1e-5)
+    three.k.load_state_dict({"weight": torch.ones(16, 16)})
+    assert_close(three.k(x), x.sum(1, keepdim=True).expand(8, 16), 1e-5)
+    optimizer.step()
+    assert three.core.shared._of_thread == {}
+
+
+def test_in_inference_mode_all_are_computed_once(three):
+    with torch.inference_mode():
+        x = values(0)
+        for name in NAMES:
+            assert_close(getattr(three, name)(x), three.exact(name, x), 1e-5)
+    assert three.core.runs == 1
+
+
+def test_another_tensor_is_refused_by_name(three):
+    three.q(values(0))
+    with pytest.raises(ValueError, match="k: siblings must read the same tensor, but x differs"):
+        three.k(values(0))
+
+
+@pytest.mark.parametrize("hooked", NAMES)
+def test_a_full_backward_hook_on_one_changes_nothing(three, hooked):
+    """torch calls a module with such a hook with another tensor on the memory of x."""
+    expected, seen = values(0).requires_grad_(), []
+    sum(3**i * three.exact(name, expected).sum() for i, name in enumerate(NAMES)).backward()
+    gradients = {name: getattr(three, name).weight.grad.clone() for name in NAMES}
+    three.zero_grad()
+    getattr(three, hooked).register_full_backward_hook(lambda module, given, grads: seen.append(given[0]))
+    for _ in range(2):
+        x = values(0).requires_grad_()
+        sum(3**i * getattr(three, name)(x).sum() for i, name in enumerate(NAMES)).backward()
+        assert_close(x.grad, expected.grad, 1e-5)
+    own = 3 ** NAMES.index(hooked) * torch.ones(8, 16) @ getattr(three, hooked).weight
+    assert_close(seen[0], own, 1e-5, "the gradient of this layer alone")
+    for name in NAMES:
+        assert_close(getattr(three, name).weight.grad, 2 * gradients[name], 1e-5, name)
+
+
+def test_each_thread_has_its_own_tensors(three):
+    barrier = threading.Barrier(2)
+
+    def serve(seed: int) -> float:
+        worst = 0.0
+        for call in range(10):
+            x = values(2 * call + seed)
+            for name in NAMES:
+                barrier.wait(10)
+                with torch.no_grad():
+                    worst = max(worst, float((getattr(three, name)(x) - three.exact(name, x)).abs().max()))
+        return worst
+
+    with ThreadPoolExecutor(2) as threads:
+        assert max(threads.map(serve, range(2))) < 1e-5
+    assert three.core.shared._of_thread == {}

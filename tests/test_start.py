@@ -1,4 +1,4 @@
-"""What the start of a process costs: `import dlp` imports nothing that only compiled code needs."""
+"""Processes start without what only compiled code needs."""
 
 from __future__ import annotations
 
