@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 import subprocess
 
 import pytest
 
 from dlp.kernels import loader
 from tests.cuda_on_cpu import build
+from tests.cuda_on_cpu.hopper_gemm import NEEDS
 
 # Threads exchange values through shared memory twice, from one end of the block to the other. Without the barrier after
 # the write, a thread reads too early; without the barrier after the read, a thread overwrites too early.
@@ -57,9 +57,7 @@ def test_every_asm_of_the_kernels_is_known():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (shutil.which("nvcc") and shutil.which("c++")), reason="needs c++, and CUDA's headers, which nvcc knows"
-)
+@NEEDS
 def test_what_threads_do_wrong_is_seen(tmp_path, monkeypatch):
     (tmp_path / "probe.cu").write_text(build.translate(PROBE))
     library = tmp_path / "probe.so"

@@ -3,43 +3,15 @@ products (tests/cuda_on_cpu)."""
 
 from __future__ import annotations
 
-import ctypes
-import shutil
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import nightly
-from tests.cuda_on_cpu import build
+from tests.cuda_on_cpu.hopper_gemm import NEEDS, Multiply, assert_near, in_one_order
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (shutil.which("nvcc") and shutil.which("c++")), reason="needs c++, and CUDA's headers, which nvcc knows"
-    ),
-]
-CALLED = """
-#include <stdexcept>
-
-#include "kernels.h"
-
-using namespace dlp;
-
-// Return the error message; empty if the launch succeeded.
-extern "C" __attribute__((visibility("default"))) const char* multiply(const BlockGemmJob* job, int e5m2, int wide) {
-    static std::string said;
-    said = "";
-    try {
-        gemm_fp8_blocks(*job, e5m2 ? Code::kE5m2 : Code::kE4m3, wide ? Input::kFp32 : Input::kBf16, 0);
-    } catch (const std::runtime_error& error) {
-        said = error.what();
-    }
-    return said.c_str();
-}
-"""
-ORDERS = ("forward", "backward", "3")  # order in which threads run
+pytestmark = [pytest.mark.slow, NEEDS]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -83,30 +55,25 @@ class Problem:
         lies[:, :rows] = self.scales.t()
         return lies
 
-    def words(self, scales: Tensor, d: Tensor) -> ctypes.Array[ctypes.c_int64]:
+    def words(self, scales: Tensor, d: Tensor) -> list[int]:
         """Packed arguments of the kernel, `BlockGemmJob` of csrc/kernels.h."""
         (rows, along), cols = self.a.shape, len(self.b)
         bias = 0 if self.bias is None else self.bias.data_ptr()
-        words = [
+        return [
             *(each.data_ptr() for each in (self.a, self.b, d, scales, self.b_scales)), bias, rows, cols, along,
             self.a.stride(0), self.b.stride(0), d.stride(0), rows + -rows % 4, scales.stride(0), len(self.b_scales),
             self.b_scales.stride(0), self.adds,
         ]  # fmt: skip
-        return (ctypes.c_int64 * len(words))(*words)
 
 
 class Library:
     def __init__(self) -> None:
-        found = ctypes.CDLL(str(build.build(("gemm_sm90.cu",), CALLED)))
-        self._multiply = found.multiply
-        self._multiply.restype = ctypes.c_char_p
+        job, launch = "const BlockGemmJob* job", "gemm_fp8_blocks(*job"
+        self._multiply = Multiply("gemm_sm90.cu", job, launch)
 
     def product(self, problem: Problem) -> Tensor:
         made, scales = problem.into.clone(), problem.laid_scales()
-        how = int(problem.a.dtype == E5M2), int(made.dtype == torch.float32)
-        said = self._multiply(problem.words(scales, made), *how)
-        if said:
-            raise RuntimeError(said.decode())
+        self._multiply([problem.words(scales, made)], problem.a.dtype, made.dtype)
         return made
 
 
@@ -115,28 +82,14 @@ def library() -> Library:
     return Library()
 
 
-def assert_near(made: Tensor, problem: Problem) -> None:
-    """Assert that the result is within the bound of fp32 sums that are rounded once."""
-    rounding = problem.exact.abs() * (2.0**-8 if made.dtype == torch.bfloat16 else 2.0**-22)
-    assert ((made.double() - problem.exact).abs() <= 2.0**-18 * problem.sums + rounding).all()
-
-
 CASES = [
     Case(128, 256, 128), Case(1, 128, 256), Case(257, 200, 384, dtype=torch.float32), Case(130, 8, 16, bias=True),
     Case(400, 104, 1040, adds=True, bias=True, dtype=torch.float32), Case(640, 264, 144, E5M2),
 ]  # fmt: skip
 
 
-# One order for each case; `--all-cases` runs all pairs
-PAIRS = [
-    (case, order) if number % len(ORDERS) == place else nightly(case, order)
-    for number, case in enumerate(CASES)
-    for place, order in enumerate(ORDERS)
-]
-
-
-@pytest.mark.parametrize(("case", "order"), PAIRS, ids=str)
+@pytest.mark.parametrize(("case", "order"), in_one_order(CASES), ids=str)
 def test_it_is_the_product(library, monkeypatch, case, order):
     monkeypatch.setenv("EMULATOR_ORDER", order)
     problem = Problem(case)
-    assert_near(library.product(problem), problem)
+    assert_near(library.product(problem), problem.exact, problem.sums)

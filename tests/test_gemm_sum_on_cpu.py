@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import shutil
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import nightly
-from tests.cuda_on_cpu import build
+from tests.cuda_on_cpu.hopper_gemm import NEEDS, Multiply, assert_near, in_one_order
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (shutil.which("nvcc") and shutil.which("c++")), reason="needs c++, and CUDA's headers, which nvcc knows"
-    ),
-]
-CALLED = """
-#include <stdexcept>
-
-#include "kernels.h"
-
-using namespace dlp;
-
-// Return the error message; empty if the launch succeeded.
-extern "C" __attribute__((visibility("default"))) const char* multiply(const GemmSumJob* job, const GemmTerm* terms, int e5m2,
-                                                                       int wide) {
-    static std::string said;
-    said = "";
-    try {
-        gemm_fp8_sum(*job, terms, e5m2 ? Code::kE5m2 : Code::kE4m3, wide ? Input::kFp32 : Input::kBf16, 0);
-    } catch (const std::runtime_error& error) {
-        said = error.what();
-    }
-    return said.c_str();
-}
-"""
-ORDERS = ("forward", "backward", "3")  # order in which threads run
+pytestmark = [pytest.mark.slow, NEEDS]
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 
 
@@ -69,9 +40,8 @@ class Problem:
 
 class Library:
     def __init__(self) -> None:
-        found = ctypes.CDLL(str(build.build(("gemm_sum_sm90.cu",), CALLED)))
-        self._multiply = found.multiply
-        self._multiply.restype = ctypes.c_char_p
+        jobs, launch = "const GemmSumJob* job, const GemmTerm* terms", "gemm_fp8_sum(*job, terms"
+        self._multiply = Multiply("gemm_sum_sm90.cu", jobs, launch)
 
     def product(self, problem: Problem, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of the sum."""
@@ -82,10 +52,7 @@ class Library:
             addresses = (each.data_ptr() for each in (part, b, a_scale, b_scale))
             terms += [*addresses, a.shape[1], a.stride(0), b.stride(0)]
         job = made.data_ptr(), len(problem.terms), rows, cols, made.stride(0)
-        words = [(ctypes.c_int64 * len(each))(*each) for each in (job, terms)]
-        said = self._multiply(*words, int(problem.terms[0][0].dtype == E5M2), int(made.dtype == FP32))
-        if said:
-            raise RuntimeError(said.decode())
+        self._multiply((job, terms), problem.terms[0][0].dtype, made.dtype)
         return made
 
 
@@ -100,21 +67,11 @@ CASES = [
 ]  # fmt: skip
 
 
-# One order for each case; `--all-cases` runs all pairs
-PAIRS = [
-    (case, order) if number % len(ORDERS) == place else nightly(case, order)
-    for number, case in enumerate(CASES)
-    for place, order in enumerate(ORDERS)
-]
-
-
-@pytest.mark.parametrize(("case", "order"), PAIRS, ids=str)
+@pytest.mark.parametrize(("case", "order"), in_one_order(CASES), ids=str)
 def test_it_is_the_sum_of_products(library, monkeypatch, case, order):
     monkeypatch.setenv("EMULATOR_ORDER", order)
     problem = Problem(case)
-    made = library.product(problem)
-    rounding = problem.exact.abs() * (2.0**-8 if made.dtype == BF16 else 2.0**-22)
-    assert ((made.double() - problem.exact).abs() <= 2.0**-18 * problem.sums + rounding).all()
+    assert_near(library.product(problem), problem.exact, problem.sums)
 
 
 def test_bits_do_not_depend_on_the_number_of_rows(library):
