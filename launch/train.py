@@ -71,7 +71,7 @@ def plan_text(config: Config, world: int, device: str, timeline: Path | None = N
     check_device(config, kind_of(device))
     found = planned(config, world, device)
     check_fits(config, world, device, found)
-    swaps = planned_swaps(config.groups, meta_model(config), found.plan)
+    swaps = planned_swaps(config.groups, config.train.steps, meta_model(config), found.plan)
     sent = [
         *describe_transports(config.mesh.transport, found.dims, kind_of(device)),
         *wire_bytes.describe_gradients(found.plan, found.load, found.waits),

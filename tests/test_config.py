@@ -93,6 +93,8 @@ def test_recipe_options() -> None:
     swap = [{"at_step": 2, "recipe": "nvfp4"}]
     assert Group(name="a", match=["b"], recipe="bf16", swap=swap).recipes() == ["bf16", "nvfp4"]
     assert Group(name="a", match=["b"]).recipes() == []
+    late = Group(name="a", match=["b"], swap=[{"at_step": share, "recipe": "bf16"} for share in (0.82, 0.001, 7)])
+    assert [step for step, _ in late.swaps(900)] == [738, 1, 7]
 
 
 # Arguments, and below them the complete message, or the beginning of the message followed by "...".
@@ -264,7 +266,7 @@ def test_a_section_must_be_a_table(tmp_path: Path) -> None:
 def test_unknown_config_lists_the_shipped_ones() -> None:
     assert refused([], "tinny") == (
         "tinny: no such config, expected a path to a TOML file or one of bench_8b, fidelity, llama3_1b, "
-        "llama3_70b, llama3_8b, quality, qwen3_8b, tiny, transformers"
+        "llama3_70b, llama3_8b, llama3_8b_nvfp4, quality, qwen3_8b, tiny, transformers"
     )
 
 

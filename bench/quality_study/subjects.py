@@ -1,7 +1,7 @@
 """Subjects of the quality study: what each branch changes in the bf16 config, and the bars that a subject must hold.
 
-A subject's `arguments` are overrides of `launch/configs/quality.toml`. Words in capitals are replaced per study: `TAIL` by the
-step at which the last 18 % of the steps begin, `HALF` by half of the global batch.
+A subject's `arguments` are overrides of `launch/configs/quality.toml`, in which half of the global batch of a study replaces
+the word `HALF`.
 
 The six blocks stand for the 62 blocks of the published nvfp4 run (arXiv 2509.25149), of which the first 2 and the last 8 stay
 in bf16: in proportion 0.2 and 0.8 of six blocks. `nvfp4` therefore keeps the last block in bf16, `nvfp4-first-last` both ends.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from launch.config.sections import Train
 
-TAIL = 0.18  # share of the steps at the end in which a recipe change is tried
+TAIL = 0.82  # share of the steps after which a recipe change is tried: 18 % remain, as published
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,7 @@ class Subject:
 
     def overrides(self, train: Train) -> list[str]:
         """The arguments for a study with these settings."""
-        words = {"TAIL": round((1 - TAIL) * train.steps), "HALF": train.global_batch // 2}
-        return [_replaced(argument, words) for argument in self.arguments]
-
-
-def _replaced(text: str, words: dict[str, int]) -> str:
-    for word, number in words.items():
-        text = text.replace(word, str(number))
-    return text
+        return [argument.replace("HALF", str(train.global_batch // 2)) for argument in self.arguments]
 
 
 def _recipe(name: str, **options: str) -> tuple[str, str]:
@@ -70,7 +63,7 @@ def _four(name: str, *arguments: str, edges: tuple[str, ...] = ("layers.-1.**",)
 
 
 def _tail(recipe: str) -> tuple[str, str]:
-    return "--groups.default.swap", f"[{{ at_step = TAIL, recipe = {recipe} }}]"
+    return "--groups.default.swap", f"[{{ at_step = {TAIL}, recipe = {recipe} }}]"
 
 
 # A second branch in bf16 differs from the first in the order of a sum: gradients of two microbatches are added.

@@ -118,7 +118,7 @@ def _agreements(config: Settings) -> Iterator[tuple[bool, str]]:
     for sentence in _against_invariant(config) if train.invariant else ():
         yield False, f"[train] invariant = true: {sentence}"
     for group in config.groups:
-        steps = [entry["at_step"] for entry in group.swap or ()]
+        steps = [step for step, _ in group.swaps(train.steps)]
         twice = next((step for step in steps if steps.count(step) > 1), None)
         yield twice is None, f"{group.title()}: swap: expected different steps, got {twice} twice"
     names = [group.name for group in config.groups]

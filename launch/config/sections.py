@@ -307,16 +307,22 @@ def _are_swaps(value: Any) -> bool:
     return all(
         isinstance(entry, dict)
         and entry.keys() == {"at_step", "recipe"}
-        and type(entry["at_step"]) is int
-        and entry["at_step"] >= 1
+        and _is_a_step(entry["at_step"])
         and RECIPE.accepts(entry["recipe"])
         for entry in value
     )
 
 
+def _is_a_step(value: Any) -> bool:
+    return value >= 1 if type(value) is int else type(value) is float and 0 < value < 1
+
+
 RECIPE = Rule("a recipe's name or { name = ..., its options }", (str, dict), _names_a_recipe)
 SWAP = Rule(
-    "a list of { at_step = an integer >= 1, recipe = as above }", (list, tuple), _are_swaps, lambda value: tuple(value)
+    "a list of { at_step = an integer >= 1, or a number > 0 and < 1, recipe = as above }",
+    (list, tuple),
+    _are_swaps,
+    lambda value: tuple(value),
 )
 OVERLAP = Rule("auto, a strategy's name or { fprop = ..., dgrad = ..., wgrad = ... }", (str, dict), _names_strategies)
 
@@ -347,13 +353,20 @@ class Schedule(Section):
 
     swap: tuple[dict[str, Any], ...] | None = setting(
         SWAP,
-        "scheduled recipe changes: at_step is the number of completed steps; a recipe of a later group cancels the changes of "
-        "the layers in this group",
+        "scheduled recipe changes: at_step is the number of completed steps, or their share of [train] steps; a recipe of a "
+        "later group cancels the changes of the layers in this group",
         None,
     )
     stats: bool | None = setting(
         flag(), "record scale, underflow, saturation and SQNR of each cast in the metrics", None
     )
+
+    def swaps(self, steps: int) -> list[tuple[int, str | dict[str, Any]]]:
+        """Return (number of completed steps, recipe) of each scheduled recipe change of a run of `steps` steps."""
+        return [
+            (at if isinstance(at := entry["at_step"], int) else max(1, round(at * steps)), entry["recipe"])
+            for entry in self.swap or ()
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)

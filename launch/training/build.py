@@ -173,7 +173,7 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     main_grads = config.train.main_grads
     # The training loop checks for non-finite values
     dlp.attach(model, optimizer, weight_cache=cache, on_nonfinite="ignore", main_grads=main_grads)
-    swaps = recipe_schedule.prepare(config.groups, model, plan)
+    swaps = recipe_schedule.prepare(config.groups, config.train.steps, model, plan)
     dims = ParallelDims.from_mesh(mesh)
     memory = memory_here() if device.type == "cuda" else None
     waits = accumulation(config, plan, batch, dims.shards, memory)

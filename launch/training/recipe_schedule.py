@@ -50,8 +50,8 @@ def matching(group: Group, model: nn.Module, plan: Plan) -> list[str]:
     return [name for name in names if name in found]
 
 
-def planned_swaps(groups: Sequence[Group], model: nn.Module, plan: Plan) -> list[PlannedSwap]:
-    """Return all scheduled recipe changes, by step and then in the order of groups."""
+def planned_swaps(groups: Sequence[Group], steps: int, model: nn.Module, plan: Plan) -> list[PlannedSwap]:
+    """Return all scheduled recipe changes of a run of `steps` steps, by step and then in the order of groups."""
     asked: dict[str, Group] = {}
     for group in groups:
         if group.recipe is not None or group.swap:
@@ -59,13 +59,13 @@ def planned_swaps(groups: Sequence[Group], model: nn.Module, plan: Plan) -> list
     swaps = []
     for group in groups:
         layers = tuple(name for name, decides in asked.items() if decides is group)
-        swaps += [PlannedSwap(entry["at_step"], entry["recipe"], layers) for entry in group.swap or () if layers]
+        swaps += [PlannedSwap(step, recipe, layers) for step, recipe in group.swaps(steps) if layers]
     return sorted(swaps, key=lambda planned: planned.at_step)
 
 
-def prepare(groups: Sequence[Group], model: nn.Module, plan: Plan) -> list[PlannedSwap]:
+def prepare(groups: Sequence[Group], steps: int, model: nn.Module, plan: Plan) -> list[PlannedSwap]:
     """Schedule the recipe changes of a converted and attached model, and start to measure the layers with `stats`."""
-    swaps = planned_swaps(groups, model, plan)
+    swaps = planned_swaps(groups, steps, model, plan)
     for planned in swaps:
         boundary.schedule(model, planned.layers, planned.at_step, planned.recipe)
     chosen: dict[str, bool] = {}

@@ -82,7 +82,7 @@ def coded_linears(reader: Reader, model: Model) -> dict[str, CodedLinear]:
     config = from_text(manifest["config"], f"the config of {path}")
     plan = plan_for(config, manifest["world_size"], "cpu")
     recipes = {row.name: row.recipe for row in plan.layers}
-    for swap in planned_swaps(config.groups, meta_model(config), plan):
+    for swap in planned_swaps(config.groups, config.train.steps, meta_model(config), plan):
         if swap.at_step <= manifest["step"]:
             recipes |= {name: as_recipe(swap.recipe).for_layer(name) for name in swap.layers}
     for name, said in manifest["recipes"].items():

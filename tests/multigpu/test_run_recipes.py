@@ -187,6 +187,10 @@ def test_the_last_group_with_a_recipe_or_swaps_decides_the_swaps(tmp_path, data)
     only_swaps = '\n[[groups]]\nname = "late"\nmatch = ["layers.-1.**"]\nswap = [{at_step = 9, recipe = "bf16"}]\n'
     text = plan_text(config(tmp_path, data, two, groups=only_swaps), 2, "cpu")
     assert text.splitlines()[-2] == "after step 9: bf16 for model.layers.1.self_attn.q_proj and 6 more layers"
+    share = config(
+        tmp_path, data, two, "--train.steps=5", "--groups.default.swap", "[{at_step = 0.5, recipe = 'nvfp4'}]"
+    )
+    assert "after step 2: nvfp4 for model.layers.0.self_attn.q_proj and 13 more layers" in plan_text(share, 2, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -194,12 +198,18 @@ def test_the_last_group_with_a_recipe_or_swaps_decides_the_swaps(tmp_path, data)
     [
         (
             "[{at_step = 0, recipe = 'bf16'}]",
-            "expected a list of { at_step = an integer >= 1, recipe = as above }, got",
+            "expected a list of { at_step = an integer >= 1, or a number > 0 and < 1, recipe = as above }, got",
         ),
         ("[{recipe = 'bf16'}]", "expected a list of { at_step"),
+        ("[{at_step = 1.0, recipe = 'bf16'}]", "expected a list of { at_step"),
+        ("[{at_step = true, recipe = 'bf16'}]", "expected a list of { at_step"),
         ("[{at_step = 2, recipe = 'fp7'}]", "unknown recipe 'fp7'"),
         (
             "[{at_step = 2, recipe = 'bf16'}, {at_step = 2, recipe = 'nvfp4'}]",
+            "swap: expected different steps, got 2 twice",
+        ),
+        (
+            "[{at_step = 2, recipe = 'bf16'}, {at_step = 0.4, recipe = 'nvfp4'}]",
             "swap: expected different steps, got 2 twice",
         ),
     ],
