@@ -35,7 +35,7 @@ from launch.checkpoint.save_load import SaveError
 from launch.common.devices import NAMES, board_of, kind_of
 from launch.config.rules import on_one_rank, validate_world
 from launch.config.run_config import Config, command_line, count, make_parser, to_toml
-from launch.estimate.memory_check import check_fits, planned
+from launch.estimate.memory_check import check_fits, exceeded, planned
 from launch.estimate.step_time import forecast_or_reason
 from launch.estimate.timeline_picture import write_timeline
 from launch.ranks import rank_objects
@@ -126,9 +126,13 @@ def check_restarts(config: Config) -> None:
 
 
 def predict_here(config: Config, built: Built, mesh: DeviceMesh, run: RunDir) -> float | None:
-    """Predicted seconds of a step on this GPU, written to the log; None without a prediction."""
+    """Predicted seconds of a step on this GPU, written to the log; None without a prediction. The log warns of a step that
+    needs more memory than the GPU has."""
     board = board_of(torch.cuda.get_device_name()) or mesh.device_type
-    found = forecast_or_reason(config, mesh.size(), board, planned(config, mesh.size(), board, built.plan))
+    expected = planned(config, mesh.size(), board, built.plan)
+    if too_large := exceeded(config, mesh.size(), board, expected):
+        run.say(f"WARNING: {too_large}")
+    found = forecast_or_reason(config, mesh.size(), board, expected)
     run.say(f"time: not predicted: {found}" if isinstance(found, str) else found.describe()[0])
     return None if isinstance(found, str) else found.seconds
 

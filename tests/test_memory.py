@@ -6,9 +6,11 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from launch import train
 from launch.config.run_config import Config, load
 from launch.estimate import memory_check
 from launch.estimate.memory import MOMENTS, Memory
@@ -135,6 +137,18 @@ def test_what_cannot_fit_is_refused_with_what_would_help(monkeypatch):
     saves, setting = helping[0]
     changed = load("llama3_1b", [*WIDE, *setting.split()])
     assert held(load("llama3_1b", WIDE), 8, "h100").peak - held(changed, 8, "h100").peak == saves > 0
+
+
+def test_a_run_warns_of_a_step_that_needs_more_memory_than_the_gpu_has(monkeypatch):
+    config, said = load("llama3_1b", WIDE), []
+    mesh = SimpleNamespace(size=lambda: 8, device_type="cuda")
+    built, run = SimpleNamespace(plan=planned(config, 8, "h100").plan), SimpleNamespace(say=said.append)
+    for name in ("NVIDIA H100 80GB HBM3", "an unknown GPU"):
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
+        train.predict_here(config, built, mesh, run)
+    warning, _, unknown = said
+    assert warning.startswith("WARNING: each of 8 ranks needs ") and "most would help --train." in warning
+    assert unknown.startswith("time: not predicted: ")
 
 
 @pytest.mark.slow

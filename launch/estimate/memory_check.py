@@ -64,14 +64,21 @@ def check_fits(config: Config, world: int, device: str, found: Planned) -> None:
         raise ConfigError(
             f"{config.source}: {found.memory}; to skip the memory check, pass --device {BOARDS[device].kind}"
         )
-    if found.memory.peak <= BOARDS[device].usable:
-        return
-    board = BOARDS[device]
+    if too_large := exceeded(config, world, device, found):
+        raise ConfigError(f"{config.source}: {too_large}")
+
+
+def exceeded(config: Config, world: int, device: str, found: Planned) -> str:
+    """Return a sentence with the settings that would save most if tensors need more memory than a named board has, else
+    ""."""
+    board = BOARDS.get(device)
+    if board is None or isinstance(found.memory, Unpredictable) or found.memory.peak <= board.usable:
+        return ""
     helps = ", ".join(
         f"{settings} (saves {said_bytes(saves)})" for saves, settings in remedies(config, world, device, found.plan)
     )
-    raise ConfigError(
-        f"{config.source}: each of {world} ranks needs {said_bytes(found.memory.peak)} of tensors at once, and "
+    return (
+        f"each of {world} ranks needs {said_bytes(found.memory.peak)} of tensors at once, and "
         f"{said_bytes(board.usable)} of the {said_bytes(board.memory)} of an {device} are usable; "
         f"{'most would help ' + helps if helps else 'no setting alone helps: take more ranks'}"
     )
