@@ -186,5 +186,5 @@ def draw(branches: Sequence[Branch]) -> Figure:
             line(0, color="0.3", linewidth=0.8)
             axes.grid(alpha=0.3)
         left.set(xlabel="step", ylabel=f"{family.name}: loss above bf16, %")
-        right.set(xlabel=f"at the end, %, 95 % interval; dashed: the bar of {family.end:.2%}")
+        right.set(xlabel=f"at the end, %, 95 % interval\ndashed: the bar of {family.end:.2%}")
     return figure
