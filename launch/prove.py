@@ -32,7 +32,7 @@ from launch.config.run_config import Config, command_line, count, make_parser
 from launch.models.settings import Model
 from launch.ranks.loopback_store import meet_on_loopback
 from launch.ranks.process_exit import refuse
-from launch.training.build import build
+from launch.training.build import build, plan_for
 from launch.training.step_update import Update
 from launch.training.wire_bytes import planned, workload
 
@@ -90,13 +90,30 @@ def provable(config: Config, size: Size, exact: bool = False) -> tuple[Config, l
     if model.fused:
         model = replace(model, fused=False)
         remarks.append("[model] fused = false: modules inside of a fused sequence call no hooks")
-    if model != config.family:
+    data = replace(config.data, reset_attention=False)
+    found = replace(config, model=model, train=replace(config.train, **changes), data=data, mesh=mesh)
+    found = with_blocks_for_groups(found, config.family.layers)
+    if found.family != config.family:
+        model = found.family
         remarks.append(
             f"[model] layers = {model.layers}, hidden = {model.hidden}, ffn = {model.ffn}, heads = {model.heads}, "
             f"kv_heads = {model.kv_heads}, head_dim = {model.head_dim}, vocab = {model.vocab}: shrunk by --layers and --width"
         )
-    data = replace(config.data, reset_attention=False)
-    return replace(config, model=model, train=replace(config.train, **changes), data=data, mesh=mesh), remarks
+    return found, remarks
+
+
+def with_blocks_for_groups(config: Config, most: int) -> Config:
+    """The config with 0, 1, 2, 4, 8, ... further blocks, at most `most` in all, the first for which each layer group has a
+    layer; the config itself if there is none."""
+    least = config.family.layers
+    for layers in (least, *(least + 2**i for i in range(most.bit_length()) if least + 2**i <= most)):
+        enlarged = replace(config, model=replace(config.family, layers=layers))
+        try:
+            plan_for(enlarged, 1, "cpu")
+        except ValueError:  # which the proof raises again
+            continue
+        return enlarged
+    return config
 
 
 class _Updating:

@@ -125,6 +125,14 @@ def test_a_config_is_shrunk_with_the_same_divisibility():
         list(prove.fitting(["cp3"], config))
 
 
+def test_a_config_keeps_as_many_blocks_as_its_groups_need():
+    """Blocks 0 and the last four are in bf16, so that nvfp4 needs six blocks."""
+    config, remarks = prove.provable(load("llama3_8b_nvfp4"), prove.Size())
+    assert config.model.layers == 6 and any("layers = 6," in remark for remark in remarks)
+    config, _ = prove.provable(load("tiny", ["--groups.edges.match", '["layers.-40:.**"]']), prove.Size(2, 128))
+    assert config.model.layers == 2, "no number of blocks would do; the proof says why"
+
+
 def test_what_cannot_travel_to_ranks_is_refused(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ValueError, match="Define the functions at the top level"):
@@ -148,10 +156,11 @@ def test_the_exit_code_says_whether_every_mesh_is_proved(monkeypatch, capsys, me
 
 @pytest.mark.slow
 def test_a_refusal_on_a_started_rank_is_raised_here(monkeypatch):
-    """The first and the last layer of the config have another recipe, so that two layers leave none to group default."""
+    """Group edges takes all layers, so that no number of layers leaves one to group default."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.multiprocessing, "start_processes", start_forked)
-    config, _ = prove.provable(load("llama3_1b"), prove.Size(2, 128))
+    edges = ["--groups.edges.match", '["layers.**"]']
+    config, _ = prove.provable(load("llama3_1b", edges), prove.Size(2, 128))
     with pytest.raises(ValueError, match="^group 'default' is left with no layer") as error:
         prove.prove_config(config, ["accumulate2"], steps=1)
     assert "make_plan" in error.value.__notes__[0]
