@@ -40,7 +40,7 @@ Amaxes = dict[tuple[str, str], Tensor]  # by layer and operand
 class Matrix:
     """`values` [rows, contraction] of an operand x, w or dy of a layer, or of its transpose.
 
-    `seed` and the number of microbatches determine the random bits."""
+    The random bits depend on layer, operand, `flipped`, `seed` and the number of the microbatch."""
 
     values: Tensor
     layer: str

@@ -55,7 +55,7 @@ def saved(parameters: Sequence[Tensor]) -> Iterator[dict[Any, int]]:
 
 
 def of_layer(layer: nn.Module, x: Tensor) -> int:
-    """Return the tensors that a layer saves when it reads x."""
+    """Return the bytes that the forward of a layer saves for backward."""
     with saved(list(layer.parameters())) as found:
         kept = layer(x)  # noqa: F841  (memory that is let go may be counted twice)
         return sum(found.values())

@@ -178,7 +178,7 @@ def read_again(path: str) -> tuple[list[int], str]:
 def test_it_writes_what_reading_all_again_would_write(ranks, checkpoint):
     path, _ = checkpoint
     expected, no_room = ranks(1).run(read_again, path)[0]
-    assert "a cache for 3 tokens got 5; create a cache with more room" in no_room
+    assert "a cache for 3 tokens got 5; create a larger cache" in no_room
     assert ranks(1).run(written, path, 1, 0.0, 0)[0] == expected
     both = ranks(2).run(written, path, 2, 0.0, 0)
     assert both == [expected, expected]

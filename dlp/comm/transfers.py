@@ -123,7 +123,8 @@ class Gathering:
 class Exchange:
     """All-to-all exchange: chunk j of each part goes to rank j.
 
-    arrived   parts [R, ...], in which chunk r came from rank r; valid after `wait` until the direction finishes
+    arrived   parts [R, ...], in which chunk r came from rank r; valid from `wait` until the forward or backward of the layer
+              ends (`Transport.finish`)
     """
 
     def __init__(self, transport: SlotSource, slot: Slot, arrived: Parts, starts: Sequence[int]) -> None:

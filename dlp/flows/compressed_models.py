@@ -199,7 +199,13 @@ class SavesCodes:
 
 
 class StoredLayer(NamedTuple):
-    """Weight, scheme, tensors and exact numbers of a layer in a folder."""
+    """Layer of a folder of compressed-tensors.
+
+    q        quantized weight
+    scheme   quantization scheme of the layer, as in config.json
+    tensors  all stored tensors of the layer, by name
+    exact    numbers that are stored without rounding (`compressed.EXACT`), by name
+    """
 
     q: QuantizedTensor
     scheme: Mapping[str, Any]

@@ -117,14 +117,14 @@ def fuses(codes: torch.dtype | None, *matrices: Tensor, casts: Sequence[torch.dt
 
 
 class Produced:
-    """Result of an operation that is computed when it is first read; if possible, by the kernel of the cast.
+    """Result of an operation that is computed at the first read; if possible, by the kernel of the cast.
 
     Args:
         matrix: lazy matrix [M, C].
         shape: shape [..., C] of the result.
 
     Shape:
-        - value: [..., C]
+        - `tensor()`: [..., C]
 
     Examples:
         >>> from dlp.kernels.ops import Activated

@@ -63,7 +63,7 @@ class Problem(NamedTuple):
         return [shard_sizes(self.style, out, self.in_features, tp, "") for out in self.out_features]
 
     def sizes(self, tp: int) -> Sizes:
-        """M, N of all members, and K of the GEMM on one rank."""
+        """Return (M, N, K) of the GEMM of one rank: M is the number of tokens of all ranks, N is summed over the members."""
         shapes = self.local(tp)
         return self.tokens, sum(n for n, _ in shapes), shapes[0][1]
 

@@ -3,9 +3,8 @@
     matrix [rows, columns]  ──►  rowwise operand [rows, columns]       quantized along its columns
                                  columnwise operand [columns, rows]    quantized along its rows, stored transposed
 
-    plan       `CastPlan`, one for a tensor (x, w, dy, y, dx) and a number of rows: the reads of the matrix that produce
-               the orientations, the
-           padding, and the scales on which ranks agree
+    plan       `CastPlan`, one for a tensor (x, w, dy, y, dx) and a number of rows: the reads of the matrix that produce the
+               orientations, the padding, and the scales on which ranks agree
     observe    the amaxes that the casts need
     agree      one MAX all-reduce per group over all observed amaxes; `Groups` with two groups agree over one, then the
                other

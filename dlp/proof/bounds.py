@@ -322,7 +322,7 @@ class Measured(NamedTuple):
 
 
 def allowed(count: int) -> float:
-    """Allowed ratio of a norm over this number of values to the expected norm."""
+    """Return the largest accepted ratio of the norm of a difference of `count` values to the expected norm."""
     return SLACK + DEVIATIONS / sqrt(count)
 
 

@@ -79,9 +79,9 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
 class Directions(NamedTuple):
     """The two directions that `PassFunction` runs.
 
-    forward    (ctx, run, tensors) -> results; saves by `ctx.save_for_backward` the tensors that backward reads
-    backward   (ctx, run, grads) -> the gradient of each tensor, None where no gradient is needed; a gradient of a result that
-               nothing uses is None
+    forward    (ctx, run, tensors) -> results; saves the tensors for backward with `ctx.save_for_backward`
+    backward   (ctx, run, grads) -> the gradient of each tensor, None where no gradient is needed. An entry of `grads` is None
+               if nothing uses the result
     """
 
     forward: Callable[[Any, Any, Sequence[Any]], tuple[Tensor, ...]]

@@ -160,7 +160,7 @@ class Linear(SplitLinear):
 
 
 class _Module(nn.Module):
-    """Base of the composed modules: the arguments of `forward`, and `backward_dw`."""
+    """Base class of the composed modules, which provides `backward_dw`."""
 
     def backward_dw(self) -> None:
         """Compute the delayed weight gradients (delay_wgrad_compute=True)."""

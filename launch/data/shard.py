@@ -42,7 +42,7 @@ class Shard:
 
     tokens  memory-mapped, unsigned [num_tokens]
     starts  memory-mapped, int64 [num_documents]
-    remedy  way out that messages name if the shard is damaged
+    remedy  instruction at the end of messages about a damaged shard
     """
 
     path: Path

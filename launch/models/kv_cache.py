@@ -19,7 +19,7 @@ class KeyValues:
         Raises ValueError if the cache is full."""
         first, end = self.length, self.length + k.shape[2]
         if end > self.room:
-            raise ValueError(f"a cache for {self.room} tokens got {end}; create a cache with more room")
+            raise ValueError(f"a cache for {self.room} tokens got {end}; create a larger cache")
         if self._keys is None or self._values is None:
             self._keys, self._values = (each.new_empty(*each.shape[:2], self.room, each.shape[3]) for each in (k, v))
         for kept, new in ((self._keys, k), (self._values, v)):

@@ -98,7 +98,8 @@ def profiled(run: Callable[[], T], device: torch.device, trace: Path) -> tuple[T
 
 
 def _activities(events: Any, on_device: bool) -> list[Activity]:
-    """Return kernels and copies of a GPU, without annotated ranges; on a CPU operators of torch and transfers."""
+    """Return the kernels and memory copies of the GPU, without annotated ranges. On a CPU, return the ATen operators and the
+    transfers."""
     device_type = torch.autograd.DeviceType.CUDA if on_device else torch.autograd.DeviceType.CPU
     seen = ("aten::", *TRANSFERS)
     return [

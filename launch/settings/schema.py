@@ -111,7 +111,7 @@ def setting(rule: Rule, doc: str, default: Any = MISSING) -> Any:
 
 
 def rule_of(setting: Field) -> Rule:
-    """Rule of a field. An option of layers, which dlp declares, has no rule here."""
+    """Return the rule of a field. Fields that dlp declares (options of layers) have no rule and are checked by SWITCH."""
     rule: Rule = setting.metadata.get("rule", SWITCH)
     return rule
 

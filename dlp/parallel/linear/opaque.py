@@ -73,7 +73,7 @@ def linear_bwd(
     dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], spec_id: Tensor, trace_id: int,
     dtype: torch.dtype, flags: list[int],
 ) -> list[Tensor]:  # fmt: skip
-    """`linear_backward` as an op; flags: see `flags_of`."""
+    """`linear_backward` as an op; flags: see `GradsWanted.flags`."""
     bound = bound_of(spec_id)
     wanted = GradsWanted.of_flags(flags, dtype, bound.spec.recipe)
     bound.session.in_layer_backward(bound.spec)

@@ -93,12 +93,12 @@ Reasons = tuple[str | None, str | None]
 
 @dataclass(frozen=True)
 class Gathered:
-    """One gather.
+    """The all-gather of x or dy.
 
     gemm         the GEMM whose overlap strategy schedules the gather
     columnwise   the orientation of the gathered operand; None: values [M/R, features] are gathered, unquantized
-    leased       the operand is cast straight into the segment of this rank in the gathered storage. An operand that forward
-                 saves for backward is not, since the operand would keep the whole storage alive
+    leased       the operand is cast directly into the segment of this rank in the output buffer of the gather. False for an
+                 operand that forward saves for backward, which would keep the full buffer alive
     format       the format of the operand; None: values are gathered
     overlap      the overlap strategy; None in a plan that is only printed
     """
@@ -216,8 +216,8 @@ class LinearPlan:
 
     @cached_property
     def scope(self) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-        """Functions by step of a pass. Each returns the context of the step: a named range of profilers, and for "forward" and
-        "backward" also a direction of the transport."""
+        """Functions that make context managers, by name. A name in STEPS opens a profiler range; "forward" and "backward"
+        start and finish the transport of the pass."""
         spec = self.spec
         assert spec is not None
         ranges = {step: partial(named_range, f"{spec.name}.{step}") for step in STEPS}

@@ -301,11 +301,11 @@ def spec_of(trace_id: int) -> LinearSpec:
 
 
 def trace_of(spec: LinearSpec) -> int:
-    """The trace_id of a spec, an integer that is equal for all specs of equal style, recipe, tp and options, on which number
-    and shapes of results depend, and nothing else.
+    """Return the trace_id of a spec: a hash of style, recipe, tp, options and the sources of this package. Specs with equal
+    trace_id have results of equal number and shapes.
 
-    The trace_id is a hash and not a count, since inductor finds compiled graphs on disk by such constants: a process with
-    other recipes, or with another version of this package, must not find a graph that was compiled for other shapes."""
+    The trace_id is a hash and not a counter, because inductor uses such constants in the keys of the cache on disk: a process
+    with other recipes, or with another version of this package, must not find a graph that was compiled for other shapes."""
     key = spec.style, spec.recipe, spec.tp, spec.options
     if key not in _TRACES:
         digest = sha256(repr(key).encode() + _sources())

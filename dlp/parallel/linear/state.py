@@ -281,10 +281,10 @@ def bound_of(spec_id: Tensor) -> BoundSpec:
 class LayerState:
     """State of one layer: weights and specs.
 
-    bound      the spec of the layer, bound
-    variants   specs of autocast regions, bound, by the arguments of the region
+    bound      the `BoundSpec` of the layer outside of autocast regions
+    variants   a `BoundSpec` for each set of arguments of an autocast region
     members    module and parameter names of each weight
-    weights    where the weights live
+    weights    the `LayerWeights` of the layer
     ran_under  the specs of forwards in autocast regions and checkpoints (`dlp.parallel.linear.active.LayerRuns`)
     stats      the table for statistics of the casts; None: not measured
     """
@@ -446,7 +446,7 @@ class Weight:
 class LayerWeights:
     """The weights of one layer, in the order of members.
 
-    caches       weights without FSDP sharding are cast at the step boundary, else in each pass
+    caches       the step boundary casts weights that FSDP does not shard; False: each pass casts them
     dtype        dtype of x in the last run: values are rounded to it before casts
     parts        cast operands of all weights; None if at least one weight has none
     held         at least one weight is quantized-only

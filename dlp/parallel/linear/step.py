@@ -264,7 +264,8 @@ class PassState:
             _ENGINE.queue_callback(lambda: self.update_scales(False, group))
 
     def slot(self, name: str, spec: LinearSpec, record: bool) -> ScaleSlot:
-        """The delayed scale of one tensor, for its cast by a layer of this spec. `record`: the amax of the cast counts."""
+        """Return the slot of the delayed scale of tensor `name` in layers of this spec. `record`: whether the amax is recorded
+        for the next scale."""
         return self.scaling.slot(name, record, None if self.attached else self.scales, spec.slots[name][1])
 
     def flag(self, members: tuple[str, ...], tensor: str, member: str, device: torch.device) -> Tensor:

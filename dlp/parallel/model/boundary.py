@@ -1,4 +1,4 @@
-"""The step boundary: the only place where cast weights, delayed scales and recipes change.
+"""The step boundary: the place where cast weights, delayed scales and scheduled recipes change.
 
     before a step   check that no backward is running, no wgrad is delayed, partial gradients are summed, and replicas of
                     parameters are equal
@@ -6,6 +6,7 @@
     after a step    bump the version counters of parameters, so that a backward that still needs old values raises; then run the
                     boundary in this order:
       flags           the flags of non-finite values are copied, and read one step later
+      statistics      the statistics of casts of this step are complete
       scales          one all-reduce of the amaxes of all microbatches, then an update of all delayed scales
       recipe changes  all changes that are due; before the casts, so that no weight is cast for its old recipe
       casts           all weights in one batch, with one amax agreement: full weights in both orientations into persistent
@@ -198,8 +199,8 @@ def _cache_weights(session: Session, records: Mapping[LinearCore, Sequence[Manag
 
 
 def _after_step(model: nn.Module, session: Session, watch: NonFiniteWatch) -> None:
-    """Run the step boundary after an optimizer step. `watch` reads the flags of the previous step, and copies the flags
-    of this step."""
+    """Run the step boundary after an optimizer step. `watch` first copies the flags of this step, and after the boundary
+    reads the flags of the previous step."""
     watch.close()
     end_step(model)
     watch.look(session.steps)

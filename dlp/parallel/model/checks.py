@@ -226,7 +226,8 @@ class FirstBad(NamedTuple):
 
 
 def first_bad(names: Sequence[CastName | None], flags: Sequence[float], rank: int) -> FirstBad | None:
-    """The first of `bad_casts`, or None if there are none."""
+    """Return the first cast of this step that read a value that is not finite: a cast of forward if there is one, else of
+    backward, whose layers run from the last to the first. None if all values were finite."""
     found = bad_casts(names, flags)
     forward = [(place, name) for place, name in found if name.tensor in FORWARD]
     if forward:

@@ -124,7 +124,7 @@ def convert(
             "tp+cp", "tp+dp", "world", or a process group.
         seed: seed of stochastic rounding.
         overlap_table: times by which overlap = "auto" is decided: a file of `dlp.parallel.tune`, which rank 0 reads, or
-            `Times` that all ranks have read; None: "auto" is "serial".
+            `Times` that all ranks have read; None: the shipped table of the GPU.
         invariant: equal bits on every mesh, see docs/prove.md. `dlp.fully_shard` then sums gradients instead of
             averaging. Pass `invariant=True` to `dlp.cross_entropy` as well.
 

@@ -142,7 +142,8 @@ def load(chosen: str) -> Overlap:
     name, colon, chunks = chosen.partition(":")
     if name == "auto":
         raise ValueError(
-            f"overlap = 'auto' becomes a strategy in dlp.convert, which knows tokens and times; name one: {', '.join(names())}"
+            f"overlap = 'auto' becomes a strategy when a model is converted or a layer is constructed; name one: "
+            f"{', '.join(names())}"
         )
     if name not in names():
         raise ValueError(f"unknown overlap strategy {name!r:.60}: the strategies are {', '.join(names())}")
