@@ -56,7 +56,7 @@ def test_reading_on_gives_what_reading_at_once_gives(family: str) -> None:
     past = [KeyValues(12) for _ in range(2)]
     read = [model(part, past=past).unflatten(0, (2, -1)) for part in tokens.split([5, 4, 1, 1, 1], dim=1)]
     torch.testing.assert_close(torch.cat(read, 1), model(tokens).unflatten(0, (2, -1)), atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="a cache for 12 tokens got 13; create a cache"):
+    with pytest.raises(ValueError, match="a cache for 12 tokens got 13; create a larger cache"):
         model(tokens[:, :1], past=past)
 
 
