@@ -104,8 +104,10 @@ def provable(config: Config, size: Size, exact: bool = False) -> tuple[Config, l
 
 def with_blocks_for_groups(config: Config, most: int) -> Config:
     """The config with 0, 1, 2, 4, 8, ... further blocks, at most `most` in all, the first for which each layer group has a
-    layer; the config itself if there is none."""
+    layer; the config itself if there is none, or if it has all blocks."""
     least = config.family.layers
+    if least == most:
+        return config
     for layers in (least, *(least + 2**i for i in range(most.bit_length()) if least + 2**i <= most)):
         enlarged = replace(config, model=replace(config.family, layers=layers))
         try:

@@ -54,6 +54,10 @@ def test_shipped_configs_load_and_fit_few_ranks(name: str) -> None:
     assert batch.micro * config.train.sequence // config.mesh.tp % 128 == 0
 
 
+def test_configs_of_one_model_agree_on_the_model() -> None:
+    assert load("llama3_8b_nvfp4").model == load("llama3_8b").model
+
+
 def test_tiny_is_what_the_documentation_says() -> None:
     model = load().model
     assert (model.layers, model.hidden, model.ffn, model.heads, model.kv_heads) == (4, 256, 1024, 4, 2)

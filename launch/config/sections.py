@@ -307,19 +307,16 @@ def _are_swaps(value: Any) -> bool:
     return all(
         isinstance(entry, dict)
         and entry.keys() == {"at_step", "recipe"}
-        and _is_a_step(entry["at_step"])
+        and (NUMBER_OF_STEPS.accepts(entry["at_step"]) or SHARE_OF_STEPS.accepts(entry["at_step"]))
         and RECIPE.accepts(entry["recipe"])
         for entry in value
     )
 
 
-def _is_a_step(value: Any) -> bool:
-    return value >= 1 if type(value) is int else type(value) is float and 0 < value < 1
-
-
 RECIPE = Rule("a recipe's name or { name = ..., its options }", (str, dict), _names_a_recipe)
+NUMBER_OF_STEPS, SHARE_OF_STEPS = integer(">= 1"), number("> 0", "< 1")
 SWAP = Rule(
-    "a list of { at_step = an integer >= 1, or a number > 0 and < 1, recipe = as above }",
+    f"a list of {{ at_step = {NUMBER_OF_STEPS.words}, or {SHARE_OF_STEPS.words}, recipe = as above }}",
     (list, tuple),
     _are_swaps,
     lambda value: tuple(value),
