@@ -165,11 +165,14 @@ def curves(branches: Sequence[Branch]) -> Mapping[str, list[float]]:
 
 
 def draw(branches: Sequence[Branch]) -> Figure:
-    """Differences step by step, and the intervals at the end beside their bars; a family in each row."""
+    """Differences step by step, and the intervals at the end beside their bars; a row for each family with subjects."""
     from matplotlib.figure import Figure
 
-    figure, found, drawn = Figure(figsize=(11, 9), layout="constrained"), list(rows(branches)), curves(branches)
-    for (left, right), family in zip(figure.subplots(2, 2, width_ratios=[3, 2]), (EIGHT, FOUR), strict=True):
+    found, drawn = list(rows(branches)), curves(branches)
+    families = [family for family in (EIGHT, FOUR) if any(BY_NAME[name].family is family for name in drawn)] or [EIGHT]
+    figure = Figure(figsize=(11, 4.5 * len(families)), layout="constrained")
+    panels = figure.subplots(len(families), 2, width_ratios=[3, 2], squeeze=False)
+    for (left, right), family in zip(panels, families, strict=True):
         names = [name for name in drawn if BY_NAME[name].family is family]
         for color, name in enumerate(names):
             steps = range(branches[0].branch_at + 1, branches[0].steps + 1)
