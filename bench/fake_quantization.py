@@ -53,7 +53,7 @@ class Matrix:
         """The random byte of each value."""
         key = int.from_bytes(sha256(f"{self.layer}.{self.operand}".encode()).digest()[:4], "little")
         rows, columns = self.values.shape
-        place: dict[str, Any] = {"row": 0, "column": 0, "total_columns": columns, "direction": int(self.flipped)}
+        place: dict[str, Any] = {"row": 0, "column": 0, "total_columns": columns, "orientation": int(self.flipped)}
         return random_bytes(rows, columns, **place, counter=self.counter, key=(self.seed, key))
 
 

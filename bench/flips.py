@@ -77,7 +77,7 @@ class Damaging(WireChecks):
         kind = type(self)
         if kind.seen == kind.at:
             label = observer._LABEL.get()
-            kind.where = f"{label.direction} of {label.layer}"
+            kind.where = f"{label.purpose} of {label.layer}"
             _, kind.bit = flip(kind.draw, tensor)
         kind.seen += 1
 

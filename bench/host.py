@@ -170,7 +170,7 @@ def sharded(recipe: str) -> Turn:
         for tensor in (x, *parameters):
             tensor.grad = None
 
-    for _ in range(3):  # runs until directions are captured
+    for _ in range(3):  # runs until passes are captured
         both()
     return Turn(both, Inside(layer))
 
@@ -200,7 +200,7 @@ def compiled(recipes: Sequence[str]) -> list[Line]:
     with torch._dynamo.config.patch(recompile_limit=graphs):
         for subject in subjects.values():
             _compile(subject)
-            for _ in range(3):  # runs until directions are captured
+            for _ in range(3):  # runs until passes are captured
                 subject.iteration()
         lines = compared(in_turns({name: Turn(subject.both) for name, subject in subjects.items()}))
     for line in lines:

@@ -11,7 +11,7 @@ One row for each recipe, mesh and group, tab-separated, with a header:
     share_of_bf16      planned and amax bytes, relative to the bytes of the same plan in bf16
     gathers_of_bf16    largest gather of one quantized orientation of x, dy or w, relative to bf16; "-": none
 
-The exit code is 1 where planned and counted differ anywhere, by group, layer and direction, or a mesh failed.
+The exit code is 1 where planned and counted differ anywhere, by group, layer and purpose, or a mesh failed.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def rows(recipe: str, mesh: str, trainer: Trainer) -> Iterator[str]:
 
 def _in(sent: Mapping[Any, int], group: str, amax: bool) -> int:
     """Bytes of one group: either of amax agreements, or of all other transfers."""
-    return sum(n for key, n in sent.items() if key.group == group and (key.direction == "amax") == amax)
+    return sum(n for key, n in sent.items() if key.group == group and (key.purpose == "amax") == amax)
 
 
 HIGH_PRECISION = [observer.dtype_name(dtype) for dtype in (torch.bfloat16, torch.float32)]
@@ -100,9 +100,9 @@ def weight_share(seen: observer.Observer, ours: Traffic, bf16: Traffic, group: s
 
     FSDP gathers a unit as a whole, so the planned bytes of unquantized weights are subtracted from the counted bytes.
     """
-    base = sum(n for sent, n in bf16.items() if (sent.group, sent.direction) == (group, "weights"))
-    counted = sum(n for key, n in seen.sent.items() if (key.group, key.direction) == (group, "weights"))
-    values = sum(n for sent, n in ours.items() if sent.direction == "weights" and sent.precision in HIGH_PRECISION)
+    base = sum(n for sent, n in bf16.items() if (sent.group, sent.purpose) == (group, "weights"))
+    counted = sum(n for key, n in seen.sent.items() if (key.group, key.purpose) == (group, "weights"))
+    values = sum(n for sent, n in ours.items() if sent.purpose == "weights" and sent.precision in HIGH_PRECISION)
     return [(counted - values) / (base - values)] if base > values else []
 
 
@@ -111,7 +111,7 @@ def gather_shares(seen: observer.Observer, bf16: Traffic, group: str) -> list[fl
     so each pass sends the same bytes."""
     shares = []
     for key, nbytes in seen.sent.items():
-        quantized = key.direction in GEMMS and key.kind == "all_gather" and key.precision not in HIGH_PRECISION
+        quantized = key.purpose in GEMMS and key.kind == "all_gather" and key.precision not in HIGH_PRECISION
         base = [n for sent, n in bf16.items() if (sent.layer, sent.group) == (key.layer, group)]
         if quantized and key.group == group:
             shares.append(nbytes / max(base))

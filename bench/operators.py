@@ -150,7 +150,7 @@ class Operators:
             inputs.append([each.at(columnwise=False) for each in made])
         (self.up, self.down), (shards, wholes) = weights, inputs
         self.shards, self.wholes = cycle(shards), cycle(wholes)
-        with transport.in_direction(self.group, SERIAL):
+        with transport.in_pass(self.group, SERIAL):
             gathered = self._gather(SERIAL).whole()
             self.gathered = gathered.format.wrap([part.clone() for part in gathered.parts])
         self.partial = self.down(wholes[0]).to(dtype)
@@ -160,11 +160,11 @@ class Operators:
         return overlaps.load(strategy).gather(next(self.shards), 0, self.group)
 
     def gather(self, strategy: str) -> None:
-        with transport.in_direction(self.group, strategy):
+        with transport.in_pass(self.group, strategy):
             self._gather(strategy).gemm(self.up)
 
     def gather_alone(self) -> None:
-        with transport.in_direction(self.group, SERIAL):
+        with transport.in_pass(self.group, SERIAL):
             self._gather(SERIAL).whole()
 
     def plain_gather(self) -> QuantizedTensor:
@@ -182,7 +182,7 @@ class Operators:
         return shard.format.wrap(parts)
 
     def sum(self, strategy: str) -> None:
-        with transport.in_direction(self.group, strategy):
+        with transport.in_pass(self.group, strategy):
             overlaps.load(strategy).gemm_reduce(
                 next(self.wholes), self.down, self.group, reduce="scatter", dtype=torch.bfloat16, codec=WIRES["hp"]
             ).wait()

@@ -99,8 +99,8 @@ def _nvfp4(words: Any, wide: bool, source: Any, block: tuple[int, int], rht: boo
         counter, *drawn = draws[turned]
         random = None
         if counter:
-            row, first, across, direction, seed, tensor = drawn
-            place = row, 16 * first, 16 * across, direction
+            row, first, across, orientation, seed, tensor = drawn
+            place = row, 16 * first, 16 * across, orientation
             count = emulated.at(counter, (), torch.int64)
             random = reference.PhiloxState(*place, count, (seed, tensor)).bytes(*x.shape)
         largest = emulated.at(amax, (), torch.float32)

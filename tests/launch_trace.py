@@ -165,7 +165,7 @@ def halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor
 
 CALLED: dict[str, tuple[Any, Callable[[Sequence[Tensor]], Any]]] = {  # parts that are read and parts that are written
     "_start_gathers": (collectives, gathered), "_start_exchange": (collectives, lambda each: (each[1:], each[:1])),
-    "_start_steps": (exchange, halves), "_start_maxima": (transport, lambda each: ((), each)),
+    "_start_round": (exchange, halves), "_start_maxima": (transport, lambda each: ((), each)),
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import dlp
 from dlp.kernels import gemm_sm90
 from dlp.parallel.linear.state import cores
 from dlp.runtime import capture as captured
-from dlp.runtime.capture import DIRECTIONS, CapturedDirections, CapturedLaunches
+from dlp.runtime.capture import PASSES, CapturedLaunches, CapturedPasses
 from tests.metrics import assert_bit_equal
 
 # GPUs run several tiles of every kernel. On the emulated device, which multiplies in fp32, a larger size would only
@@ -96,12 +96,12 @@ def forward_backward(model: nn.Module, seed: int, shape: tuple[int, ...] = (M,),
 
 
 def programs(model: nn.Module) -> dict[str, list[CapturedLaunches | str]]:
-    """State of each direction: captured launches, or the reason for none."""
-    found: dict[str, list[CapturedLaunches | str]] = {way: [] for way in DIRECTIONS}
+    """State of each pass: captured launches, or the reason for none."""
+    found: dict[str, list[CapturedLaunches | str]] = {way: [] for way in PASSES}
     for core in cores(model):
         calls = [*core.bound.calls.values(), *(core.weights.parts.calls.values() if core.weights.parts else ())]
         for call in calls:
-            kept = call if isinstance(call, CapturedDirections) else call.captured
+            kept = call if isinstance(call, CapturedPasses) else call.captured
             for key, made in kept.found.items():
                 found[key[0]].append(made)
     return found
@@ -109,6 +109,6 @@ def programs(model: nn.Module) -> dict[str, list[CapturedLaunches | str]]:
 
 def check_used(model: nn.Module, *ways: str) -> None:
     found = programs(model)
-    for way in DIRECTIONS:
+    for way in PASSES:
         there = any(isinstance(made, CapturedLaunches) for made in found[way])
         assert there == (way in ways), f"{way}: {found[way]}"

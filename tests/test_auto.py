@@ -38,9 +38,9 @@ NOISE = 2.5e-5  # seconds
 def row(problem: Problem, fprop: tuple[float, ...], dgrad: tuple[float, ...]) -> Row:
     """Milliseconds of each of CANDIDATES, with GEMMs of 1 ms."""
     both = {"fprop": fprop, "dgrad": dgrad}
-    directions = {gemm: dict(zip(CANDIDATES, (1e-3 * t for t in times), strict=True)) for gemm, times in both.items()}
+    passes = {gemm: dict(zip(CANDIDATES, (1e-3 * t for t in times), strict=True)) for gemm, times in both.items()}
     noise = {gemm: dict.fromkeys(CANDIDATES, NOISE) for gemm in both}
-    return Row(problem.key, problem.sizes(2), directions, noise, dict.fromkeys(("fprop", "dgrad", "wgrad"), 1e-3))
+    return Row(problem.key, problem.sizes(2), passes, noise, dict.fromkeys(("fprop", "dgrad", "wgrad"), 1e-3))
 
 
 def table(*rows: Row, speed: float = 4e9, meeting: float = 5e-6, **others: Any) -> Times:
@@ -93,7 +93,7 @@ def test_a_run_on_another_number_of_ranks_writes_the_rates_of_its_table() -> Non
     """`overlap.json` of a run of four ranks, planned by the table of two."""
     again = auto.read(MEASURED.for_ranks(4).text(), "overlap.json")
     assert again.ranks == 4 and [row.gemms for row in again.rows] == [row.gemms for row in MEASURED.rows]
-    assert not any(row.directions for row in again.rows) and again.rate(UP, "fprop")
+    assert not any(row.passes for row in again.rows) and again.rate(UP, "fprop")
 
 
 UNKNOWN = MEASURED.text([]).replace('"chunked:4"', '"fused"')  # a strategy that does not exist
@@ -337,9 +337,9 @@ def test_tuning_measures_each_direction_under_each_strategy(ranks) -> None:
     (first, speed, meeting), second = ranks(2).run(measured)
     assert (first, speed, meeting) == second, "all ranks have the times of the slowest"
     assert first.key == ("COLUMN_SP", 32, 16, (32, 16), "fp8_current") and first.sizes == (32, 24, 16)
-    assert list(first.directions) == ["fprop", "dgrad"] and list(first.gemms) == ["fprop", "dgrad", "wgrad"]
-    assert all(list(of) == ["serial", "chunked:2"] for of in first.directions.values())
-    assert min(*first.directions["fprop"].values(), *first.gemms.values(), speed) > 0 and meeting >= 0
+    assert list(first.passes) == ["fprop", "dgrad"] and list(first.gemms) == ["fprop", "dgrad", "wgrad"]
+    assert all(list(of) == ["serial", "chunked:2"] for of in first.passes.values())
+    assert min(*first.passes["fprop"].values(), *first.gemms.values(), speed) > 0 and meeting >= 0
 
 
 def tuned(out: Path, ranks: int) -> tuple[int, str]:
@@ -368,7 +368,7 @@ def test_the_program_writes_a_table_that_plans_read(ranks, device_type: str, tmp
                                      "--recipes bf16 --strategies chunked:2"  # fmt: skip
     (row,) = times.rows
     assert row.key == ("ROW_SP", 32, 32, (16,), "bf16") and row.sizes == (32, 16, 16)
-    assert list(row.directions["fprop"]) == ["serial", "chunked:2"]
+    assert list(row.passes["fprop"]) == ["serial", "chunked:2"]
     progress = said.splitlines()
     assert progress[1].startswith("1/1  ROW_SP 32 x 32 -> 16 bf16: fprop serial ") and "| dgrad serial " in progress[1]
     assert progress[-1] == f"written to {file}: [mesh] overlap_table = '{file}'"

@@ -207,7 +207,7 @@ def test_however_a_layer_is_called(how: str):
 @pytest.mark.parametrize("kind", ["alone", "siblings"])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_block"])
 def test_programs_tell_it_too(recipe: str, kind: str, emulated: None):  # noqa: F811
-    """The direction was captured while all values were finite."""
+    """The pass was captured while all values were finite."""
     sizes = (K, K) if kind == "siblings" else K
     model: Any = nn.Sequential(dlp.Linear(K, sizes, recipe=recipe)).bfloat16()
     dlp.attach(model, torch.optim.SGD(model.parameters()), on_nonfinite="ignore")

@@ -40,7 +40,7 @@ def test_stochastic_rounding_is_unbiased_within_its_bound():
     assert (bias[[1, 2, 5]].abs() < x[0, [1, 2, 5]] * 0.05).all(), "nearest would be off by 16 % and more"
 
 
-def test_random_bits_differ_by_position_direction_microbatch_seed_and_tensor():
+def test_random_bits_differ_by_position_orientation_microbatch_seed_and_tensor():
     x, quantizer = torch.full((32, 32), 0.7), Nvfp4Scaling(stochastic=True)
     x[:, ::16] = 6  # makes the scale of every block 1
     at = origin(x)
@@ -64,7 +64,7 @@ def test_random_bits_differ_by_position_direction_microbatch_seed_and_tensor():
 def test_origin_of_the_transpose():
     at = Origin(3, 16, 64, 128, seed=1, tensor_id=2, counter=torch.tensor(0))
     flipped = at.t()
-    assert (flipped.row, flipped.column, flipped.rows, flipped.columns, flipped.direction) == (16, 3, 128, 64, 1)
+    assert (flipped.row, flipped.column, flipped.rows, flipped.columns, flipped.orientation) == (16, 3, 128, 64, 1)
     assert flipped.t() == at
 
 

@@ -169,12 +169,12 @@ class Window(ops.FusedOperation):
         return scale.op_backward(basic_op_ctxs[0], dx.tensor())[0], [(), ()], [(), ()]
 
 
-@pytest.mark.parametrize("direction", ["backward", "both"])
+@pytest.mark.parametrize("pass_name", ["backward", "both"])
 @restored_fusions()
-def test_a_fusion_of_one_direction_leaves_the_other(direction: str):
+def test_a_fusion_of_one_direction_leaves_the_other(pass_name: str):
     model = ops.Sequential(ops.ConstantScale(0.5), ops.GELU())
     expected = run(model)
-    register = {"backward": ops.register_backward_fusion, "both": ops.register_forward_backward_fusion}[direction]
+    register = {"backward": ops.register_backward_fusion, "both": ops.register_forward_backward_fusion}[pass_name]
     register(lambda basic, *, recipe: [Window(basic)])
     for name, tensor in run(model).items():
         assert_bit_equal(tensor, expected[name], name)

@@ -1,5 +1,5 @@
 """A complete fuser as captured launches on an emulated device: the bits of the basic ops, and one native call per
-direction."""
+pass."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def slow_pair(recipe: str, make: Any = mlp, **options: Any) -> PairedModels:
 def recorded(model: nn.Module) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for plan in model._groups_now()[0].plans.values():
-        for direction in plan.captured:
-            found.setdefault(direction.name, []).extend(direction.captured.found.values())
+        for captured in plan.captured:
+            found.setdefault(captured.name, []).extend(captured.captured.found.values())
     return found
 
 
@@ -61,13 +61,13 @@ def test_captured_ops_give_the_bits_of_the_ops(recipe: str, attached: bool):
     for seed in range(5):
         pair.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
     found = recorded(pair.model[0])
-    for direction in ("forward", "backward"):
-        assert any(isinstance(made, CapturedLaunches) for made in found[direction]), found[direction]
+    for pass_name in ("forward", "backward"):
+        assert any(isinstance(made, CapturedLaunches) for made in found[pass_name]), found[pass_name]
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The names of the launches of all captured directions."""
+    """The names of the launches of all captured passes."""
     made, init = list[list[str]](), CapturedLaunches.__init__
 
     def note(self: Any, launches: Any, *more: Any) -> None:
@@ -100,7 +100,7 @@ def test_a_kernel_from_outside_still_casts_each_gradient_of_a_gate(launched: lis
 
 
 def test_an_op_that_torch_computes_is_called_alone():
-    """No kernel of dlp computes a sum, so the captured direction is one call of torch."""
+    """No kernel of dlp computes a sum, so the captured pass is one call of torch."""
     alone, x, extra = ops.AddExtraInput(), torch.randn(M, K), torch.randn(M, K)
     fuser = ops.Sequential(alone)
     for model in (alone, fuser):
@@ -309,7 +309,7 @@ def test_an_op_that_is_set_otherwise_forgets_what_was_captured(name: str):
         pair.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
     found = recorded(pair.model[0])
     assert all(isinstance(made, CapturedLaunches) for made in (*found["forward"], *found["backward"]))
-    assert len(pair.model[0][0].core.bound.calls) == before + 2  # the two directions of one plan
+    assert len(pair.model[0][0].core.bound.calls) == before + 2  # the two passes of one plan
 
 
 def test_an_extra_input_that_is_x_is_another_call():
@@ -345,20 +345,20 @@ def test_gemms_that_round_to_tf32_are_other_launches(monkeypatch: pytest.MonkeyP
 
 
 def test_a_thread_that_captures_a_direction_beside_another():
-    """If two threads are ready to capture a direction, the first thread captures, and the second replays."""
+    """If two threads are ready to capture a pass, the first thread captures, and the second replays."""
     model, x = mlp("fp8_current").bfloat16(), torch.zeros(M, K, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = model(x)
         (plan,) = model._groups_now()[0].plans.values()
-        directions = plan.captured[0].captured
-        run = directions.run
+        passes = plan.captured[0].captured
+        run = passes.run
 
         def late(*given: Any) -> Any:
-            directions.run = run
-            assert torch.equal(model(x), expected)  # the other thread has captured the direction
+            passes.run = run
+            assert torch.equal(model(x), expected)  # the other thread has captured the pass
             return run(*given)
 
-        directions.run = late
+        passes.run = late
         assert torch.equal(model(x), expected)
         assert torch.equal(model(x), expected)
 

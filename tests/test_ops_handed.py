@@ -191,7 +191,7 @@ IN_HIGH_PRECISION = {"bf16": {"x", "dy"}, "nvfp4": {"dy"}}  # tensors that only 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_op_of_a_user_returns_quantized_tensors(recipe: str):
-    """Both directions are bitwise equal to an op that returns values."""
+    """Both passes are bitwise equal to an op that returns values."""
     found = []
     for quantizes in (True, False):
         first, last = (ops.Linear(128, 128, bias=False, recipe=recipe) for _ in range(2))

@@ -248,14 +248,14 @@ FUSED_ERRORS = {
 @restored_fusions()
 @pytest.mark.parametrize("error", FUSED_ERRORS)
 def test_a_fused_op_that_returns_what_it_must_not_is_named(error: str):
-    direction, does, said = FUSED_ERRORS[error]
-    methods = {f"fuser_{direction}": lambda self, *given, **rest: does(*given, **rest)}
+    pass_name, does, said = FUSED_ERRORS[error]
+    methods = {f"fuser_{pass_name}": lambda self, *given, **rest: does(*given, **rest)}
     its = type("OwnFused", (ops.FusedOperation,), methods)
 
     def fuse(found: Any, *, recipe: Any) -> Any:
         return [found[0], its(found[1:3]), *found[3:]]
 
-    {"forward": ops.register_forward_fusion, "backward": ops.register_backward_fusion}[direction](fuse, prepend=True)
+    {"forward": ops.register_forward_fusion, "backward": ops.register_backward_fusion}[pass_name](fuse, prepend=True)
     model = ops.Sequential(ops.GELU(), ops.ConstantScale(2.0), ops.Identity(), ops.ReLU())
     with pytest.raises(RuntimeError, match=rf"^1 \(ConstantScale\): {said}"):
         model(values(0).requires_grad_()).sum().backward()

@@ -92,7 +92,7 @@ TE = [
 @pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
 @pytest.mark.parametrize(("make", "names"), TE, ids=["linear", "siblings", "mlp", "layer"])
 def test_states_of_transformer_engine_load_and_go_back(make: Any, names: str, nested: bool):
-    """The names are TE's names; both directions keep the bits."""
+    """The names are TE's names; both passes keep the bits."""
     models = [nn.ModuleDict({"a": make(), "b": nn.Linear(2, 2)}) if nested else make() for _ in range(2)]
     prefix = "a." if nested else ""
     state = {name: torch.randn_like(tensor) for name, tensor in ops.to_te(models[0]).items()}

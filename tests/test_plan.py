@@ -89,7 +89,7 @@ def test_what_cannot_be_captured_is_said_with_its_reason():
     on_gpu = plan({**FP8, "recipe": "int8"}, device_type="sm_90")
     assert all(any(said in note for note in row.notes) for row in on_gpu.layers if row.recipe.name == "int8")
     assert f"forward and backward are {said} [layers.0.attn.q_proj and 7 more]" in str(on_gpu)
-    assert "step by step" not in str(plan(FP8, device_type="sm_90"))
+    assert "one by one" not in str(plan(FP8, device_type="sm_90"))
 
 
 def test_equal_blocks_are_one_row_whose_name_is_a_pattern():

@@ -30,7 +30,7 @@ from dlp.quant.quantizer import QuantizerCaps
 from dlp.quant.recipe import both, load
 from dlp.runtime import capture as captured
 from dlp.runtime import function
-from dlp.runtime.capture import DIRECTIONS, CapturedLaunches, NotPlain
+from dlp.runtime.capture import PASSES, CapturedLaunches, NotPlain
 from tests.cases import few, nightly
 from tests.emulated import emulated  # noqa: F401
 from tests.metrics import assert_bit_equal
@@ -58,7 +58,7 @@ def test_a_program_gives_the_bits_of_the_functions(recipe: str, attached: bool):
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe=recipe), attached=attached)
     for seed in range(5):
         pair.step(forward_backward, seed)
-    check_used(pair.model, *DIRECTIONS)
+    check_used(pair.model, *PASSES)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -80,7 +80,7 @@ def test_so_it_does_for_every_kind_of_layer(recipe: str, case: dict[str, Any]):
             parameter.requires_grad_(False)
     for seed in range(4):
         pair.step(lambda model, seed: forward_backward(model, seed, **case), seed)
-    check_used(pair.model, *DIRECTIONS)
+    check_used(pair.model, *PASSES)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_so_it_does_in_compiled_code(recipe: str, case: dict[str, Any]):
     compiles(pair.model)
     for seed in range(5):
         pair.step(lambda model, seed: forward_backward(model, seed, **case), seed)
-    check_used(pair.model, *DIRECTIONS)
+    check_used(pair.model, *PASSES)
 
 
 def test_nothing_is_kept_of_tensors_that_are_gone():
@@ -152,7 +152,7 @@ def test_gradients_of_a_sum_are_expanded_and_run_without_a_program():
         pair.step(summed, seed)
     check_used(pair.model, "forward")
     assert "runs aten::clone" in programs(pair.model)["backward"]
-    assert describe(pair.model)[-1] == "backward: launched step by step in 0: runs aten::clone"
+    assert describe(pair.model)[-1] == "backward: launched one by one in 0: runs aten::clone"
 
 
 def test_siblings_given_one_gradient():
@@ -167,7 +167,7 @@ def test_siblings_given_one_gradient():
 
     for seed in range(6):
         pair.step(shared, seed)
-    check_used(pair.model, *DIRECTIONS)
+    check_used(pair.model, *PASSES)
 
 
 def test_some_siblings_without_a_gradient():
@@ -181,7 +181,7 @@ def test_some_siblings_without_a_gradient():
 
     for seed in range(4):
         pair.step(one, seed)
-    check_used(pair.model, *DIRECTIONS)
+    check_used(pair.model, *PASSES)
 
 
 @pytest.mark.parametrize("compiled", [False, nightly(True)], ids=["eager", "compiled"])
@@ -245,7 +245,7 @@ def test_a_swap_a_load_and_new_operands(compiled: bool):
                 core.session.rebuild()
                 end_step(model)
         pair.step(forward_backward, seed)
-    check_used(pair.model, *DIRECTIONS)
+    check_used(pair.model, *PASSES)
 
 
 def test_a_region_that_makes_a_new_table_of_scales():
@@ -253,7 +253,7 @@ def test_a_region_that_makes_a_new_table_of_scales():
     for seed in range(7):
         with dlp.autocast(recipe=load("fp8_delayed", margin=2)) if seed == 4 else nullcontext():
             pair.step(forward_backward, seed)
-    check_used(pair.model, *DIRECTIONS)
+    check_used(pair.model, *PASSES)
 
 
 def test_a_copied_model_has_programs_of_its_own():
@@ -289,7 +289,7 @@ def test_wgrads_that_wait_are_left_beside_launches(recipe: str, sizes: Any):
     core.set_spec(replace(core.spec, options=OFF))  # the compared model computes wgrads in backward
     for seed in range(5):
         pair.step(waiting, seed)
-    check_used(pair.model, *DIRECTIONS)
+    check_used(pair.model, *PASSES)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
@@ -304,7 +304,7 @@ def test_weights_in_fp32_are_rounded_by_a_launch(recipe: str):
     for made, expected in zip(found[:3], found[3:], strict=True):
         for name, value in expected.items():
             assert_bit_equal(made[name], value, name)
-    check_used(layer, *DIRECTIONS)
+    check_used(layer, *PASSES)
     assert describe(layer) == ["forward: captured in 1 layers", "backward: captured in 1 layers"]
 
 
@@ -320,8 +320,8 @@ def test_layers_that_may_do_more_have_no_programs(change: dict[str, Any]):
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe=replace(load("fp8_current"), name="own", **change)))
     for seed in range(4):
         pair.step(forward_backward, seed)
-    assert programs(pair.model) == {way: [] for way in DIRECTIONS}
-    why = "launched step by step in 0: casts of _Own are not declared native (QuantizerCaps.native)"
+    assert programs(pair.model) == {way: [] for way in PASSES}
+    why = "launched one by one in 0: casts of _Own are not declared native (QuantizerCaps.native)"
     assert describe(pair.model) == [f"forward: {why}", f"backward: {why}"]
 
 
@@ -335,7 +335,7 @@ def test_a_users_quantizer_that_declares_itself_pure_has_programs():
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe=replace(load("fp8_current"), name="own", x=both(_Pure()))))
     for seed in range(4):
         pair.step(forward_backward, seed)
-    check_used(pair.model, *DIRECTIONS)
+    check_used(pair.model, *PASSES)
 
 
 @pytest.mark.parametrize("cache", ["step", "forward"])
@@ -357,7 +357,7 @@ def test_programs_of_the_old_scales_go_with_them(cache: str):
         dlp.attach(model, optimizer, weight_cache=cache)
     for seed in range(4):
         pair.step(forward_backward, seed)
-    check_used(pair.model, *DIRECTIONS)
+    check_used(pair.model, *PASSES)
     for model in (pair.model, pair.other):
         dlp.set_recipe(model, "0.first", "fp8_current")
     for seed in range(4, 8):
@@ -367,7 +367,7 @@ def test_programs_of_the_old_scales_go_with_them(cache: str):
             dlp.end_step(pair.model)
             dlp.end_step(pair.other)
         pair.step(forward_backward, seed)
-    check_used(pair.model, *DIRECTIONS)
+    check_used(pair.model, *PASSES)
 
 
 def test_shapes_without_end_make_no_programs_without_end(monkeypatch: pytest.MonkeyPatch):
@@ -424,7 +424,7 @@ def test_a_compiled_layer_casts_fp32_weights_in_every_call():
     compiles(pair.model)
     for seed in range(2):
         pair.step(microbatches, seed)
-    check_used(pair.model, *DIRECTIONS)
+    check_used(pair.model, *PASSES)
 
 
 def test_a_result_may_be_a_view_of_what_is_given():
@@ -491,7 +491,7 @@ def test_a_run_asks_no_operator_for_memory():
     assert (found.shape, found.stride(), found[0, 0]) == ((3, 2), (1, 3), x.abs().max())
 
 
-TWICE = function.Directions(lambda ctx, run, tensors: (2 * tensors[0],), lambda ctx, run, grads: [2 * grads[0]])
+TWICE = function.Passes(lambda ctx, run, tensors: (2 * tensors[0],), lambda ctx, run, grads: [2 * grads[0]])
 
 
 def test_a_pass_is_refused_in_a_transform_and_differentiated_once():

@@ -105,7 +105,7 @@ def test_a_report_is_a_table_and_a_sentence():
     finding = Finding(Key(1, "a", "dw"), 3.0, 0.5, (0,), 2, "rows 1-2 of 8", Guess("missing sum", "over tp"))
     bad = MeshResult("tp2", 2, 10, 5, 3.0, finding.key, [finding])
     report = Report(2, False, [good, bad])
-    assert not report.ok and report.first is finding and finding.direction == "backward"
+    assert not report.ok and report.first is finding and finding.pass_name == "backward"
     assert "FIRST DIFFERENCE on tp2: dw of a in backward of step 1" in report.sentence()
     stopped = Report(2, False, [MeshResult("tp2", 2, error="RuntimeError: no")])
     assert "NOT PROVED" in str(stopped) and not stopped.ok

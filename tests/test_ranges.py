@@ -56,7 +56,7 @@ def test_a_profile_names_what_the_linears_of_a_fuser_do(watched: bool):
 
 @pytest.mark.usefixtures("emulated")
 def test_captured_directions_of_a_fuser_have_a_range_each():
-    """The captured launches of a direction run as one call, so they have one range, whose name contains the linears."""
+    """The captured launches of a pass run as one call, so they have one range, whose name contains the linears."""
     model = block()
     for _ in range(3):
         in_a_fuser(model)

@@ -163,7 +163,7 @@ def test_nvfp4(name: str, stochastic: bool):
     quantizer = Nvfp4Scaling(stochastic=stochastic)
     at = Origin(0, 0, *x.shape, seed=5, tensor_id=6, counter=torch.tensor(7))
     random = ops.random_bytes(
-        *x.shape, row=0, column=0, total_columns=x.shape[1], direction=0, counter=at.counter, key=(5, 6)
+        *x.shape, row=0, column=0, total_columns=x.shape[1], orientation=0, counter=at.counter, key=(5, 6)
     )
     for amax in (quantizer.observe(x), torch.tensor(3.0)):
         assert amax is not None
@@ -192,10 +192,10 @@ def test_philox(counter: list[int], key: list[int], output: list[int]):
 
 
 def test_random_bytes_are_keyed_as_documented():
-    """Block j of row i has the counter words (i * blocks + j, 0, direction, microbatch) and the key (seed, tensor id).
+    """Block j of row i has the counter words (i * blocks + j, 0, orientation, microbatch) and the key (seed, tensor id).
     Byte b of word w is the random number r of element 4w + b."""
     got = ops.random_bytes(
-        3, 32, row=5, column=16, total_columns=100, direction=1, counter=torch.tensor(9), key=(11, 12)
+        3, 32, row=5, column=16, total_columns=100, orientation=1, counter=torch.tensor(9), key=(11, 12)
     )
     for i in range(3):
         for j in range(2):

@@ -26,12 +26,12 @@ M, K, N = 512, 128, 256  # tokens, in_features, out_features
 
 
 def traffic(recipe: Any, style: str, *, sp: bool = True, tp: int = 2, **more: Any) -> dict[tuple[str, str], int]:
-    """(direction, precision) -> bytes of one linear K -> N on tp ranks."""
+    """(purpose, precision) -> bytes of one linear K -> N on tp ranks."""
     group = dlp.LayerGroup("all", "0", style=style, sequence_parallel=sp, recipe=recipe)
     plan = dlp.make_plan(nn.Sequential(nn.Linear(K, N, bias=False)), [group], tp, batch=(1, M))
     sent = step_traffic(plan, Workload({"tp": tp}, M, **more))
     assert all((key.group, key.layer) in (("tp", "0"), ("tp", "")) for key in sent)
-    return {(key.direction, key.precision): nbytes for key, nbytes in sent.items()}
+    return {(key.purpose, key.precision): nbytes for key, nbytes in sent.items()}
 
 
 def test_column_sp_gathers_x_twice_and_scatters_dx():
@@ -93,12 +93,12 @@ def test_fsdp_units():
 
 
 def over_dp(recipe: Any, shape: tuple[int, int] = (N, K), **more: Any) -> dict[tuple[str, str], int]:
-    """(direction, precision) -> bytes of one linear K -> N that is an FSDP unit over 2 ranks, without gradients."""
+    """(purpose, precision) -> bytes of one linear K -> N that is an FSDP unit over 2 ranks, without gradients."""
     group = dlp.LayerGroup("all", "0", recipe=recipe)
     plan = dlp.make_plan(nn.Sequential(nn.Linear(shape[1], shape[0], bias=False)), [group], 1)
     options: dict[str, Any] = {"weight_dtype": torch.bfloat16, "units": ("0", "")} | more
     sent = step_traffic(plan, Workload({"dp_shard": 2}, M, **options))
-    return {(key.direction, key.precision): n for key, n in sent.items() if key.direction != "grads"}
+    return {(key.purpose, key.precision): n for key, n in sent.items() if key.purpose != "grads"}
 
 
 def test_weights_over_dp_shard_travel_as_each_pass_needs_them():
@@ -130,7 +130,7 @@ def test_a_weight_that_two_linears_share_travels_as_values():
     layers[1].weight = layers[0].weight
     plan = dlp.make_plan(layers, [dlp.LayerGroup("all", "**", recipe="fp8_current")], 1)
     sent = step_traffic(plan, Workload({"dp_shard": 2}, M, weight_dtype=torch.bfloat16, units=("",)))
-    assert {key.precision: n for key, n in sent.items() if key.direction == "weights"} == {"bfloat16": K * K}
+    assert {key.precision: n for key, n in sent.items() if key.purpose == "weights"} == {"bfloat16": K * K}
 
 
 @pytest.mark.parametrize(("carried", "nbytes"), [(None, 4 * K * N // 2), ("bf16", K * N), ("fp8", K * N // 2 + 512)])
@@ -138,7 +138,7 @@ def test_gradients_over_dp_shard_on_their_wire(carried, nbytes):
     """With fp8, codes are followed by one scale per 128 elements of the flat shard, both padded to 256 bytes."""
     plan = dlp.make_plan(nn.Sequential(nn.Linear(K, N, bias=False)), [], 1)
     load = Workload({"dp_shard": 2}, M, units=("",), grad_wire=carried)
-    assert sum(n for key, n in step_traffic(plan, load).items() if key.direction == "grads") == nbytes
+    assert sum(n for key, n in step_traffic(plan, load).items() if key.purpose == "grads") == nbytes
 
 
 def test_sums_over_tp_on_the_wire_of_their_recipe():

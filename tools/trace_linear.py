@@ -7,7 +7,7 @@
 Two gloo ranks on this machine run, with recipe fp8_current:
 
     forward, backward      a ColumnParallelLinear with sequence parallelism (COLUMN_SP), attached to an optimizer
-    forward + backward     both directions together
+    forward + backward     both passes together
     step boundary          `dlp.end_step` of that layer
     FSDP forward           a Linear whose weight `dlp.fully_shard` shards over the two ranks
     ops forward            `ops.Sequential(ops.RMSNorm, ops.Linear)`, column-parallel with sequence parallelism

@@ -1,11 +1,11 @@
-"""Exchange by NCCL or gloo: each rank of a group sends parts to every other rank, to one rank in each step.
+"""Exchange by NCCL or gloo: each rank of a group sends parts to every other rank, to one rank in each round.
 
-    step j (1 ... R-1)    this rank sends to rank + j and receives from rank - j
+    round j (1 ... R-1)    this rank sends to rank + j and receives from rank - j
 
-Step j may start while the parts of later steps are still being computed, and the parts of each rank can be used as soon as they
-have arrived. All ranks start the same exchanges in the same order, one after the other.
+Round j may start while the parts of later rounds are still being computed, and the parts of each rank can be used as soon as
+they have arrived. All ranks start the same exchanges in the same order, one after the other.
 
-Steps are calls between launches (`dlp.kernels.launches.call`), so that a direction with an exchange can be captured. Where
+Rounds are calls between launches (`dlp.kernels.launches.call`), so that a pass with an exchange can be captured. Where
 ranks map each other's memory, `dlp.comm.transfers` does the same by copies.
 """
 
@@ -26,7 +26,7 @@ from dlp.kernels.launches import call
 
 
 def by_distance(group: ProcessGroup) -> Iterator[tuple[int, int, int]]:
-    """(distance, rank to send to, rank to receive from) for each step."""
+    """(distance, rank to send to, rank to receive from) for each round."""
     rank, world = group.rank(), group.size()
     return ((j, (rank + j) % world, (rank - j) % world) for j in range(1, world))
 
@@ -54,13 +54,13 @@ class DirectExchange:
         ]
         self._works: dict[int, list[Any]] = {}
 
-    def step(self, distance: int) -> None:
-        """Start step `distance`, whose outgoing parts have been written. Every rank starts all steps, in order."""
+    def start_round(self, distance: int) -> None:
+        """Start round `distance`, whose outgoing parts have been written. Every rank starts all rounds, in order."""
         to, source = ((self.group.rank() + sign * distance) % self.group.size() for sign in (1, -1))
         sent = [part for part in self.outgoing[to % len(self.outgoing)] if part.numel()]
         received = [part[source] for part in self.arrived if part[source].numel()]
         if sent:
-            works = call(partial(_start_steps, self.group, to, source), *sent, *received)
+            works = call(partial(_start_round, self.group, to, source), *sent, *received)
             if WireChecks.active is not None:
                 works = [*works, WireChecks.active.sends(self.group, {to: sent}, {source: received})]
             self._works[source] = works
@@ -72,7 +72,7 @@ class DirectExchange:
             work.wait()
 
 
-def _start_steps(group: ProcessGroup, to: int, source: int, *tensors: Tensor) -> list[Any]:
+def _start_round(group: ProcessGroup, to: int, source: int, *tensors: Tensor) -> list[Any]:
     """Send the first half of the tensors to rank `to`, receive the other half from rank `source`, and return the works."""
     half = len(tensors) // 2
     sends = [dist.P2POp(dist.isend, part, group=group, group_peer=to) for part in tensors[:half]]

@@ -82,7 +82,7 @@ class Lockstep:
         for axis, group in self._groups.items():
             if axis != TP and not sharded:
                 continue
-            with observer.label(layer=CHECKS, direction="other"):
+            with observer.label(layer=CHECKS, purpose="other"):
                 (seen,) = collectives.all_gather((torch.tensor([numbers], device=device),), (0,), group).wait()
             told = seen.view(-1, len(numbers)).tolist()
             if any(each[: 4 if axis == TP else 2] != told[0][: 4 if axis == TP else 2] for each in told):
@@ -135,7 +135,7 @@ class Watched(Protocol):
     """Attributes of a session that the thread reads."""
 
     last: Any
-    direction: str
+    last_pass: str
     steps: int
 
 
@@ -176,13 +176,13 @@ class WaitWatch:
             last = None if session.last is None else session.last.name
             place, offset = place_of(frame)
             stand = self._stands.get(session)
-            if stand is None or stand.place != (place, offset, last, session.direction, session.steps):
-                self._stands[session] = _Stand((place, offset, last, session.direction, session.steps), now)
+            if stand is None or stand.place != (place, offset, last, session.last_pass, session.steps):
+                self._stands[session] = _Stand((place, offset, last, session.last_pass, session.steps), now)
             elif now - stand.since >= PATIENCE and not stand.said and last is not None and in_a_pass(frame):
                 stand.said = True
                 self._say(
                     f"rank {dist.get_rank() if dist.is_initialized() else 0} has waited for {now - stand.since:.0f} s in "
-                    f"{place}, in step {session.steps + 1}; the last layer that ran is {last}, in {session.direction}. "
+                    f"{place}, in step {session.steps + 1}; the last layer that ran is {last}, in {session.last_pass}. "
                     f"Another rank may run fewer tokens, microbatches or steps; py-spy dump shows where each rank is"
                 )
 

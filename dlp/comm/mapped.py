@@ -8,15 +8,15 @@ their slots; `meet` is a barrier that waits until all peers have pushed into thi
 a side stream (`dlp.kernels.launches`). The launches of a transfer are the same in every step, so that `dlp.runtime.capture` and
 CUDA graphs can capture them.
 
-A direction of a layer (forward or backward) calls `start`, makes the transfers, reads the results and calls `finish`. All ranks
-of a group run directions in the same order. The slot of a transfer follows from its size, the style of the layer and the number
-of the transfer in the direction; these are equal on all ranks, whatever each rank has captured. Layers of column and of row
+A pass of a layer (forward or backward) calls `start`, makes the transfers, reads the results and calls `finish`. All ranks
+of a group run passes in the same order. The slot of a transfer follows from its size, the style of the layer and the number
+of the transfer in the pass; these are equal on all ranks, whatever each rank has captured. Layers of column and of row
 style alternate in a model and use different slots, so that peers have long read a slot when it is used again.
 
 An amax agreement is one kernel that computes the maxima of a few numbers over the ranks: it writes the numbers to all peers,
 waits for the numbers of the peers, and compares.
 
-Each use of a slot has a number, which identifies the layer, the direction, the transfer and the piece. Ranks write the number
+Each use of a slot has a number, which identifies the layer, the pass, the transfer and the piece. Ranks write the number
 to the headers of slots, so that during a hang the headers tell which rank waits for which transfer.
 """
 
@@ -39,16 +39,16 @@ from dlp.comm.wire_checks import Transfer
 from dlp.kernels.launches import Lane, is_recording
 
 LEAST = 1 << 16  # bytes of the smallest slot; sizes are powers of two
-LayerDirection = tuple[str, str]  # the name of a layer, "forward" or "backward"
-NO_LAYER: LayerDirection = "", ""
+LayerPass = tuple[str, str]  # the name of a layer, "forward" or "backward"
+NO_LAYER: LayerPass = "", ""
 
 
 class Transport:
     """The transfers of one group through mapped memory.
 
     make        allocates a `Slot` from (bytes, group, device, name of a use, side stream); all ranks call it together
-    transfers   number of transfers that the current direction has begun
-    checked     transfers of the current direction whose received bits are summed at its end (`dlp.comm.wire_checks`)
+    transfers   number of transfers that the current pass has begun
+    checked     transfers of the current pass whose received bits are summed at its end (`dlp.comm.wire_checks`)
     """
 
     def __init__(
@@ -57,27 +57,27 @@ class Transport:
         self.group, self.rank, self.world, self.device = group, group.rank(), group.size(), device
         self._make, self._lane = make, lane
         self._slots: dict[tuple[int, str, int, int], Slot] = {}
-        self._style, self._direction, self._used, self.transfers = "", NO_LAYER, list[Slot](), 0
+        self._style, self._pass, self._used, self.transfers = "", NO_LAYER, list[Slot](), 0
         self.checked = list[Transfer]()
-        self._numbers, self._names = dict[tuple[LayerDirection, int, int], int](), dict[int, str]()
+        self._numbers, self._names = dict[tuple[LayerPass, int, int], int](), dict[int, str]()
         self._name_of_use = partial(_name_of, self._names, self.rank)
 
-    def start(self, style: str = "", direction: LayerDirection = NO_LAYER) -> None:
-        """Begin a direction of a layer. style: name of the layer's `ParallelStyle`; layers of the same style share
+    def start(self, style: str = "", layer_pass: LayerPass = NO_LAYER) -> None:
+        """Begin a pass of a layer. style: name of the layer's `ParallelStyle`; layers of the same style share
         slots."""
-        self._style, self._direction, self._used, self.transfers, self.checked = style, direction, [], 0, []
+        self._style, self._pass, self._used, self.transfers, self.checked = style, layer_pass, [], 0, []
 
     def finish(self) -> None:
-        """End the current direction: release the slots. All launches that read them have been issued on the current
+        """End the current pass: release the slots. All launches that read them have been issued on the current
         stream."""
         for transfer in self.checked:
             transfer.wait()
         for slot in self._used:
             slot.release()
-        self._used, self._direction, self.checked = [], NO_LAYER, []
+        self._used, self._pass, self.checked = [], NO_LAYER, []
 
     def begin(self, nbytes: int, piece: int = 0, of: int = 0) -> Slot:
-        """Return the slot of the next transfer of the current direction, or of piece `piece` > 0 of transfer `of`.
+        """Return the slot of the next transfer of the current pass, or of piece `piece` > 0 of transfer `of`.
 
         From here on peers may write to the slot. Pieces do not count as transfers, so that later transfers use the same slots
         as in a layer that sends its parts in one piece."""
@@ -89,15 +89,15 @@ class Transport:
         return slot
 
     def _number(self, transfer: int, piece: int = 0) -> int:
-        """Number, 1 to 2**30 - 1, of a transfer of the current direction, or of its amax agreements (transfer 0).
+        """Number, 1 to 2**30 - 1, of a transfer of the current pass, or of its amax agreements (transfer 0).
 
         The number is a hash of the name, so that it is equal on all ranks, whatever else each rank has run."""
-        key = self._direction, transfer, piece
+        key = self._pass, transfer, piece
         if key not in self._numbers:
-            layer, direction = self._direction
+            layer, pass_name = self._pass
             what = f"transfer {transfer}" if transfer else "an agreement"
             name = (
-                f"{f'piece {piece} of ' if piece else ''}{what} of {f'{layer} in {direction}' if layer else 'no layer'}"
+                f"{f'piece {piece} of ' if piece else ''}{what} of {f'{layer} in {pass_name}' if layer else 'no layer'}"
             )
             self._numbers[key] = crc32(name.encode()) % (2**30 - 1) + 1
             self._names[self._numbers[key]] = name
@@ -150,7 +150,7 @@ class Transport:
         return self._used[-1].copied(whole)
 
     def kept(self, parts: Sequence[Tensor]) -> Parts:
-        """Return copies of the parts in the slot of the last transfer. The copies remain valid after the direction."""
+        """Return copies of the parts in the slot of the last transfer. The copies remain valid after the pass."""
         slot = self._used[-1]
         return tuple(slot.copied(part) if part.is_contiguous() else slot.copied(part.t()).t() for part in parts)
 

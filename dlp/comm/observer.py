@@ -17,7 +17,7 @@ kind:
     broadcast        (R-1) n s on the root, 0 elsewhere; scatter, gather and reduce are counted in the same way
     send, copy       n s; recv and barriers 0
 
-Callers use `label` to name the layer, direction and precision of a transfer.
+Callers use `label` to name the layer, purpose and precision of a transfer.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ CHECKS = (
     # layer name of the transfers that compare replicas and the actions of ranks; no plan predicts these bytes
     "replicas"
 )
-DIRECTIONS = ("fprop", "dgrad", "wgrad", "weights", "grads", "amax", "other")
+PURPOSES = ("fprop", "dgrad", "wgrad", "weights", "grads", "amax", "other")
 
 
 class Label(NamedTuple):
-    """Layer, direction and precision of a transfer. `direction`: one of DIRECTIONS, or "". `precision`: "" for the
+    """Layer, purpose and precision of a transfer. `purpose`: one of PURPOSES, or "". `precision`: "" for the
     dtype that is sent."""
 
     layer: str = ""
-    direction: str = ""
+    purpose: str = ""
     precision: str = ""
 
 
@@ -61,7 +61,7 @@ class Key(NamedTuple):
     kind: str
     precision: str
     layer: str
-    direction: str
+    purpose: str
 
 
 _NOBODY = Label()
@@ -83,7 +83,7 @@ counting = torch._C._len_torch_dispatch_stack
 
 
 def label(**fields: str) -> AbstractContextManager[None]:
-    """Label the transfers of a context with layer, direction or precision. Fields that are not passed keep their value.
+    """Label the transfers of a context with layer, purpose or precision. Fields that are not passed keep their value.
 
     The label costs almost nothing when no observer counts."""
     return _labelled(fields) if counting() else UNCOUNTED
@@ -219,7 +219,7 @@ class Observer(TorchDispatchMode):
     """Context that counts `sent` bytes and `launches` of collectives, by Key.
 
     names        maps ranks of a group to a name, see `ParallelDims.group_names`
-    unlabelled   maps (group, kind) to the direction of transfers without a label, such as the transfers of FSDP
+    unlabelled   maps (group, kind) to the purpose of transfers without a label, such as the transfers of FSDP
 
     Compiled code runs compiled, with the bits of a pass without observer. Raises RuntimeError for a collective that the
     observer cannot count.
@@ -267,11 +267,11 @@ class Observer(TorchDispatchMode):
         at = _At(len(ranks), rank, arguments)
         group, kind_name = self.names.get(ranks, "other"), kind.removesuffix("[]")
         said = _LABEL.get()
-        direction = said.direction or self.unlabelled.get((group, kind_name), "other")
+        purpose = said.purpose or self.unlabelled.get((group, kind_name), "other")
         for dtype, nbytes in _sent(kind, arguments[source], at):
-            key = Key(group, kind_name, said.precision or dtype_name(dtype), said.layer, direction)
+            key = Key(group, kind_name, said.precision or dtype_name(dtype), said.layer, purpose)
             self.sent[key] += nbytes
-        self.launches[Key(group, kind_name, "", said.layer, direction)] += 1
+        self.launches[Key(group, kind_name, "", said.layer, purpose)] += 1
 
     def replayed(self, captured: Observer, times: int) -> None:
         """Count `times` replays of a CUDA graph whose capture was counted in `captured`. The dispatcher does not see
@@ -310,7 +310,7 @@ def _is_opaque(func: Any) -> bool:
 
 
 def totals(counts: Mapping[Any, int], *fields: str) -> dict[Any, int]:
-    """Sum counts by these fields of their keys, for example totals(seen.sent, "group", "direction")[("tp", "fprop")]."""
+    """Sum counts by these fields of their keys, for example totals(seen.sent, "group", "purpose")[("tp", "fprop")]."""
     sums: Counter[Any] = Counter()
     for key, count in counts.items():
         chosen = tuple(getattr(key, field) for field in fields)

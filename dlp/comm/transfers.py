@@ -26,7 +26,7 @@ WHOLE: Cuts = ((0, 1),)
 
 class SlotSource(Protocol):
     """The interface of `dlp.comm.mapped.Transport` that a transfer uses. `transfers`, `checked`: transfers that the current
-    direction has begun, and transfers among them whose bits are summed at its end."""
+    pass has begun, and transfers among them whose bits are summed at its end."""
 
     group: ProcessGroup
     rank: int
@@ -77,7 +77,7 @@ class Gathering:
         return self
 
     def gather(self) -> Pending[Parts]:
-        """Send `mine`. The result is the parts of all ranks, which must be read before the direction finishes."""
+        """Send `mine`. The result is the parts of all ranks, which must be read before the pass finishes."""
         self.send()._keep()
         return Pending((), self.all_parts)
 

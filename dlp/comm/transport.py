@@ -1,7 +1,7 @@
 """Choice of the process groups that send through mapped memory (`dlp.comm.mapped`), the reasons of the other groups, and the
 agreement on amaxes.
 
-`ask_for` decides once for each group. `in_direction` tells the transport of a group, if the group has one, where the direction
+`ask_for` decides once for each group. `in_pass` tells the transport of a group, if the group has one, where the pass
 of a layer begins and ends.
 
 `agree` computes the maxima over ranks of observed amaxes in one transfer, by the transport or by an all-reduce,
@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 
 from dlp.comm import observer
 from dlp.comm.collectives import Parts
-from dlp.comm.mapped import NO_LAYER, LayerDirection, Transport
+from dlp.comm.mapped import NO_LAYER, LayerPass, Transport
 from dlp.comm.slots import MAXIMA, RANKS, CudaSlot
 from dlp.comm.watch import Watch
 from dlp.kernels import loader
@@ -35,7 +35,7 @@ from dlp.kernels.launches import Lane, call, is_recording
 _MAX = AllreduceOptions()
 _MAX.reduceOp, _MAX.asyncOp = dist.ReduceOp.MAX, False  # type: ignore[assignment]
 
-NO_TRANSPORT = nullcontext()  # the direction of a group without a transport
+NO_TRANSPORT = nullcontext()  # the pass of a group without a transport
 
 # Both dicts have an entry for each group that `ask_for` was called with; keys are names of groups.
 # _OF_GROUP has the transport of the group. _WHY_NOT has the reason why the group has none, or "".
@@ -57,7 +57,7 @@ def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     if group.size() == 1 or not observed:
         return list(observed)
     transport = _OF_GROUP.get(group.group_name)
-    with observer.label(direction="amax", precision="") if observer.counting() else observer.UNCOUNTED:
+    with observer.label(purpose="amax", precision="") if observer.counting() else observer.UNCOUNTED:
         if transport is not None and all(value.numel() <= MAXIMA for value in observed):
             return transport.agree(observed)
         if is_recording():
@@ -171,18 +171,18 @@ def mapped_memory() -> list[Tensor]:
     return [memory for transport in _OF_GROUP.values() if transport is not None for memory in transport.memory]
 
 
-def in_direction(
-    group: ProcessGroup | None, style: str = "", direction: LayerDirection = NO_LAYER
+def in_pass(
+    group: ProcessGroup | None, style: str = "", layer_pass: LayerPass = NO_LAYER
 ) -> AbstractContextManager[None]:
-    """Context of a direction of a layer whose transfers use this group (`Transport.start`, `Transport.finish`). After an error
-    the direction stays open."""
+    """Context of a pass of a layer whose transfers use this group (`Transport.start`, `Transport.finish`). After an error
+    the pass stays open."""
     transport = None if group is None else _OF_GROUP.get(group.group_name)
-    return NO_TRANSPORT if transport is None else _started(transport, style, direction)
+    return NO_TRANSPORT if transport is None else _started(transport, style, layer_pass)
 
 
 @contextmanager
-def _started(transport: Transport, style: str, direction: LayerDirection) -> Iterator[None]:
-    transport.start(style, direction)
+def _started(transport: Transport, style: str, layer_pass: LayerPass) -> Iterator[None]:
+    transport.start(style, layer_pass)
     yield
     transport.finish()
 
@@ -202,7 +202,7 @@ def waits() -> list[str]:
 
 
 def kept(group: ProcessGroup | None, parts: Sequence[Tensor]) -> Parts:
-    """Return gathered parts in memory that outlives the direction: copied out of a slot if the group has a transport,
+    """Return gathered parts in memory that outlives the pass: copied out of a slot if the group has a transport,
     else unchanged."""
     transport = None if group is None else transport_of(group)
     return tuple(parts) if transport is None else transport.kept(parts)

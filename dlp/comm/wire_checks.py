@@ -80,8 +80,8 @@ class Damaged(NamedTuple):
     sender: int
 
     def __str__(self) -> str:
-        layer, direction = self.label.layer or "no single layer", self.label.direction or "weights or gradients"
-        return f"{direction} of {layer} from rank {self.sender}"
+        layer, purpose = self.label.layer or "no single layer", self.label.purpose or "weights or gradients"
+        return f"{purpose} of {layer} from rank {self.sender}"
 
 
 class WireChecks(Observer):

@@ -25,7 +25,7 @@ from dlp.parallel.linear.modules import LinearCore
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor, as_bytes
-from dlp.runtime.function import Directions, apply_pass, autocasts, opaque, refuse_transforms
+from dlp.runtime.function import Passes, apply_pass, autocasts, opaque, refuse_transforms
 
 
 def _formats(spec: LinearSpec) -> list[Format]:
@@ -129,7 +129,7 @@ def _backward(ctx: Any, bank: Bank, dys: Sequence[Tensor | None]) -> Sequence[An
     return [collected.launch(bank.ends) if collected.gemms else torch.cat(dxs), *dws]
 
 
-BANK = Directions(_forward, _backward)
+BANK = Passes(_forward, _backward)
 
 
 def _prepared(core: LinearCore, rows: Tensor) -> tuple[autograd.Run, Tensor]:

@@ -90,7 +90,7 @@ def _draw_words(draw: PhiloxState | None, x: Tensor) -> Words:
         )
     seed, tensor = draw.key
     across = -(-draw.total_columns // 16)
-    return counter.data_ptr(), draw.row, draw.column // 16, across, draw.direction, seed & WORD, tensor & WORD
+    return counter.data_ptr(), draw.row, draw.column // 16, across, draw.orientation, seed & WORD, tensor & WORD
 
 
 def cast_nvfp4(

@@ -93,7 +93,7 @@ class KernelEntry:
     prepare    function that prepares a later launch: for casts a launch for many matrices, for GEMMs a launch for two layouts;
                None: not available
     captured   whether all launches go through `dlp.kernels.launches` or torch, so that they may be captured; a forward or
-               backward with another kernel is launched step by step
+               backward with another kernel is launched one by one
     """
 
     operation: str

@@ -1,6 +1,6 @@
 """Records that a fuser keeps between calls, and the state of one call.
 
-    FuserPlan    the ops of each direction; one plan for each state of the fuser (recipes, gradients needed, dtype, ...)
+    FuserPlan    the ops of each pass; one plan for each state of the fuser (recipes, gradients needed, dtype, ...)
     FuserCall    one record for each set of shapes, strides and dtypes: plan, linears, captured launches
     Pass         state of one forward and its backward
 
@@ -25,7 +25,7 @@ from dlp.parallel.linear.state import BoundSpec
 
 
 class Placed(NamedTuple):
-    """An op of one direction, and the indices of its basic ops in the fuser."""
+    """An op of one pass, and the indices of its basic ops in the fuser."""
 
     op: Any
     places: tuple[int, ...]
@@ -35,7 +35,7 @@ class Placed(NamedTuple):
 class FuserPlan:
     """Operations that a fuser runs in one state.
 
-    forward, backward   the ops of each direction, in the order of forward
+    forward, backward   the ops of each pass, in the order of forward
     needs_dx            by basic op: whether the gradient of the input is needed
     needs_backward      by basic op: whether this op, or an op before it, needs a gradient
     quantizers          by basic op: (quantizers with which the previous op will cast dx, quantizers with which the next op

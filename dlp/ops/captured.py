@@ -6,7 +6,7 @@
                     the replay into several native calls
 
 All ops must only launch kernels of this package, call collectives and operations of torch by `dlp.kernels.launches`, and take
-views. The printed plan states why a direction is not captured.
+views. The printed plan states why a pass is not captured.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from dlp.kernels.launches import is_recording
 from dlp.kernels.ranges import named_range
 from dlp.ops.context import OWN
-from dlp.parallel.linear.capture import directions
-from dlp.runtime.capture import SEEN, CapturedDirections, CapturedLaunches, NotPlain
+from dlp.parallel.linear.capture import captured_passes
+from dlp.runtime.capture import SEEN, CapturedLaunches, CapturedPasses, NotPlain
 from dlp.runtime.function import multiplies_tf32, shape_key, shape_keys
 
 Flat = list[Tensor | None]
@@ -56,29 +56,29 @@ class ReplayResults:
 
 
 class ReplayEntry(NamedTuple):
-    """Captured launches and their results; valid while the caches of the layers contain these `directions`."""
+    """Captured launches and their results; valid while the caches of the layers contain these `passes`."""
 
-    directions: CapturedDirections
+    passes: CapturedPasses
     launches: CapturedLaunches
     results: ReplayResults
 
 
 class Direction:
-    """One direction of one plan, and its captured launches.
+    """One pass of one plan, and its captured launches.
 
     name       "forward" or "backward"
     ops        the names of the ops, for messages
-    obstacle   reason why this direction is never captured; empty: it can be captured
+    obstacle   reason why this pass is never captured; empty: it can be captured
     linears    the names of the linears, for the named range of the launches
     captured   the captured launches so far. Each linear holds the same object in the cache of calls, and drops it when memory
-               that launches read moves, for example a table of scales; then this direction is captured again
+               that launches read moves, for example a table of scales; then this pass is captured again
     entries    captured launches, by all that the launches depend on
     """
 
     def __init__(self, name: str, ops: str, obstacle: str, linears: str) -> None:
         self.name, self.ops, self.obstacle = name, ops, obstacle
         self.range = f"{linears or ops}.{name}"
-        self.captured: CapturedDirections | None = None
+        self.captured: CapturedPasses | None = None
         self.bounds: Sequence[Any] = ()
         self.entries: dict[Key, ReplayEntry] = {}
 
@@ -87,11 +87,11 @@ class Direction:
     ) -> Flat | None:
         """Run captured launches on these tensors and return their results; None if they may not run now."""
         for bound in bounds:
-            if bound.calls.get(self) is not entry.directions:
+            if bound.calls.get(self) is not entry.passes:
                 return None
-        why = entry.directions.obstacle()
+        why = entry.passes.obstacle()
         if why:
-            entry.directions.passed[self.name] = why
+            entry.passes.skipped[self.name] = why
             return None
         with named_range(self.range):
             return entry.results.flat(entry.launches(reads, addresses), reads)
@@ -105,7 +105,7 @@ class Direction:
         reads, addresses   the tensors that the ops read, without repetition
         key                values that the launches depend on, besides the shapes, strides, dtypes and alignment of `reads`
         """
-        captured = self._directions(bounds, reads[0])
+        captured = self._passes(bounds, reads[0])
         if not captured.possible[self.name]:
             return compute(), None
         rounds = reads[0].dtype is torch.float32 and multiplies_tf32(reads[0])
@@ -143,7 +143,7 @@ class Direction:
         entry = self.entries[key] = ReplayEntry(captured, launches, recorded[0])
         return recorded[0].flat(allocated, reads), entry
 
-    def _directions(self, bounds: Sequence[Any], x: Tensor) -> CapturedDirections:
+    def _passes(self, bounds: Sequence[Any], x: Tensor) -> CapturedPasses:
         """Captured launches so far; a new object if a linear has dropped the old object."""
         captured = self.captured
         if captured is not None:
@@ -152,7 +152,7 @@ class Direction:
                     break
             else:
                 return captured
-        captured = self.captured = directions(self.ops, bounds, {self.name: self.obstacle}, x)
+        captured = self.captured = captured_passes(self.ops, bounds, {self.name: self.obstacle}, x)
         self.bounds = bounds
         self.entries.clear()
         for bound in bounds:
@@ -167,7 +167,7 @@ class Direction:
         self.entries.clear()
 
     def describe(self) -> list[str]:
-        """Lines for the printed plan: whether this direction is captured, or the reason why not; no lines before the first
+        """Lines for the printed plan: whether this pass is captured, or the reason why not; no lines before the first
         run."""
         captured = self.captured
         if captured is None:

@@ -22,7 +22,7 @@ class OperationContext:
         to_save: arguments of `save_for_backward`.
         saved_tensors: these tensors, in backward.
         dirty: inputs that forward has written to.
-        pass_tensors: tensors that a linear reads in this direction only; dropped afterwards.
+        pass_tensors: tensors that a linear reads in this pass only; dropped afterwards.
         deferred: tensors of a backward whose wgrad is delayed.
         shared_addresses: addresses of gradients that several outputs share.
 

@@ -2,7 +2,7 @@
 
 Fusions are applied once for each state of the fuser: the active spec of every linear, the tensors that need gradients, train
 or eval mode, dtype, registered fusions. The result, a `FuserPlan`, is kept, and found again when a recipe is set again.
-`dlp.ops.passes` runs the directions of a plan. Under torch.compile and dispatch modes ops run one by one (`dlp.ops.traced`).
+`dlp.ops.passes` runs the passes of a plan. Under torch.compile and dispatch modes ops run one by one (`dlp.ops.traced`).
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ class OperationFuser:
     def _forget(self, setting_values: list[Any]) -> None:
         """Drop plans and captured launches, after a setting of an op has changed."""
         for plan in self.plans.values():
-            for direction in plan.captured:
-                direction.forget()
+            for captured in plan.captured:
+                captured.forget()
         self.plans.clear()
         self.calls.clear()
         self.setting_values = setting_values
@@ -292,13 +292,13 @@ class OperationFuser:
                     lines.append(f"{self.names[at]} stores y, which the cast of {self.names[i]} reads: {why}")
         return lines
 
-    def _obstacle(self, which: str, direction: Sequence[Placed], ctxs: Sequence[Any]) -> str:
-        """Reason why a direction cannot be captured, from the first op with a reason; empty: the direction can be captured."""
-        obstacles = ((places[0], op.obstacle([ctxs[i] for i in places], which)) for op, places in direction)
+    def _obstacle(self, which: str, ops: Sequence[Placed], ctxs: Sequence[Any]) -> str:
+        """Reason why a pass cannot be captured, from the first op with a reason; empty: the pass can be captured."""
+        obstacles = ((places[0], op.obstacle([ctxs[i] for i in places], which)) for op, places in ops)
         return next((f"{self.names[first]}: {why}" for first, why in obstacles if why), "")
 
     def _placed(self, ops: Ops, which: str) -> list[Placed]:
-        """The ops of one direction with the indices of their basic ops. A fused op without this direction is replaced by its
+        """The ops of one pass with the indices of their basic ops. A fused op without this pass is replaced by its
         basic ops."""
         placed, at = [], 0
         for op in ops:

@@ -1,4 +1,4 @@
-"""Fusions: functions that replace ops of a sequence by fused ops, in one direction or in both.
+"""Fusions: functions that replace ops of a sequence by fused ops, in one pass or in both.
 
     func(ops, *, recipe) -> ops     `recipe`: the recipe of the first linear, None without a linear
 
@@ -24,7 +24,7 @@ Match = Sequence[Any]
 
 @dataclass
 class Fusions:
-    """The registered fusions, by direction. version: number of registrations; plans of another version are not used."""
+    """The registered fusions, by pass. version: number of registrations; plans of another version are not used."""
 
     forward: list[Fusion] = field(default_factory=list)
     backward: list[Fusion] = field(default_factory=list)
@@ -95,7 +95,7 @@ def register_forward_backward_fusion(func: Fusion, prepend: bool = False) -> Non
 
 
 def fuse(which: str, basic_ops: Ops, recipe: Any, notes: list[str]) -> Ops:
-    """Apply all fusions of a direction to basic ops, and return the resulting ops. notes: receives a line for each pattern
+    """Apply all fusions of a pass to basic ops, and return the resulting ops. notes: receives a line for each pattern
     that matches and is not fused, with the reason.
 
     Raises RuntimeError for a fusion that loses, adds or moves a basic op.

@@ -78,8 +78,8 @@ class FusibleOperation(nn.Module):
         return {name: value for name, value in vars(self).items() if name != "_fuser"}
 
     def obstacle(self, basic_op_ctxs: Sequence[OperationContext], which: str) -> str:
-        """Reason why direction `which`, "forward" or "backward", cannot be captured: on a GPU the direction has effects that
-        recorded launches do not repeat. Empty: the direction can be captured."""
+        """Reason why pass `which`, "forward" or "backward", cannot be captured: on a GPU the pass has effects that
+        recorded launches do not repeat. Empty: the pass can be captured."""
         raise NotImplementedError
 
     # The fuser calls these two. A fused op overrides one or both of them; `BasicOperation` calls op_forward and op_backward.
@@ -202,7 +202,7 @@ class BasicOperation(FusibleOperation):
         return "" if self.launches else "it computes by torch"
 
     def runs_in(self, which: str) -> bool:
-        """Whether the op has direction `which`: a basic op has both directions."""
+        """Whether the op has pass `which`: a basic op has both passes."""
         return True
 
     def op_forward(
@@ -281,7 +281,7 @@ class FusedOperation(FusibleOperation):
         return next((why for op, ctx in pairs if (why := op.obstacle([ctx], which))), "")
 
     def runs_in(self, which: str) -> bool:
-        """Whether the class overrides the method of this direction; else the basic ops run."""
+        """Whether the class overrides the method of this pass; else the basic ops run."""
         method = f"fuser_{which}"
         return getattr(type(self), method) is not getattr(FusibleOperation, method)
 

@@ -1,8 +1,8 @@
-"""Forward and backward of a fuser, and the two directions that `PassFunction` runs.
+"""Forward and backward of a fuser, which `PassFunction` runs.
 
 forward    runs the ops in order on values (`dlp.ops.values`); saved tensors become one flat list
 backward   runs the ops in reverse on gradients, down to the first op that needs a gradient
-captured   from the third call on, a captured direction replays launches (`dlp.ops.captured`), and no op runs
+captured   from the third call on, a captured pass replays launches (`dlp.ops.captured`), and no op runs
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dlp.ops.calls import FuserCall, Pass, Placed, ResultLayout, deduplicated
 from dlp.ops.captured import Flat, ReplayEntry
 from dlp.ops.values import HANDED, INTEGERS, LAZY, MANY, Value, each, is_handed, share_bytes, tensor_of
 from dlp.parallel.weight.local import held
-from dlp.runtime.function import Directions, layout_keys, multiplies_tf32, owned
+from dlp.runtime.function import Passes, layout_keys, multiplies_tf32, owned
 
 
 def check_count(name: str, what: str, found: Any, expected: int) -> None:
@@ -478,4 +478,4 @@ def _recorded_backward(ctx: Any, run: Pass, grads: Sequence[Tensor | None]) -> S
     return [grad if need else None for grad, need in zip(results, ctx.needs_input_grad[2:], strict=True)]
 
 
-FUSER = Directions(forward, _recorded_backward)
+FUSER = Passes(forward, _recorded_backward)

@@ -1,4 +1,4 @@
-"""The printed plan of a Sequential: groups, ops of each direction, and patterns that are not fused, with reasons."""
+"""The printed plan of a Sequential: groups, ops of each pass, and patterns that are not fused, with reasons."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class SequencePlan:
 
 
 def group_plan(fuser: OperationFuser) -> str:
-    """The lines of one fuser: the ops of each direction in the last call or, before the first call, fused without knowledge of
+    """The lines of one fuser: the ops of each pass in the last call or, before the first call, fused without knowledge of
     recipes and gradients; and notes."""
     notes: list[str]
     if fuser.last is not None:
-        directions: Any = [[placed.op for placed in ops] for ops in (fuser.last.forward, fuser.last.backward)]
+        passes: Any = [[placed.op for placed in ops] for ops in (fuser.last.forward, fuser.last.backward)]
         notes = list(fuser.last.notes)
-        notes += [line for direction in fuser.last.captured for line in direction.describe()]
+        notes += [line for captured in fuser.last.captured for line in captured.describe()]
     else:
         notes = []
-        directions = [fuse(which, fuser.basic_ops, None, notes) for which in ("forward", "backward")]
+        passes = [fuse(which, fuser.basic_ops, None, notes) for which in ("forward", "backward")]
     lines = [f"ops {', '.join(fuser.names)}"]
-    for which, ops in zip(("forward", "backward"), directions, strict=True):
+    for which, ops in zip(("forward", "backward"), passes, strict=True):
         lines.append(f"  {which:9}{' | '.join(_name_of(op) for op in ops)}")
     cores = [op.core for _, _, op in fuser.linears]
     notes += [note for core in cores for note in sorted(core.session.noted) if note.startswith(f"{core.spec.name}: ")]

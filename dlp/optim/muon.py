@@ -35,7 +35,7 @@ BUFFER = "momentum_buffer"
 
 
 MUON = "muon"
-OWN = {"layer": "dlp.optim", "direction": "other"}  # layer name of the transfers of a step in ledgers
+OWN = {"layer": "dlp.optim", "purpose": "other"}  # layer name of the transfers of a step in ledgers
 
 
 def is_matrix_of_block(parameter: str, shape: Sequence[int]) -> bool:

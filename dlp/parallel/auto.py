@@ -2,7 +2,7 @@
 
     python -m dlp.parallel.tune CONFIG ──► Times, a table (JSON) ──► `choose` ──► names of strategies in the rows of the plan
 
-A table has the times of the directions of layers under each strategy, for one GPU, number of ranks and transport. For a layer
+A table has the times of the passes of layers under each strategy, for one GPU, number of ranks and transport. For a layer
 in the table, `choose` takes the strategy with the lowest measured time; for another layer, the strategy with the lowest time
 predicted from the table's rates of GEMMs and links. The strategy must be faster than `serial` by a margin, and a measured
 difference must exceed the noise.
@@ -74,7 +74,7 @@ class Problem(NamedTuple):
 class Choice(NamedTuple):
     """The strategy of one GEMM of a layer, with times in milliseconds under this strategy and under serial.
 
-    A time is of the direction if it was measured, else of the GEMM and its transfer by the model. `why`: the reason for serial
+    A time is of the pass if it was measured, else of the GEMM and its transfer by the model. `why`: the reason for serial
     without a comparison of times."""
 
     gemm: str
@@ -90,7 +90,7 @@ class Choice(NamedTuple):
 class Row:
     """The measured times of one problem.
 
-    directions   GEMM -> strategy -> seconds of the direction that the GEMM belongs to
+    passes   GEMM -> strategy -> seconds of the pass that the GEMM belongs to
     noise        uncertainty of these times, in the same form
     gemms        GEMM -> seconds of the GEMM without a transfer, for all members
     sizes        M, N, K of a rank
@@ -98,16 +98,16 @@ class Row:
 
     key: tuple[Any, ...]
     sizes: Sizes
-    directions: Mapping[str, Mapping[str, float]]
+    passes: Mapping[str, Mapping[str, float]]
     noise: Mapping[str, Mapping[str, float]]
     gemms: Mapping[str, float]
 
     def fastest(self, gemm: str) -> str | None:
-        """The strategy of a GEMM's direction: serial, unless another strategy was faster by a margin and by more than
+        """The strategy of a GEMM's pass: serial, unless another strategy was faster by a margin and by more than
         the noise of both.
 
         None: serial was not measured."""
-        times, noise = self.directions.get(gemm, {}), self.noise.get(gemm, {})
+        times, noise = self.passes.get(gemm, {}), self.noise.get(gemm, {})
         if SERIAL not in times:
             return None
         best, serial = min(times, key=lambda name: times[name]), times[SERIAL]
@@ -178,7 +178,7 @@ class Times:
 
     @cached_property
     def _by_key(self) -> dict[tuple[Any, ...], Row]:
-        return {row.key: row for row in self.rows if row.directions}
+        return {row.key: row for row in self.rows if row.passes}
 
     def row(self, problem: Problem) -> Row | None:
         return self._by_key.get(problem.key)
@@ -201,7 +201,7 @@ class Times:
         of the link are kept."""
         if ranks == self.ranks:
             return self
-        rates = tuple(replace(row, directions={}, noise={}) for row in self.rows)
+        rates = tuple(replace(row, passes={}, noise={}) for row in self.rows)
         return replace(self, ranks=ranks, rows=rates, about={**self.about, "from_ranks": self.ranks})
 
     def rate(self, problem: Problem, gemm: str) -> float | None:
@@ -221,7 +221,7 @@ class Times:
         """Text of the file. `choices`: the strategies chosen by the table."""
         rows = [
             {**dict(zip(("style", "tokens", "in_features", "out_features", "recipe"), row.key, strict=True)),
-             "sizes": row.sizes, "direction_us": {g: _microseconds(of) for g, of in row.directions.items()},
+             "sizes": row.sizes, "pass_us": {g: _microseconds(of) for g, of in row.passes.items()},
              "noise_us": {g: _microseconds(of) for g, of in row.noise.items()}, "gemm_us": _microseconds(row.gemms)}
             for row in self.rows
         ]  # fmt: skip
@@ -250,12 +250,12 @@ def _row(
     **us: Any,
 ) -> Row:  # fmt: skip
     """Parse one entry of the file. Raises KeyError, TypeError, AttributeError or ValueError for a malformed entry."""
-    directions, noise = ({gemm: _seconds(of) for gemm, of in us[by].items()} for by in ("direction_us", "noise_us"))
-    for name in {name for of in directions.values() for name in of}:
+    passes, noise = ({gemm: _seconds(of) for gemm, of in us[by].items()} for by in ("pass_us", "noise_us"))
+    for name in {name for of in passes.values() for name in of}:
         overlaps.load(name)  # ValueError for an unknown strategy
     m, n, k = sizes
     return Row(
-        (style, tokens, in_features, tuple(out_features), recipe), (m, n, k), directions, noise, _seconds(us["gemm_us"])
+        (style, tokens, in_features, tuple(out_features), recipe), (m, n, k), passes, noise, _seconds(us["gemm_us"])
     )
 
 
@@ -366,7 +366,7 @@ def _choice(gemm: str, problem: Problem, times: Times) -> Choice:
     if isinstance(work, str):
         return Choice(gemm, SERIAL, why=work)
     row = times.row(problem)
-    measured = {} if row is None else row.directions.get(gemm, {})
+    measured = {} if row is None else row.passes.get(gemm, {})
     # NCCL's kernels occupy SMs that a concurrent GEMM lacks; the model ignores this
     modelled = (SERIAL,) if times.transport == NCCL else CANDIDATES
     predicted = {name: overlaps.load(name).seconds(work) for name in modelled} if work.gemms else {}

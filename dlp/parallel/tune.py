@@ -1,4 +1,4 @@
-"""Measure the directions of a config's layers under each overlap strategy, and write the table that "auto" reads.
+"""Measure the passes of a config's layers under each overlap strategy, and write the table that "auto" reads.
 
     torchrun --nproc-per-node 2 -m dlp.parallel.tune CONFIG [--section.key value ...] --out overlap.json
                                 [--recipes bf16 fp8_current] [--tokens 4096 8192] [--strategies serial chunked chunked:2]
@@ -201,12 +201,12 @@ def _measure(problem: Problem, strategies: Sequence[str], tp: DeviceMesh, dtype:
     pairs_of_times = zip(forwards, boths, strict=True)
     backwards = [Timed(both.seconds - forward.seconds, both.noise + forward.noise) for forward, both in pairs_of_times]
     by_gemm = {"fprop": forwards, "dgrad": backwards}
-    directions, noise = (
+    seconds, noise = (
         {gemm: dict(zip(strategies, (each[i] for each in of), strict=True)) for gemm, of in by_gemm.items()}
         for i in range(2)
     )
     alone = [each.seconds for each in timed(gemms_alone(problem, tp.size(), dtype, device), device, rounds)]
-    return Row(problem.key, problem.sizes(tp.size()), directions, noise, dict(zip(GEMMS, alone, strict=True)))
+    return Row(problem.key, problem.sizes(tp.size()), seconds, noise, dict(zip(GEMMS, alone, strict=True)))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -232,7 +232,7 @@ def links(group: ProcessGroup, device: torch.device, rounds: int) -> tuple[float
         shard = QuantizedTensor(HP, (torch.zeros(nbytes // 512, 256, dtype=torch.bfloat16, device=device),))
 
         def run() -> None:
-            with transport.in_direction(group):
+            with transport.in_pass(group):
                 overlaps.load(SERIAL).gather(shard, 0, group).whole()
 
         return run
@@ -288,10 +288,10 @@ def problems_of(
 
 
 def said(problem: Problem, row: Row, count: str) -> str:
-    """Format a line of progress: milliseconds of each direction by strategy, with noise. A star marks the choice of
+    """Format a line of progress: milliseconds of each pass by strategy, with noise. A star marks the choice of
     `auto`."""
     parts = []
-    for gemm, of in row.directions.items():
+    for gemm, of in row.passes.items():
         best, noise = row.fastest(gemm), row.noise[gemm]
         times = (f"{name} {1e3 * t:.3f}+-{1e3 * noise[name]:.3f}{'*' * (name == best)}" for name, t in of.items())
         parts.append(f"{gemm} " + "  ".join(times))

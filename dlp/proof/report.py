@@ -38,20 +38,20 @@ class Finding(NamedTuple):
         return self.guess.kind
 
     @property
-    def direction(self) -> str:
-        return direction(self.key)
+    def pass_name(self) -> str:
+        return pass_name(self.key)
 
     def __str__(self) -> str:
         kind = f"{self.guess.kind} ({self.guess.detail})" if self.guess.detail else self.guess.kind
         times = f"{self.ratio:.3g} times the bound" if self.ratio > 0 else "not bit-equal"
         return (
-            f"{self.key.tensor} of {self.key.layer or 'the model'} in {self.direction} of step {self.key.step} differs by "
+            f"{self.key.tensor} of {self.key.layer or 'the model'} in {self.pass_name} of step {self.key.step} differs by "
             f"{self.error:.2g} ({times}) on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))} of "
             f"{self.world}, {self.where}: {kind}: {KINDS[self.guess.kind]}"
         )
 
 
-def direction(key: Key) -> str:
+def pass_name(key: Key) -> str:
     """The pass in which a tensor is computed."""
     if key.step < 0:
         return "the start"
@@ -152,7 +152,7 @@ def _rows(findings: list[Finding]) -> list[tuple[str, ...]]:
         ratio = f"{each.ratio:.3g}" if each.ratio else "-"
         rows.append(
             (
-                str(each.key.step), each.direction.removeprefix("the "), each.key.layer or "-", each.key.tensor,
+                str(each.key.step), each.pass_name.removeprefix("the "), each.key.layer or "-", each.key.tensor,
                 f"{each.error:.2g}", ratio, ranks, each.where, each.guess.kind,
             )
         )  # fmt: skip

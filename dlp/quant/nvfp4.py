@@ -213,4 +213,4 @@ class Nvfp4Scaling:
                 f"nvfp4: a shard starts at column {at.column} of the contraction, inside a block of {BLOCK}; "
                 f"shard the contraction at multiples of {BLOCK}, or keep this operand in high precision"
             )
-        return ops.PhiloxState(at.row, at.column, at.columns, at.direction, at.counter, (at.seed, at.tensor_id))
+        return ops.PhiloxState(at.row, at.column, at.columns, at.orientation, at.counter, (at.seed, at.tensor_id))

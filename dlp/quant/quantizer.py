@@ -87,7 +87,7 @@ class Origin:
     rows, columns   sizes of the unsharded matrix; token rows count over all data-parallel ranks
     seed            part of the key of the random bits, as are `tensor_id` and `counter`
     counter         int64 [] on the device, which advances once per microbatch
-    direction       0: rowwise, 1: columnwise
+    orientation       0: rowwise, 1: columnwise
     """
 
     row: int
@@ -97,12 +97,17 @@ class Origin:
     seed: int
     tensor_id: int
     counter: Tensor
-    direction: int = 0
+    orientation: int = 0
 
     def t(self) -> Origin:
         """Return the origin of the transposed shard, which draws other random bits."""
         return replace(
-            self, row=self.column, column=self.row, rows=self.columns, columns=self.rows, direction=1 - self.direction
+            self,
+            row=self.column,
+            column=self.row,
+            rows=self.columns,
+            columns=self.rows,
+            orientation=1 - self.orientation,
         )
 
 

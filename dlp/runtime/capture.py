@@ -9,7 +9,7 @@ first condition, and raises `NotPlain` for other operations. The caller is respo
 results are allocated one by one, and all intermediate tensors in one allocation, in which tensors with disjoint lifetimes
 share memory.
 
-`CapturedDirections` captures the two directions of an autograd function:
+`CapturedPasses` captures the forward and the backward of an autograd function:
 
     first call      runs the function, which builds GEMM plans, workspaces and tables
     second call     records the launches of the function, and runs them
@@ -51,8 +51,8 @@ _NEW = {"aten::empty.memory_format", "aten::empty_strided", "aten::new_empty", "
 # Allocate a tensor of (shape, strides, dtype) on the current device without the dispatcher, as compiled code of torch
 # does.
 _EMPTY = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")}
-DIRECTIONS = FORWARD, BACKWARD = "forward", "backward"
-LIMIT = 64  # captured kinds of inputs of one autograd function; inputs of further kinds are launched step by step
+PASSES = FORWARD, BACKWARD = "forward", "backward"
+LIMIT = 64  # captured kinds of inputs of one autograd function; inputs of further kinds are launched one by one
 SEEN = "waits for a second call with inputs of these shapes"
 SHARED = "inputs share memory"
 VARIES = f"more than {LIMIT} combinations of shapes, strides and alignments"
@@ -206,16 +206,16 @@ def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: 
     return CapturedLaunches(launched, given, [_span(t) for t in fixed], results, watch.allocated)
 
 
-class CapturedDirections:
-    """The captured directions of an autograd function: of a layer, or of a sequence of ops.
+class CapturedPasses:
+    """The captured forward and backward of an autograd function: of a layer, or of a sequence of ops.
 
     obstacle   returns why captured launches may not run now; empty: they may
     memory     returns the tensors besides those of a call that launches read and write
-    why        by direction: reason why the direction is never captured; empty: it can be captured
-    possible   by direction: whether the direction can be captured
-    found      by direction and by all that the launches depend on except addresses: the captured launches, or the reason why
+    why        by pass: reason why the pass is never captured; empty: it can be captured
+    possible   by pass: whether the pass can be captured
+    found      by pass and by all that the launches depend on except addresses: the captured launches, or the reason why
                there are none (SEEN after the first call)
-    passed     by direction: reason why a call was last launched step by step although the direction can be captured
+    skipped    by pass that can be captured: reason why the last call neither captured launches nor used captured launches
     """
 
     def __init__(
@@ -228,11 +228,11 @@ class CapturedDirections:
     ) -> None:
         missing = "" if possible(x) else f"no kernels run on {x.device.type}"
         self.name, self.obstacle, self.memory = name, obstacle, memory
-        self.why = {direction: missing or said for direction, said in why.items()}
-        self.possible = {direction: not why for direction, why in self.why.items()}
-        self.ranges = {direction: named_range(f"{name}.{direction}") for direction in DIRECTIONS}
+        self.why = {pass_name: missing or said for pass_name, said in why.items()}
+        self.possible = {pass_name: not why for pass_name, why in self.why.items()}
+        self.ranges = {pass_name: named_range(f"{name}.{pass_name}") for pass_name in PASSES}
         self.found: dict[Key, CapturedLaunches | str] = {}
-        self.passed: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}
 
     def forward(
         self, key: Key, run: RunForward, reads: Sequence[Tensor], count: int
@@ -252,25 +252,25 @@ class CapturedDirections:
         return self.run((BACKWARD, *key), reads, run)
 
     def run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
-        """Call `run`, which reads `given`, or its captured launches. `key`: a direction, and all that the launches depend
+        """Call `run`, which reads `given`, or its captured launches. `key`: a pass, and all that the launches depend
         on."""
-        direction, why = key[0], self.obstacle()
+        pass_name, why = key[0], self.obstacle()
         if why:
-            return self._launched(direction, why, run)
+            return self._launched(pass_name, why, run)
         found = self.found.get(key)
         if isinstance(found, CapturedLaunches):  # a third call, or a later one
-            with self.ranges[direction]:
+            with self.ranges[pass_name]:
                 return found(given)
-        if not self.possible[direction]:
+        if not self.possible[pass_name]:
             return run()
         if found is None and len(self.found) >= LIMIT:
-            return self._launched(direction, VARIES, run)
+            return self._launched(pass_name, VARIES, run)
         if found is None:  # the first call
             self.found[key] = SEEN
         if found is not SEEN:  # the first call, or a call that could not be recorded
             return run()
         if not disjoint(given):  # the second call
-            return self._launched(direction, SHARED, run)
+            return self._launched(pass_name, SHARED, run)
         try:
             launches = record(run, given, self.memory())
         except NotPlain as why:
@@ -279,20 +279,20 @@ class CapturedDirections:
         self.found[key] = launches
         return launches(given)
 
-    def _launched(self, direction: str, why: str, run: Run) -> list[Tensor]:
-        self.passed[direction] = why
+    def _launched(self, pass_name: str, why: str, run: Run) -> list[Tensor]:
+        self.skipped[pass_name] = why
         return run()
 
-    def states(self, direction: str) -> Iterator[str]:
-        """Return, for each kind of inputs of this direction, the reason why it is not captured; an empty reason if it
+    def states(self, pass_name: str) -> Iterator[str]:
+        """Return, for each kind of inputs of this pass, the reason why it is not captured; an empty reason if it
         is captured."""
-        if self.why.get(direction):
-            yield self.why[direction]
+        if self.why.get(pass_name):
+            yield self.why[pass_name]
         for key, launches in self.found.items():
-            if key[0] == direction:
+            if key[0] == pass_name:
                 yield launches if isinstance(launches, str) else ""
-        if direction in self.passed:
-            yield self.passed[direction]
+        if pass_name in self.skipped:
+            yield self.skipped[pass_name]
 
 
 def possible(x: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """The autograd function of eager calls, keys of calls, modes of torch, and results that users may write to.
 
 A linear (`dlp.parallel.linear.autograd`) and a sequence of ops (`dlp.ops.passes`) run through the same `PassFunction`, each
-with two directions. Captured launches of a direction (`dlp.runtime.capture`) serve all calls with an equal key. Traced calls
-of linears run through opaque ops instead (`dlp.parallel.linear.opaque`).
+with a forward and a backward. Captured launches of a pass (`dlp.runtime.capture`) serve all calls with an equal key. Traced
+calls of linears run through opaque ops instead (`dlp.parallel.linear.opaque`).
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
 # The autograd function
 
 
-class Directions(NamedTuple):
-    """The two directions that `PassFunction` runs.
+class Passes(NamedTuple):
+    """The forward and backward that `PassFunction` runs.
 
     forward    (ctx, run, tensors) -> results; saves the tensors for backward with `ctx.save_for_backward`
     backward   (ctx, run, grads) -> the gradient of each tensor, None where no gradient is needed. An entry of `grads` is None
@@ -89,17 +89,17 @@ class Directions(NamedTuple):
 
 
 class PassFunction(torch.autograd.Function):
-    """`apply_pass(directions, run, *tensors)` -> results of the forward. `run` belongs to one forward and the backward of it.
+    """`apply_pass(passes, run, *tensors)` -> results of the forward. `run` belongs to one forward and the backward of it.
 
-    Parameters may be DTensors: the directions unwrap them and wrap their gradients, since an autograd function that does so for
+    Parameters may be DTensors: the passes unwrap them and wrap their gradients, since an autograd function that does so for
     each parameter takes as much host time as a small layer.
     """
 
     @staticmethod
-    def forward(ctx: Any, directions: Directions, run: Any, *tensors: Any) -> tuple[Tensor, ...]:
-        ctx.directions, ctx.run = directions, run
+    def forward(ctx: Any, passes: Passes, run: Any, *tensors: Any) -> tuple[Tensor, ...]:
+        ctx.passes, ctx.run = passes, run
         ctx.set_materialize_grads(False)
-        return directions.forward(ctx, run, tensors)
+        return passes.forward(ctx, run, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -107,8 +107,8 @@ class PassFunction(torch.autograd.Function):
             return _backward_once(ctx, *grads)
         if torch._C._is_any_autocast_enabled():
             with no_autocast(grads):
-                return None, None, *ctx.directions.backward(ctx, ctx.run, grads)
-        return None, None, *ctx.directions.backward(ctx, ctx.run, grads)
+                return None, None, *ctx.passes.backward(ctx, ctx.run, grads)
+        return None, None, *ctx.passes.backward(ctx, ctx.run, grads)
 
 
 @once_differentiable

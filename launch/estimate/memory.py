@@ -200,7 +200,7 @@ class _Estimate:
     def _symmetric(self) -> float:
         """Upper bound of the slots that tp ranks map (`dlp.comm.mapped`).
 
-        For each row of the table of styles and each size there is one slot per transfer of a direction (at most two), one slot
+        For each row of the table of styles and each size there is one slot per transfer of a pass (at most two), one slot
         of the smallest size for each further piece of a gather that is read in pieces, and one slot for amax agreements. Each
         slot is mapped in multiples of the granularity."""
         ranks = self.load.ranks(TP)

@@ -70,7 +70,7 @@ class StepWork:
         self.blocks = [block for block in self.linears if block]
         self.fsdp = bool(self.load.units) and self.shards > 1
         self.units = units_of(self.plan, self.load) if self.fsdp else {}
-        self.sent: dict[tuple[str, str], dict[str, int]] = {}  # bytes by GEMM, for each linear and direction
+        self.sent: dict[tuple[str, str], dict[str, int]] = {}  # bytes by GEMM, for each linear and pass
         self.mapped = transport_name(config.mesh.transport, found.dims, kind_of(device)) == MAPPED
         network = NETWORK.speed
         self.tp_speed = rates.link if self.mapped else network if leaves_host(TP, found.dims) else rates.nccl
@@ -196,9 +196,9 @@ class StepWork:
         work = 2.0 * self.tokens * sequence * m.heads * m.head_dim / self.tp
         seconds = work / rate.forward if forward else 2.5 * work / rate.backward
         seconds *= 1.0 if self.attention == FASTEST else OTHER_ATTENTION
-        direction = "forward" if forward else "backward"
+        pass_name = "forward" if forward else "backward"
         gathered = self._keys(block) if forward else ()
-        self._compute(f"{block} attention {direction}", ATTENTION, seconds, kernels=2 if forward else 4, waits=gathered)
+        self._compute(f"{block} attention {pass_name}", ATTENTION, seconds, kernels=2 if forward else 4, waits=gathered)
         if not forward and (reduced := self._keys(block)):
             self._compute(f"{block} gradients of keys", SUMS, 0.0, waits=reduced)
 
@@ -271,11 +271,11 @@ class StepWork:
         if waits:
             self._sum(linear, "dgrad", linear.shapes[0][1], waits)
 
-    def _sent(self, linear: LinearTraffic, direction: str) -> dict[str, int]:
-        """Bytes by GEMM of one direction, computed once for all microbatches."""
-        key = linear.name, direction
+    def _sent(self, linear: LinearTraffic, pass_name: str) -> dict[str, int]:
+        """Bytes by GEMM of one pass, computed once for all microbatches."""
+        key = linear.name, pass_name
         if key not in self.sent:
-            self.sent[key] = by_direction(linear.forward() if direction == "forward" else linear.backward())
+            self.sent[key] = by_purpose(linear.forward() if pass_name == "forward" else linear.backward())
         return self.sent[key]
 
     def _gemm_seconds(self, linear: LinearTraffic, gemm: str) -> float:
@@ -369,7 +369,7 @@ class StepWork:
             self._compute(f"{unit} copy out", COPIES, seconds, kernels=2, waits=waits)
 
     def _gathered_bytes(self, unit: str, backward: bool) -> float:
-        """Bytes of a unit's gathered weights in one direction."""
+        """Bytes of a unit's gathered weights in one pass."""
         again = bool(unit) and self.load.resharded
         if not self.fsdp or (backward and not again):
             return 0.0
@@ -434,9 +434,9 @@ def _bytes_per_element(operand: Operand, dtype: torch.dtype) -> float:
     return WIDE * (1 + observes) + sum(fmt.nbytes((1024, 1024), dtype) / 2**20 for fmt in formats)
 
 
-def by_direction(sends: Sends) -> dict[str, int]:
-    """Bytes of a linear's transfers by direction."""
+def by_purpose(sends: Sends) -> dict[str, int]:
+    """Bytes of a linear's transfers by purpose."""
     found: dict[str, int] = {}
     for sent, nbytes in sends:
-        found[sent.direction] = found.get(sent.direction, 0) + nbytes
-    return {direction: nbytes for direction, nbytes in found.items() if nbytes}
+        found[sent.purpose] = found.get(sent.purpose, 0) + nbytes
+    return {purpose: nbytes for purpose, nbytes in found.items() if nbytes}

@@ -13,7 +13,7 @@ from dlp.comm.mesh import AXES_WITH_CP, CP, DP_REPLICATE, FLATTENED, MAPPED, NCC
 from launch.common.units import said_bytes, said_seconds
 
 HOST = 8  # number of GPUs connected by NVLink
-OWN = {"layer": "launch", "direction": "other"}  # layer name in ledgers of the launcher's own transfers
+OWN = {"layer": "launch", "purpose": "other"}  # layer name in ledgers of the launcher's own transfers
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 
 With equal weights, tokens and random state both passes give equal bits, unless a GPU, its memory or a transfer failed. Compared
 are the loss, y of each module and the gradient of each parameter, by checksums of the bits (`dlp.kernels.ops.checksums`), which
-any flipped bit changes. A difference ends the run before the update, on all ranks, with rank, layer, direction, device and
+any flipped bit changes. A difference ends the run before the update, on all ranks, with rank, layer, pass, device and
 step, or skips the update. Under FSDP that reduces gradients once a step, the gradients of a step with several microbatches are
 not compared. Weights, optimizer states and gradients take one launch for 128 tensors; each y takes one launch, because later
 modules may write to its memory.
@@ -34,7 +34,7 @@ from dlp.parallel.model.session import session_of, without_effects
 from dlp.parallel.weight.local import local_values
 from launch.ranks.links import OWN
 
-Name = tuple[str, str]  # direction, and tensor or module
+Name = tuple[str, str]  # pass, and tensor or module
 Sums = list[tuple[list[Name], Tensor]]  # names of tensors, and the checksum of each, int64 [number of names]
 
 

@@ -60,7 +60,7 @@ from launch.training.wire_bytes import WARM, WireWatch
 from launch.weights import weights_only
 
 Batch = tuple[Tensor, ...]
-# Number of steps after which the captured directions are known; the ledger may have counted one of these steps
+# Number of steps after which the captured passes are known; the ledger may have counted one of these steps
 SETTLED = WARM + 2
 
 
@@ -154,8 +154,8 @@ class Trainer:
 
     def place(self) -> Place:
         """Return the current activity of this rank, for the thread that detects hangs."""
-        last, direction, doing = self.recipes.last, self.recipes.direction, self.doing
-        layer = "none yet" if last is None else f"{', '.join(last.members)} in {direction}"
+        last, pass_name, doing = self.recipes.last, self.recipes.last_pass, self.doing
+        layer = "none yet" if last is None else f"{', '.join(last.members)} in {pass_name}"
         text = f"step {self.recipes.steps + 1}, {doing + ', ' if doing else ''}last layer {layer}"
         return Place(text, bool(doing), self.took)
 

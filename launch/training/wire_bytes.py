@@ -74,7 +74,7 @@ def planned(
     if any(row.name.rpartition(".")[2] == "lm_head" and row.style == "column" for row in plan.layers):
         total.update(cross_entropy(load))
     shared = sum(observer.reduced(numel, 4, load.ranks(WORLD)) for numel in shared_numbers)
-    total[Sent(load.named(WORLD), OWN["layer"], OWN["direction"], "float32")] += shared
+    total[Sent(load.named(WORLD), OWN["layer"], OWN["purpose"], "float32")] += shared
     if optimizer == MUON:
         total.update(_gathers_of_muon(plan, load))
     return {sent: nbytes for sent, nbytes in total.items() if nbytes}
@@ -92,7 +92,7 @@ def _gathers_of_muon(plan: Plan, load: Workload) -> Counter[Sent]:
         gathered = {load.dims.shard_axis: prod(load.shard(parameter.shape, padded=True)) if load.units else 0}
         gathered |= {TP: prod(parameter.shape)} if parameter.name in cut_by_tp else {}
         for group, elements in gathered.items():
-            sent = Sent(load.named(group), MUONS["layer"], MUONS["direction"], "bfloat16")
+            sent = Sent(load.named(group), MUONS["layer"], MUONS["purpose"], "bfloat16")
             total[sent] += observer.gathered(2 * elements, load.ranks(group))
     return total
 
@@ -103,11 +103,11 @@ def by_group(sent: Mapping[Any, int]) -> dict[str, int]:
     return {group: sums[group] for group in GROUPS if sums.get(group)}
 
 
-COLUMNS = ("group", "pass", "bytes", "of bf16", "seconds", "over", "as")
+COLUMNS = ("group", "purpose", "bytes", "of bf16", "seconds", "over", "as")
 
 
 def describe(plan: Plan, load: Workload, optimizer: str = "adamw") -> list[str]:
-    """Return the lines of the plan about bytes on the wire: bytes that a rank sends in a step, by group and pass, next to
+    """Return the lines of the plan about bytes on the wire: bytes that a rank sends in a step, by group and purpose, next to
     the same plan in bf16, and seconds at the nominal speed of the link without other traffic."""
     try:
         ours, bf16 = planned(plan, load, optimizer), planned(in_bf16(plan), load, optimizer)
@@ -115,16 +115,16 @@ def describe(plan: Plan, load: Workload, optimizer: str = "adamw") -> list[str]:
         return [f"wire: {why}"]
     if not ours:
         return ["wire: one rank, nothing is sent"]
-    keys = dict.fromkeys((sent.group, sent.direction) for sent in (*ours, *bf16))
+    keys = dict.fromkeys((sent.group, sent.purpose) for sent in (*ours, *bf16))
     rows, seconds = [], 0.0
-    for group, direction in sorted(keys, key=lambda key: (key[0], observer.DIRECTIONS.index(key[1]))):
-        mine, other = ({s: n for s, n in t.items() if s[::2] == (group, direction)} for t in (ours, bf16))
+    for group, purpose in sorted(keys, key=lambda key: (key[0], observer.PURPOSES.index(key[1]))):
+        mine, other = ({s: n for s, n in t.items() if s[::2] == (group, purpose)} for t in (ours, bf16))
         nbytes, link = sum(mine.values()), link_of(group, load.dims, plan.device_type)
         takes = nbytes / link.speed
         seconds += takes
         precisions = ", ".join(dict.fromkeys(sent.precision for sent in mine)) or "nothing"
         rows.append(
-            (group, direction, said_bytes(nbytes), _share(mine, other), said_seconds(takes), str(link), precisions)
+            (group, purpose, said_bytes(nbytes), _share(mine, other), said_seconds(takes), str(link), precisions)
         )  # fmt: skip
     total = f"{said_bytes(sum(ours.values()))} a step, {_share(ours, bf16)} of bf16, {said_seconds(seconds)}"
     lines = [f"wire: each rank sends {total} at the nominal speed of the links without overlap", ""]
@@ -244,8 +244,8 @@ class WireWatch:
         return by_group(self.planned() or {})
 
     def account(self) -> list[dict[str, Any]]:
-        """Return the record of the counted step: counted bytes by group, pass, kind of collective and precision."""
-        fields = ("group", "direction", "kind", "precision")
+        """Return the record of the counted step: counted bytes by group, purpose, kind of collective and precision."""
+        fields = ("group", "purpose", "kind", "precision")
         sums = observer.totals(self.seen().sent, *fields)
         return [{**dict(zip(fields, key, strict=True)), "bytes": n} for key, n in sorted(sums.items()) if n]
 

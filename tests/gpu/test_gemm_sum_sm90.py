@@ -79,7 +79,7 @@ def test_it_is_captured_and_replayed(device):
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
 def test_replayed_backwards_of_a_layer_have_equal_bits(device, recipe):
-    """Directions are captured after their first runs; dx of replays is that of the first backward."""
+    """Passes are captured after their first runs; dx of replays is that of the first backward."""
     torch.manual_seed(0)
     layer = Linear(512, (256, 128, 128), bias=False, recipe=recipe, dtype=torch.bfloat16, device=device)
     x = torch.randn(384, 512, dtype=torch.bfloat16, device=device)

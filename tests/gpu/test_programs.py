@@ -13,7 +13,7 @@ from torch import nn
 
 import dlp
 from dlp.kernels import cuda, ops, reference
-from dlp.runtime.capture import DIRECTIONS
+from dlp.runtime.capture import PASSES
 from tests.cases import BY_SCALES
 from tests.gpu.inputs import values as special
 from tests.metrics import assert_bit_equal
@@ -36,7 +36,7 @@ def test_a_program_gives_the_bits_of_the_functions(device: str, recipe: str, cas
         compiles(pair.model[0])
     for seed in range(4):
         pair.step(lambda model, seed: forward_backward(model, seed, **options), seed)
-    check_used(pair.model, *DIRECTIONS)
+    check_used(pair.model, *PASSES)
 
 
 @pytest.mark.parametrize("recipe", BY_SCALES)
@@ -83,7 +83,7 @@ def test_on_another_stream_and_in_a_graph(device: str):
     graph.replay()
     for made, wanted in zip(captured, expected, strict=True):
         assert_bit_equal(made.cpu(), wanted.cpu())
-    check_used(pair.model, *DIRECTIONS)
+    check_used(pair.model, *PASSES)
 
 
 def kernels(run: Callable[[], object]) -> list[str]:

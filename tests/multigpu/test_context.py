@@ -65,7 +65,7 @@ def test_ranks_share_a_sequence_in_equal_parts():
 # Faults
 
 
-def own_contribution(x: Tensor, group: Any, layer: str = "", direction: str = "") -> Tensor:
+def own_contribution(x: Tensor, group: Any, layer: str = "", purpose: str = "") -> Tensor:
     """A reduce-scatter that returns this rank's rows without the sum."""
     return x.chunk(group.size())[group.rank()].contiguous()
 
@@ -149,7 +149,7 @@ def trained(config: Config, fault: str = "none", steps: int = STEPS) -> Found:
         for step in range(steps):
             losses.append(trainer.watched_step(step).numbers.read()[0] / trainer.built.dims.tp)
         if steps == STEPS and trainer.built.dims.cp > 1:
-            counted = {row["direction"] for row in trainer.wire.account() if row["group"] == "cp"}
+            counted = {row["purpose"] for row in trainer.wire.account() if row["group"] == "cp"}
             assert trainer.wire.watches and {"fprop", "dgrad"} <= counted, "keys, values and their gradients"
     training.end_determinism()
     return Found(gradients, norm, losses, {name: full(p) for name, p in model.named_parameters()})

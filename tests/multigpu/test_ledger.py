@@ -269,7 +269,7 @@ def test_a_weight_that_silently_travels_in_bf16_raises(ranks, tmp_path, data):
 def by_dp_shard(config: Config) -> int:
     """The bytes of gathers of weights over dp_shard."""
     seen = steps(config).wire.seen()
-    return sum(n for key, n in seen.sent.items() if (key.group, key.direction) == ("dp_shard", "weights"))
+    return sum(n for key, n in seen.sent.items() if (key.group, key.purpose) == ("dp_shard", "weights"))
 
 
 def untold(config: Config) -> tuple[str, int, dict[str, int]]:
@@ -410,7 +410,7 @@ def test_rows_of_the_ledger_program(ranks, tmp_path, data):
 
 def labels_of_gathers(config: Config) -> set[Any]:
     made = steps(config)
-    return {(key.direction, key.precision) for key in made.wire.seen().sent if "o_proj" in key.layer}
+    return {(key.purpose, key.precision) for key in made.wire.seen().sent if "o_proj" in key.layer}
 
 
 @pytest.mark.ranks(2)

@@ -281,7 +281,7 @@ def test_a_forgotten_amax_group_is_noticed(ranks, world):
 
 
 class Counts(NamedTuple):
-    """Number of collectives in one forward and backward: (gathers, exchanges, agreements) of each direction. An
+    """Number of collectives in one forward and backward: (gathers, exchanges, agreements) of each pass. An
     all-reduce counts as an exchange and a gather."""
 
     forward: tuple[int, int, int]

@@ -115,7 +115,7 @@ class _Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         grad = grad.clone()
-        with observer.label(layer="doubled", direction="dgrad"):
+        with observer.label(layer="doubled", purpose="dgrad"):
             dist.all_reduce(grad)
         return grad
 
@@ -126,7 +126,7 @@ def labels_and_groups() -> dict[Any, int]:
     pair = dist.new_group([0, 3]) if not hasattr(worker, "_pair") else worker._pair
     worker._pair = pair
     with seen:
-        with observer.label(layer="one", direction="fprop", precision="e4m3"):
+        with observer.label(layer="one", purpose="fprop", precision="e4m3"):
             dist.all_reduce(x, group=mesh["tp"].get_group())
             agree([x], mesh["dp_shard"].get_group())
         dist.all_reduce(x)
@@ -186,7 +186,7 @@ def opaque_and_dtensor() -> tuple[dict[str, int], bool]:
     for name, run in (("eager", layer), ("compiled", compiled)):
         with observer.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
             equal &= torch.equal(step(run), plain)
-        counts |= {f"{name} {direction}": count for direction, count in observer.totals(seen.sent, "direction").items()}
+        counts |= {f"{name} {purpose}": count for purpose, count in observer.totals(seen.sent, "purpose").items()}
     with observer.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
         DTensor.from_local(x, mesh["tp"], [Shard(0)]).redistribute(placements=[Replicate()]).to_local()
     return counts | {"dtensor": sum(seen.sent.values())}, equal

@@ -1,6 +1,6 @@
-"""Captured directions of a fuser on tp ranks, with the bits of the basic ops.
+"""Captured passes of a fuser on tp ranks, with the bits of the basic ops.
 
-Through mapped memory a direction is one native call; with collectives it is a few native calls with the collectives in
+Through mapped memory a pass is one native call; with collectives it is a few native calls with the collectives in
 between. On the CPU the device is emulated.
 """
 
@@ -62,12 +62,12 @@ def between_collectives(recipe: str, group: Any) -> ops.Sequential:
 
 
 def states(model: ops.Sequential) -> dict[str, list[str]]:
-    """Return, for each direction, the segments of captured launches, or the reason why the direction is not captured."""
+    """Return, for each pass, the segments of captured launches, or the reason why the pass is not captured."""
     found: dict[str, list[str]] = {}
     for plan in model._groups_now()[0].plans.values():
-        for direction in plan.captured:
-            made = direction.captured.found.values()
-            found.setdefault(direction.name, []).extend(
+        for captured in plan.captured:
+            made = captured.captured.found.values()
+            found.setdefault(captured.name, []).extend(
                 each.segments if isinstance(each, CapturedLaunches) else each for each in made
             )
     return found

@@ -18,7 +18,7 @@ from tests.simulated_transport import SimulatedLane, SimulatedSlot
 
 
 def moved() -> list[Launch]:
-    """Run a gather in two pieces with an agreement, and then sums that read the gathered tensor, once per direction. No
+    """Run a gather in two pieces with an agreement, and then sums that read the gathered tensor, once per pass. No
     other transfer orders the uses of the slot of the sums."""
     with emulation():
         moves = Transport(dist.group.WORLD, worker.device(), SimulatedSlot, SimulatedLane())

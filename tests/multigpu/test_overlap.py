@@ -288,7 +288,7 @@ def said_and_sent() -> dict[tuple[str, str, str, int], tuple[int, int]]:
                 how: dict[str, Any] = {"reduce": reduce, "codec": WIRES[carried]}
 
                 def total(chosen: Any = chosen, a: Any = a, how: dict[str, Any] = how) -> Tensor:
-                    with transport.in_direction(group):
+                    with transport.in_pass(group):
                         gemm = Gemm("fprop", w, torch.float32)
                         return chosen.gemm_reduce(a, gemm, group, dtype=torch.bfloat16, **how).wait()
 

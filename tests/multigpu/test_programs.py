@@ -1,4 +1,4 @@
-"""Captured launches of layers whose weights FSDP gathers, and of layers that communicate in one direction, give the
+"""Captured launches of layers whose weights FSDP gathers, and of layers that communicate in one pass, give the
 bits of layers without captured launches. On the CPU the device is emulated."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Trained = tuple[list[float], dict[str, Tensor], dict[str, int]]
 
 
 def count(model: torch.nn.Module) -> dict[str, int]:
-    """Number of captured programs of each direction."""
+    """Number of captured programs of each pass."""
     return {way: sum(not isinstance(made, str) for made in found) for way, found in programs(model).items()}
 
 
@@ -106,7 +106,7 @@ def over_two_ranks(
     delay: bool = False,
 ) -> tuple[dict[str, int], dict[str, int], list[tuple[Tensor, Tensor]]]:
     """Results of a layer over two tp ranks through mapped memory and by collectives, compared with collectives without
-    captured launches; and the number of captured directions. `delay`: wgrads are delayed."""
+    captured launches; and the number of captured passes. `delay`: wgrads are delayed."""
     mesh, found, said = worker.mesh(tp=2), [], list[list[str]]()
     for mapped, off in ((True, nullcontext()), (False, nullcontext()), (False, without_programs())):
         with device(), off, moved_by(mesh["tp"].get_group(), mapped, late):  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def over_two_ranks(
             found.append((count(layer), results))
             said.append(describe(layer))
     (captured, through_memory), (calling, by_calls), (none, expected) = found
-    assert not [line for line in (*said[0], *said[1]) if "step by step" in line] and not any(none.values())
+    assert not [line for line in (*said[0], *said[1]) if "one by one" in line] and not any(none.values())
     return captured, calling, [*zip(through_memory, expected, strict=True), *zip(by_calls, expected, strict=True)]
 
 
@@ -183,22 +183,20 @@ LATE = {
     ("row", "fp8_current"): "chunked:2", ("row", "fp8_block"): "", ("row", "fp8_rowwise"): "serial", ("row", "mxfp8"): "",
     ("row", "nvfp4"): "",
 }  # fmt: skip
-DIRECTIONS = [
-    (kind, recipe, sp) for kind in ("column", "siblings", "row") for recipe in RECIPES for sp in (False, True)
-]
+PASSES = [(kind, recipe, sp) for kind in ("column", "siblings", "row") for recipe in RECIPES for sp in (False, True)]
 
 
 @pytest.mark.parametrize(
     ("kind", "recipe", "sequence_parallel"),
     [
         each if each[1] == ("fp8_delayed" if each[0] == "column" else "fp8_block") else nightly(*each)
-        for each in DIRECTIONS
+        for each in PASSES
         if not (each[2] and each[:2] in LATE)
     ],
 )
 def test_directions_that_communicate(ranks, kind: str, sequence_parallel: bool, recipe: str):
-    """Through mapped memory, transfers, agreements and sums are launches, so each direction is replayed as one call.
-    With collectives, a direction is replayed as a few calls, with the collectives in between. Bits are equal."""
+    """Through mapped memory, transfers, agreements and sums are launches, so each pass is replayed as one call.
+    With collectives, a pass is replayed as a few calls, with the collectives in between. Bits are equal."""
     for mapped, plain, pairs in ranks(2).run(over_two_ranks, kind, recipe, sequence_parallel):
         assert min(mapped.values()) > 0, mapped
         assert min(plain.values()) > 0, plain
@@ -322,7 +320,7 @@ def test_a_strategy_that_sends_otherwise_is_not_captured(ranks, device_type, sha
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block"])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_wgrads_that_wait_keep_what_came(ranks, kind: str, recipe: str):
-    """A launch copies the operands of delayed wgrads out of peer buffers before the direction ends."""
+    """A launch copies the operands of delayed wgrads out of peer buffers before the pass ends."""
     for mapped, _, pairs in ranks(2).run(over_two_ranks, kind, recipe, True, "hp", "serial", 0.0, True):
         assert min(mapped.values()) > 0, mapped
         for result, expected in pairs:

@@ -218,5 +218,5 @@ def test_what_is_refused_and_what_exact_says(ranks):
     assert "cuts a batch of 6 sequences into 4 pieces, which do not divide the batch" in ranks(2).run(uneven)[0]
     report = ranks(2).run(exact, "fp32", "tp2")[0]
     assert not report.ok
-    assert report.first.direction == "forward" and report.first.layer == "model.layers.0.self_attn.o_proj"
+    assert report.first.pass_name == "forward" and report.first.layer == "model.layers.0.self_attn.o_proj"
     assert "FIRST DIFFERENCE on tp2: y of model.layers.0.self_attn.o_proj" in str(report)

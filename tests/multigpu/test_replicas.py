@@ -131,7 +131,7 @@ def apart(way: str) -> str:
             model(x_of(step)).square().sum().backward()
             if me and step == 3 and way == "skips a layer":
                 model[0].weight.grad = None
-            if me and step == 0 and way == "another direction":
+            if me and step == 0 and way == "another pass":
                 model[0].weight.grad.to_local().neg_()
             if me and step == 0 and way == "another order":
                 grad = model[0].weight.grad.to_local()
@@ -157,7 +157,7 @@ def apart(way: str) -> str:
             "0.weight is replicated on tp, and its replicas on the ranks of tp diverged before step 5",
         ),
         ("writes", "1.bias is replicated on tp, and its replicas on the ranks of tp diverged before step 7"),
-        ("another direction", "0.weight is replicated on tp, but its gradient differs between tp ranks"),
+        ("another pass", "0.weight is replicated on tp, but its gradient differs between tp ranks"),
         ("another order", "0.weight is replicated on tp, but its gradient differs between tp ranks"),
         ("no gradient", "0.weight is replicated on tp, but its gradient differs between tp ranks"),
     ],
@@ -281,7 +281,7 @@ def test_what_ranks_do_is_compared_in_the_first_step(ranks, attached):
 
 def test_a_thread_that_waits_inside_of_a_pass_is_named_once():
     class Trains:
-        last, direction, steps = SimpleNamespace(name="blocks.0.up"), "backward", 4
+        last, last_pass, steps = SimpleNamespace(name="blocks.0.up"), "backward", 4
 
     session, said, release, inside = Trains(), list[str](), threading.Event(), threading.Event()
     watch = lockstep.WaitWatch(said.append)

@@ -151,7 +151,7 @@ def agreements(recipe: str) -> dict[str, int]:
     step(made, mesh)
     with observer.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
         step(made, mesh)
-    return {key.layer: n for key, n in seen.launches.items() if key.direction == "amax"}
+    return {key.layer: n for key, n in seen.launches.items() if key.purpose == "amax"}
 
 
 @pytest.mark.ranks(2)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench import flips
 from dlp.comm import exchange, observer, transport
-from dlp.comm.mapped import LayerDirection, Transport
+from dlp.comm.mapped import LayerPass, Transport
 from dlp.comm.slots import CudaSlot
 from dlp.comm.wire_checks import WireChecks
 from dlp.kernels.ops import checksums
@@ -114,20 +114,20 @@ def flipping(config: Config, where: str) -> tuple[Trainer, int]:
 
 
 class Damaging(WireChecks):
-    """Flip one bit in a chunk of rank 0 that rank 1 receives, in the given direction."""
+    """Flip one bit in a chunk of rank 0 that rank 1 receives, in the given pass."""
 
-    direction = ""
+    pass_name = ""
 
     def arrived(self, tensor: Tensor) -> None:
-        if dist.get_rank() == 1 and observer._LABEL.get().direction == self.direction:
-            type(self).direction = "none"
+        if dist.get_rank() == 1 and observer._LABEL.get().purpose == self.pass_name:
+            type(self).pass_name = "none"
             tensor.view(-1).view(torch.uint8)[3] ^= 16
 
 
-def damaged(folder: Path, data: Path, direction: str, *overrides: str) -> str:
+def damaged(folder: Path, data: Path, pass_name: str, *overrides: str) -> str:
     """The message of a run in which a transfer is damaged in the repeated pass of step 1. Runs in a worker."""
     trainer, done = training.trainer(training.config(folder, data, *overrides))
-    Damaging.direction = direction
+    Damaging.pass_name = pass_name
     with pytest.raises(SentinelError) as error, patch.object(sentinel, "WireChecks", Damaging):
         Trainer.train(trainer, done)
     return str(error.value)
@@ -135,16 +135,16 @@ def damaged(folder: Path, data: Path, direction: str, *overrides: str) -> str:
 
 class DamagedSlots:
     """Context in which one use of mapped memory is damaged in a pass that is checked: call `number` of `push` of rank 0 to the
-    last rank, or of `wait` of the last rank, in a direction of a layer.
+    last rank, or of `wait` of the last rank, in a pass of a layer.
 
     push    flips a bit of the sent part in flight
     wait    flips a bit of the part of rank 0 in the slot of the last rank, when the part has arrived
     """
 
-    def __init__(self, moves: Transport, call: str, direction: LayerDirection, number: int) -> None:
+    def __init__(self, moves: Transport, call: str, pass_name: LayerPass, number: int) -> None:
         slot = CudaSlot if moves.device.type == "cuda" else SharedSlot
         self._moves, self._call, self._run = moves, call, getattr(slot, call)
-        self._direction, self._number, self._kept = direction, number, list[Tensor]()
+        self._pass, self._number, self._kept = pass_name, number, list[Tensor]()
         self._patch = patch.object(slot, call, lambda slot, *given: self._called(slot, *given))
 
     def __enter__(self) -> None:
@@ -157,8 +157,8 @@ class DamagedSlots:
         last = self._moves.world - 1
         here = self._moves.rank == last if self._call == "wait" else self._moves.rank == 0 and given[1] == last
         label = observer._LABEL.get()  # slots of CPUs push for agreements, too
-        if here and WireChecks.active is not None and label.direction != "amax":
-            self._number -= self._moves._direction == self._direction
+        if here and WireChecks.active is not None and label.purpose != "amax":
+            self._number -= self._moves._pass == self._pass
         if not here or self._number:
             self._run(slot, *given)
             return
@@ -172,9 +172,7 @@ class DamagedSlots:
         self._run(slot, *self._kept, *given[1:])
 
 
-def damaged_in_memory(
-    folder: Path, data: Path, call: str, direction: LayerDirection, number: int, *overrides: str
-) -> str:
+def damaged_in_memory(folder: Path, data: Path, call: str, pass_name: LayerPass, number: int, *overrides: str) -> str:
     """The message of a run in which mapped memory is damaged in the repeated pass of step 1. Runs in a worker."""
     trainer, done = training.trainer(training.config(folder, data, *overrides))
     group = trainer.built.mesh["tp"].get_group()
@@ -185,7 +183,7 @@ def damaged_in_memory(
     moves = transport.transport_of(group)
     assert moves is not None
     try:
-        with pytest.raises(SentinelError) as error, DamagedSlots(moves, call, direction, number):
+        with pytest.raises(SentinelError) as error, DamagedSlots(moves, call, pass_name, number):
             Trainer.train(trainer, done)
     finally:
         transport.destroy()
@@ -196,16 +194,16 @@ def damaged_send(folder: Path, data: Path, *overrides: str) -> str:
     """The message of a run in which a send of rank 0 in the forward of LAYER is damaged in the repeated pass of step 1. Runs in
     a worker."""
     trainer, done = training.trainer(training.config(folder, data, *overrides))
-    start, kept = exchange._start_steps, list[Tensor]()
+    start, kept = exchange._start_round, list[Tensor]()
 
     def damaging(group: Any, to: int, source: int, *tensors: Tensor) -> list[Any]:
         label = observer._LABEL.get()
-        if WireChecks.active is None or dist.get_rank() or (label.layer, label.direction) != (GATE, "fprop"):
+        if WireChecks.active is None or dist.get_rank() or (label.layer, label.purpose) != (GATE, "fprop"):
             return start(group, to, source, *tensors)
         kept.append(flipped_byte(tensors[0]))
         return start(group, to, source, *kept, *tensors[1:])
 
-    with pytest.raises(SentinelError) as error, patch.object(exchange, "_start_steps", damaging):
+    with pytest.raises(SentinelError) as error, patch.object(exchange, "_start_round", damaging):
         Trainer.train(trainer, done)
     return str(error.value)
 
@@ -222,7 +220,7 @@ def damaged_coalesced() -> list[str]:
             if tensor is into[1] and dist.get_rank() == 1:
                 tensor[7] ^= 1
 
-    with Damaging() as checks, observer.label(layer="up", direction="fprop"):
+    with Damaging() as checks, observer.label(layer="up", purpose="fprop"):
         group.allgather_into_tensor_coalesced(into, parts).wait()
     return [str(each) for each in checks.damaged()]
 
@@ -289,16 +287,16 @@ def test_a_difference_skips_the_update_by_setting(ranks, tmp_path, data):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("direction", "said", "mesh"),
+    ("pass_name", "said", "mesh"),
     [
         ("fprop", "fprop of model.embed_tokens", ()),
         ("dgrad", "dgrad of lm_head", ()),
         ("", "weights or gradients of no single layer", ("--mesh.tp", "1")),
     ],
 )
-def test_a_damaged_transfer_is_named_with_its_sender(ranks, tmp_path, data, direction, said, mesh):
+def test_a_damaged_transfer_is_named_with_its_sender(ranks, tmp_path, data, pass_name, said, mesh):
     given = ("--train.sentinel", "1", "--train.ledger", "off", *mesh)
-    messages = ranks(2).run(damaged, tmp_path, data, direction, *given)
+    messages = ranks(2).run(damaged, tmp_path, data, pass_name, *given)
     assert messages[0] == messages[1]
     told = f"{said} from rank 0, which arrived with other bits than were sent"
     assert re.search(rf"first on rank 1 \([^)]*\): {re.escape(told)}", messages[0])
@@ -306,7 +304,7 @@ def test_a_damaged_transfer_is_named_with_its_sender(ranks, tmp_path, data, dire
 
 @pytest.mark.parametrize("world", [2, nightly(4)])
 @pytest.mark.parametrize(
-    ("call", "number", "direction", "said", "overlap", "sequence_parallel"),
+    ("call", "number", "pass_name", "said", "overlap", "sequence_parallel"),
     [
         ("push", 1, (f"{QKV} and siblings", "forward"), f"fprop of {QKV}", "serial", "true"),  # a gather
         ("push", 1, (OUT, "forward"), f"fprop of {OUT}", "serial", "true"),  # a reduce-scatter
@@ -320,11 +318,11 @@ def test_a_damaged_transfer_is_named_with_its_sender(ranks, tmp_path, data, dire
     ],
 )
 def test_damage_in_mapped_memory_is_named(
-    ranks, tmp_path, data, world, call, number, direction, said, overlap, sequence_parallel
+    ranks, tmp_path, data, world, call, number, pass_name, said, overlap, sequence_parallel
 ):
     given = f"--train.sentinel 1 --train.ledger off --groups.default.overlap {overlap} --mesh.tp {world}".split()
     given += f"--mesh.sequence_parallel {sequence_parallel} --model.kv_heads 4".split()
-    messages = ranks(world).run(damaged_in_memory, tmp_path, data, call, direction, number, *given)
+    messages = ranks(world).run(damaged_in_memory, tmp_path, data, call, pass_name, number, *given)
     assert len(set(messages)) == 1
     assert messages[0].startswith("step 1: ")
     told = f"{said} from rank 0, which arrived with other bits than were sent, 1 in all: "

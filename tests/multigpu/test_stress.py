@@ -120,7 +120,7 @@ def in_random_order(seed: int, count: int, mapped: bool) -> list[Tensor]:
 
 def differences(seed: int, count: int) -> tuple[int, int]:
     """Return the number of compared tensors, and the number of different tensors. Between GPUs chunks need mapped
-    memory, so the comparison there is between captured and launched directions."""
+    memory, so the comparison there is between captured and launched passes."""
     found = in_random_order(seed, count, True)
     on_gpu = worker.device().type == "cuda"
     with without_programs() if on_gpu else nullcontext():

@@ -88,9 +88,9 @@ def outgoing(moves: Transport, seed: int, shape: tuple[int, ...], dtype: torch.d
 
 
 def random_operations(seed: int, count: int) -> int:
-    """Run random directions of two kinds over two transports; return the number of errors.
+    """Run random passes of two kinds over two transports; return the number of errors.
 
-    Each direction has one to three transfers, in one or two pieces, and agreements. Output buffers of gathers may be
+    Each pass has one to three transfers, in one or two pieces, and agreements. Output buffers of gathers may be
     taken before another gather starts, and single ranks are delayed at random.
     """
     both, draw, mine = (
@@ -277,7 +277,7 @@ def who_waits(others: bool) -> list[list[str]]:
 
 @pytest.mark.ranks(2)
 def test_who_waits_for_whom_is_read_while_they_wait(ranks):
-    """The state names layer, direction, transfer and piece."""
+    """The state names layer, pass, transfer and piece."""
     slot = "{} of down in forward, a slot of 65536 bytes: rank {} waits for rank {}, which {}"
     found = ranks(2).run(who_waits, False)
     piece, whole = "piece 1 of transfer 1", "transfer 1"
@@ -464,7 +464,7 @@ def test_transfers_are_recorded_and_captured(ranks, device_type):
 
 
 def taken_down() -> list[list[tuple[Any, ...]]]:
-    """Recorded launches of a direction, without addresses, before and after other directions have run."""
+    """Recorded launches of a pass, without addresses, before and after other passes have run."""
     with emulation():
         moves = Transport(dist.group.WORLD, worker.device(), SimulatedSlot, SimulatedLane())
         x, amax, found = torch.ones(moves.world, 64), torch.ones(()), []
@@ -494,7 +494,7 @@ def without_addresses(arguments: Sequence[Any]) -> list[Any]:
 
 @pytest.mark.ranks(2)
 def test_replays_need_no_number_of_the_host(ranks, device_type):
-    """Epochs are stored in device memory, so a captured direction or a CUDA graph is replayed unchanged."""
+    """Epochs are stored in device memory, so a captured pass or a CUDA graph is replayed unchanged."""
     if device_type == "cuda":
         pytest.skip("emulated on CPU ranks; GPUs replay in test_transfers_are_recorded_and_captured")
     for first, again in ranks(2).run(taken_down):
@@ -504,7 +504,7 @@ def test_replays_need_no_number_of_the_host(ranks, device_type):
 
 
 def mapped_memory() -> list[int]:
-    """Mapped memory after directions with two transfers, the first of which is sent at once or in two pieces."""
+    """Mapped memory after passes with two transfers, the first of which is sent at once or in two pieces."""
     moves = make_transport()
     for turn in range(30):
         moves.start()

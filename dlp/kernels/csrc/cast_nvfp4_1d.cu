@@ -81,7 +81,7 @@ struct Random {
     // matrix, so that shards draw the same bytes as the unsharded matrix.
     __device__ uint4 bytes(int64_t line, int64_t block) const {
         const int64_t index = (state.row + line) * state.across + state.first + block;
-        return philox(make_uint4(uint32_t(index), uint32_t(index >> 32), state.direction, uint32_t(*state.counter)), keys);
+        return philox(make_uint4(uint32_t(index), uint32_t(index >> 32), state.orientation, uint32_t(*state.counter)), keys);
     }
 };
 

@@ -117,7 +117,7 @@ struct PhiloxState {          // random bits of one orientation, by position in 
     int64_t row;              // row and block of 16 of the unsharded matrix
     int64_t first;            // at which this matrix starts
     int64_t across;           // blocks of 16 in a row of the unsharded matrix
-    uint32_t direction, seed, tensor;  // rowwise or columnwise; the key
+    uint32_t orientation, seed, tensor;  // rowwise or columnwise; the key
 };
 
 struct CodesJob {             // codes to be transposed, one byte or half a byte per code

@@ -24,7 +24,7 @@ struct Words : std::array<int64_t, sizeof(Job) / sizeof(int64_t)> {
     static constexpr uint32_t addresses = Job::addresses;
 };
 
-// PhiloxState: (counter, row, first, across, direction, seed, tensor); counter 0 rounds to nearest
+// PhiloxState: (counter, row, first, across, orientation, seed, tensor); counter 0 rounds to nearest
 struct PhiloxWords : std::array<int64_t, 7> {
     static constexpr uint32_t addresses = words(0);
 };

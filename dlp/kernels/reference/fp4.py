@@ -110,31 +110,31 @@ def philox_4x32(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tens
 
 
 def random_bytes(
-    rows: int, columns: int, *, row: int, column: int, total_columns: int, direction: int, counter: Tensor,
+    rows: int, columns: int, *, row: int, column: int, total_columns: int, orientation: int, counter: Tensor,
     key: tuple[int, int],
 ) -> Tensor:  # fmt: skip
     """Return the random bytes [rows, columns] (uint8) of the shard at (row, column) of a matrix with `total_columns` columns.
 
     Each block of 16 elements along a row takes one Philox call. Counter words: the block's index in the unsharded matrix
-    (row-major; low and high word), `direction`, and `counter` (int64 []); key words: seed and tensor id. Byte b of
+    (row-major; low and high word), `orientation`, and `counter` (int64 []); key words: seed and tensor id. Byte b of
     output word w belongs to element 4w+b of the block. `columns` and `column` are multiples of 16.
     """
     device = counter.device
     first = column // BLOCK
     across = torch.arange(first, first + columns // BLOCK, device=device)
     index = torch.arange(row, row + rows, device=device)[:, None] * -(-total_columns // BLOCK) + across
-    counters = index & WORD, index >> 32, torch.full_like(index, direction), (counter & WORD).expand_as(index)
+    counters = index & WORD, index >> 32, torch.full_like(index, orientation), (counter & WORD).expand_as(index)
     words = torch.stack(philox_4x32(counters, (key[0] & WORD, key[1] & WORD)), -1)
     return words.to(torch.int32).view(torch.uint8).view(rows, columns)
 
 
 class PhiloxState(NamedTuple):
-    """Arguments of `random_bytes` for a shard: position in the unsharded matrix, direction, counter and key."""
+    """Arguments of `random_bytes` for a shard: position in the unsharded matrix, orientation, counter and key."""
 
     row: int
     column: int
     total_columns: int
-    direction: int
+    orientation: int
     counter: Tensor
     key: tuple[int, int]
 

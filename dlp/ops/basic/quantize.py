@@ -49,7 +49,7 @@ class Quantize(OfRanks):
         - input, output: [..., C]
 
     Raises:
-        ValueError: for a reader together with a recipe, a group, or both directions.
+        ValueError: for a reader together with a recipe, a group, or both passes.
         TypeError: for a reader that is no linear of dlp.
 
     Examples:
@@ -68,7 +68,7 @@ class Quantize(OfRanks):
         if reader is not None and (recipe is not None or process_group is not None or (forward and backward)):
             raise ValueError(
                 "Quantize(reader=...) takes recipe and ranks from the reader, which reads either the output or the gradient: "
-                "omit recipe and process_group, and use one Quantize for each direction"
+                "omit recipe and process_group, and use one Quantize for each pass"
             )
         super().__init__(process_group)
         vars(self)["reader"] = reader  # not a submodule: the layer belongs to another module

@@ -1,10 +1,10 @@
-"""The linear in eager calls: records that equal calls share, and the two directions that `PassFunction` runs.
+"""The linear in eager calls: records that equal calls share, and the forward and backward that `PassFunction` runs.
 
     x    -> y_i                forward     saves for backward: the weights w_i of this rank, and the tensors of `to_save`
     dy_i -> dx, dw_i, db_i     backward
 
-A `BoundCall` holds decisions that equal calls share; each direction may run as captured launches
-(`dlp.parallel.linear.capture`). The directions run `linear_forward` and `linear_backward`, as the opaque ops of traced calls do
+A `BoundCall` holds decisions that equal calls share; each pass may run as captured launches
+(`dlp.parallel.linear.capture`). The passes run `linear_forward` and `linear_backward`, as the opaque ops of traced calls do
 (`dlp.parallel.linear.opaque`). An eager call does not go through the ops, since dispatching them costs the host more than a
 tiny linear does.
 """
@@ -35,8 +35,8 @@ from dlp.quant.tensor import QuantizedTensor
 from dlp.runtime.capture import BACKWARD, FORWARD, LIMIT
 from dlp.runtime.function import (
     ACTIVATIONS,
-    Directions,
     Key,
+    Passes,
     layout_key,
     owned,
     shape_key,
@@ -63,7 +63,7 @@ class BoundCall:
     differentiable   there will be a backward
     save             there will be a backward that reads x
     layouts          the DTensorSpec of each parameter that is a DTensor, else None
-    captured         captured launches of the two directions (`dlp.runtime.capture`)
+    captured         captured launches of the two passes (`dlp.runtime.capture`)
     wanted           results of `wants`, by arguments
     """
 
@@ -227,7 +227,7 @@ def backward(ctx: Any, run: Run, dys: Sequence[Tensor | None], finish: Finish = 
     return grads
 
 
-LINEAR = Directions(forward, backward)
+LINEAR = Passes(forward, backward)
 
 
 def _targets(call: BoundCall, wanted: GradsWanted, weights: Sequence[Tensor]) -> list[Target | None]:

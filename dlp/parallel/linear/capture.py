@@ -1,9 +1,9 @@
-"""Captured launches (`dlp.runtime.capture`) of the directions of a linear, and the reasons against them.
+"""Captured launches (`dlp.runtime.capture`) of the passes of a linear, and the reasons against them.
 
-For inputs of equal shapes, strides and alignment a direction launches the same kernels; only addresses differ. A direction
+For inputs of equal shapes, strides and alignment a pass launches the same kernels; only addresses differ. A pass
 that only launches kernels is captured: casts and GEMMs must be kernels of this package, and communication must go through
 mapped memory (`dlp.comm.mapped`) or collectives, which are called between native calls. Captured launches give the same bits.
-Other directions are launched step by step, and `describe` states the reason.
+Other passes are launched one by one, and `describe` states the reason.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dlp.comm import observer
 from dlp.comm.transport import carrier, transport_of, why_not
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, cores, remembered
-from dlp.runtime.capture import DIRECTIONS, FORWARD, SEEN, CapturedDirections
+from dlp.runtime.capture import FORWARD, PASSES, SEEN, CapturedPasses
 
 REGION = "the forward used scales of an autocast region, or scales from before a step boundary"
 WATCHED = "an observer counts the transfers"
 
 
-def directions(name: str, bounds: Sequence[BoundSpec], why: Mapping[str, str], x: Tensor) -> CapturedDirections:
-    """The captured directions of layers that run as one autograd function. `why`: for each direction, the reason why it
+def captured_passes(name: str, bounds: Sequence[BoundSpec], why: Mapping[str, str], x: Tensor) -> CapturedPasses:
+    """The captured passes of layers that run as one autograd function. `why`: for each pass, the reason why it
     is never captured."""
     sessions = {bound.session for bound in bounds}
     communicates = any(bound.spec.group is not None for bound in bounds)
@@ -41,28 +41,28 @@ def directions(name: str, bounds: Sequence[BoundSpec], why: Mapping[str, str], x
         kept = [memory for bound in bounds for memory in bound.kept_memory()]
         return list({memory.data_ptr(): memory for memory in kept}.values())
 
-    return CapturedDirections(name, why, x, obstacle, memory)
+    return CapturedPasses(name, why, x, obstacle, memory)
 
 
-def of_layer(bound: BoundSpec, x: Tensor) -> CapturedDirections:
-    """The captured directions of one layer, for tensors on the device of x."""
-    why = {direction: obstacle(bound, direction) for direction in DIRECTIONS}
-    return directions(bound.spec.name, (bound,), why, x)
+def of_layer(bound: BoundSpec, x: Tensor) -> CapturedPasses:
+    """The captured passes of one layer, for tensors on the device of x."""
+    why = {pass_name: obstacle(bound, pass_name) for pass_name in PASSES}
+    return captured_passes(bound.spec.name, (bound,), why, x)
 
 
 @remembered
-def obstacle(bound: BoundSpec, direction: str) -> str:
-    """Reason why this direction is never captured: a quantizer is not pure, a GEMM is not a kernel of this package, or a
-    transfer is neither a launch nor a collective. Empty: the direction can be captured."""
+def obstacle(bound: BoundSpec, pass_name: str) -> str:
+    """Reason why this pass is never captured: a quantizer is not pure, a GEMM is not a kernel of this package, or a
+    transfer is neither a launch nor a collective. Empty: the pass can be captured."""
     if bound.spec.invariant:
         return "invariant = true: sums of segments are several operations"
-    return bound.spec.recipe.beyond_launches or _sends_otherwise(bound.spec, direction)
+    return bound.spec.recipe.beyond_launches or _sends_otherwise(bound.spec, pass_name)
 
 
-def _sends_otherwise(spec: LinearSpec, direction: str) -> str:
-    """Reason why transfers of a direction are neither launches (through mapped memory) nor collectives between launches;
-    empty: all transfers are, or the direction has no transfer."""
-    gemms = ("fprop",) if direction == FORWARD else ("dgrad", "wgrad")
+def _sends_otherwise(spec: LinearSpec, pass_name: str) -> str:
+    """Reason why transfers of a pass are neither launches (through mapped memory) nor collectives between launches;
+    empty: all transfers are, or the pass has no transfer."""
+    gemms = ("fprop",) if pass_name == FORWARD else ("dgrad", "wgrad")
     steps = [getattr(spec.style, gemm) for gemm in gemms]
     communicates = spec.tp > 1 and (
         spec.recipe.amax_scope != "table" or any(step.gather or step.reduce for step in steps)
@@ -76,29 +76,29 @@ def _sends_otherwise(spec: LinearSpec, direction: str) -> str:
 
 
 def describe(model: nn.Module) -> list[str]:
-    """Lines with the number of layers in which each direction is captured, and the reasons in all other layers."""
+    """Lines with the number of layers in which each pass is captured, and the reasons in all other layers."""
     lines = []
-    for direction in DIRECTIONS:
+    for pass_name in PASSES:
         count, reasons = 0, dict[str, list[str]]()
         for core in cores(model):
-            states = list(dict.fromkeys(state for each in _called(core) for state in each.states(direction)))
+            states = list(dict.fromkeys(state for each in _called(core) for state in each.states(pass_name)))
             count += "" in states
             for why in states if "" not in states else [each for each in states if each not in (*_PASSING, "")]:
                 reasons.setdefault(why, []).append(core.spec.name)
         if count:
-            lines.append(f"{direction}: captured in {count} layers")
+            lines.append(f"{pass_name}: captured in {count} layers")
         for why, names in reasons.items():
             some = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-            lines.append(f"{direction}: launched step by step in {some}: {why}")
+            lines.append(f"{pass_name}: launched one by one in {some}: {why}")
     return lines
 
 
 _PASSING = (SEEN, WATCHED, REGION)  # temporary reasons, which `describe` leaves out
 
 
-def _called(core: Any) -> Iterator[CapturedDirections]:
-    """The captured directions of all calls of a layer so far."""
+def _called(core: Any) -> Iterator[CapturedPasses]:
+    """The captured passes of all calls of a layer so far."""
     parts = core.weights.parts
     for bound in core.bounds():
         for call in (*bound.calls.values(), *(parts.calls.values() if parts is not None else ())):
-            yield call if isinstance(call, CapturedDirections) else call.captured
+            yield call if isinstance(call, CapturedPasses) else call.captured

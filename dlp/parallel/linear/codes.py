@@ -91,7 +91,7 @@ def quantize_x(
             bound.session.note(f"{spec.name}: x arrives in high precision: {why}")
         return [], []
     assert route.before is not None
-    with observer.label(layer=spec.members[0], direction="fprop"):
+    with observer.label(layer=spec.members[0], purpose="fprop"):
         (operands,) = cast(route.before, route.cast_before, [rows], spec.owners("x")[:1], context, record=record)
     return _parts_of(operands)
 

@@ -217,7 +217,7 @@ def _wgrads(
 def _operands_of_wgrads(
     bound: BoundSpec, dy_cols: Sequence[Columnwise | None], x_col: Columnwise, wanted: GradsWanted
 ) -> list[Tensor]:
-    """The parts of the operands of delayed wgrads: each wanted dy_i, then x, in memory that outlives this direction."""
+    """The parts of the operands of delayed wgrads: each wanted dy_i, then x, in memory that outlives this pass."""
     x = outliving(x_col, bound.spec.group)
     dys = [outliving(dy_col, bound.spec.group) for dy_col, needed in zip(dy_cols, wanted.dw, strict=True) if needed]
     return [part for operand in (*dys, x) for part in operand.parts]

@@ -29,7 +29,7 @@ from dlp.parallel.linear.spec import spec_of
 from dlp.parallel.linear.state import BoundSpec, bound_of, plan_for, waits
 from dlp.parallel.weight.base import WeightParts
 from dlp.quant.tensor import QuantizedTensor
-from dlp.runtime.capture import CapturedDirections
+from dlp.runtime.capture import CapturedPasses
 from dlp.runtime.function import (
     multiplies_tf32,
     no_autocast,
@@ -90,10 +90,10 @@ def linear_bwd(
     return leave_wgrads(bound, wanted, weights, grads) if bound.spec.options.delay_wgrad else grads
 
 
-def _captured_of(bound: BoundSpec, x: Tensor) -> CapturedDirections:
-    """The captured directions of a layer that is called as ops, for x or dy of this device and dtype."""
-    key = CapturedDirections, x.get_device(), multiplies_tf32(x)
-    found: CapturedDirections | None = bound.calls.get(key)
+def _captured_of(bound: BoundSpec, x: Tensor) -> CapturedPasses:
+    """The captured passes of a layer that is called as ops, for x or dy of this device and dtype."""
+    key = CapturedPasses, x.get_device(), multiplies_tf32(x)
+    found: CapturedPasses | None = bound.calls.get(key)
     if found is None:
         found = bound.calls[key] = of_layer(bound, x)
     return found
@@ -160,7 +160,7 @@ def _labelled(op: Callable[..., Any], gemm: str) -> Callable[..., Any]:
 
     @wraps(op)
     def labelled(*args: Any) -> Any:
-        with observer.label(layer=bound_of(args[4]).spec.members[0], direction=gemm):
+        with observer.label(layer=bound_of(args[4]).spec.members[0], purpose=gemm):
             return op(*args)
 
     return labelled

@@ -45,7 +45,7 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm import observer
 from dlp.comm.collectives import AS_IT_IS, Kinds, Own, Parts, ReduceCodec
-from dlp.comm.transport import in_direction
+from dlp.comm.transport import in_pass
 from dlp.kernels.ranges import named_range
 from dlp.kernels.wire import BLOCK, E4M3, pack_fp8, sum_fp8
 from dlp.parallel.casts import (
@@ -66,6 +66,7 @@ from dlp.parallel.style import ParallelStyle
 from dlp.quant.gemm import GemmOptions
 from dlp.quant.recipe import Operand, Recipe
 from dlp.quant.tensor import UNSAID, Format
+from dlp.runtime.capture import PASSES
 
 
 def _pack_bf16(chunks: Tensor) -> Parts:
@@ -178,8 +179,7 @@ class Reduction(NamedTuple):
     codec: str
 
 
-DIRECTIONS = "forward", "backward"
-STEPS = "cast_x", "cast_dy", "gather_x", "gather_dy", "fprop", "dgrad", "wgrad"
+STAGES = "cast_x", "cast_dy", "gather_x", "gather_dy", "fprop", "dgrad", "wgrad"
 
 
 @dataclass(frozen=True)
@@ -216,21 +216,19 @@ class LinearPlan:
 
     @cached_property
     def scope(self) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-        """Functions that make context managers, by name. A name in STEPS opens a profiler range; "forward" and "backward"
+        """Functions that make context managers, by name. A name in STAGES opens a profiler range; "forward" and "backward"
         start and finish the transport of the pass."""
         spec = self.spec
         assert spec is not None
-        ranges = {step: partial(named_range, f"{spec.name}.{step}") for step in STEPS}
-        return ranges | {
-            way: partial(in_direction, spec.group, self.style.name, (spec.name, way)) for way in DIRECTIONS
-        }
+        ranges = {stage: partial(named_range, f"{spec.name}.{stage}") for stage in STAGES}
+        return ranges | {way: partial(in_pass, spec.group, self.style.name, (spec.name, way)) for way in PASSES}
 
     @contextmanager
     def observed(self, tensor: str, gathered: Gathered) -> Iterator[None]:
         """`scope` of a gather of x or dy whose bytes an observer counts, with the observer's label."""
         fmt = gathered.format
         precision = "" if fmt is None or fmt.keeps_source else fmt.name  # "": the dtype that is sent
-        with observer.label(direction=gathered.gemm, precision=precision), self.scope[f"gather_{tensor}"]():
+        with observer.label(purpose=gathered.gemm, precision=precision), self.scope[f"gather_{tensor}"]():
             yield
 
     @cached_property

@@ -205,7 +205,7 @@ def whole(operand: Columnwise | None) -> QuantizedTensor:
 
 
 def outliving(operand: Columnwise | None, group: ProcessGroup | None) -> QuantizedTensor:
-    """Wait for an operand that is read after this direction: copied out of the memory that the transport of the gather over
+    """Wait for an operand that is read after this pass: copied out of the memory that the transport of the gather over
     `group` will use for the next gather."""
     arrived = whole(operand)
     if isinstance(operand, QuantizedTensor) or group is None:

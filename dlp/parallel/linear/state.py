@@ -198,7 +198,7 @@ class BoundSpec:
     spec_id      int64 [], identifies the bound spec to the opaque ops; trace_id: see the module
     cache        results of functions that are `remembered`
     plans        the plans of calls so far, by shape of x; plans_back: by rows of dy
-    calls        `BoundCall`s and captured directions (`dlp.parallel.linear.autograd`)
+    calls        `BoundCall`s and captured passes (`dlp.parallel.linear.autograd`)
     """
 
     def __init__(self, spec: LinearSpec, session: StepState, weights: LayerWeights) -> None:

@@ -176,7 +176,7 @@ class PassState:
         self.attached = False  # an optimizer's step is the step boundary
         self.ran: set[tuple[str, ...]] = set()  # layers that ran with gradients since the last boundary, by members
         self.last: LinearSpec | None = None  # spec of the layer that ran last
-        self.direction = "forward"  # direction in which the last layer ran
+        self.last_pass = "forward"  # pass in which the last layer ran
         self.regions = False  # a layer has run in an autocast region
         self.graphing = False  # inside `graphing`
         self.graphed: set[tuple[str, ...]] = set()  # layers that are captured in a CUDA graph, by members
@@ -209,7 +209,7 @@ class PassState:
 
     def begin_forward(self, spec: LinearSpec, record: bool) -> None:
         """Begin a forward of a layer; `record`: gradients are enabled."""
-        self.last, self.direction = spec, "forward"
+        self.last, self.last_pass = spec, "forward"
         if self.graphing or capturing():
             self.graphed.add(spec.members)
         if record:
@@ -250,7 +250,7 @@ class PassState:
     def in_layer_backward(self, spec: LinearSpec) -> None:
         """Begin a backward of a layer whose forward ran with `scales`, which are updated afterwards if the forward ran in an
         autocast region. RuntimeError if partial gradients would not be summed."""
-        self.last, self.direction = spec, "backward"
+        self.last, self.last_pass = spec, "backward"
         if self.check_gradients is not None:
             self.check_gradients()
         if self.scales is not None and not self.attached and isinstance(self.scales.behind, UpdateAfterBackward):

@@ -249,7 +249,7 @@ class PartialGradients:
             for p, grad in zip(due, grads, strict=True)
         ]
         flat = torch.cat([*parts, self._words(there, parts[0].device)])
-        with observer.label(layer="", direction="grads"):
+        with observer.label(layer="", purpose="grads"):
             flat = collectives.all_reduce(flat, self.group).wait()
         *totals, having = flat.split([*(part.numel() for part in parts), len(parts)])
         elsewhere = there if all(there) else (having > 0).tolist()

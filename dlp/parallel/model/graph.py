@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dlp.parallel.model.session import Session, stepping
 
-# Eager steps before a capture: they create plans, buffers, communicators, optimizer state and captured directions.
+# Eager steps before a capture: they create plans, buffers, communicators, optimizer state and captured passes.
 WARM_UP = 3
 Result = TypeVar("Result")
 

@@ -113,7 +113,7 @@ class Plan:
         if not rows or (len(whys) == 1 and rows[0][1].why):
             return [f"\noverlap: serial for layers without a strategy from a group: {why}" for why in whys]
         said = [
-            f"overlap by times of {self.times}; measured times are of a direction, predicted times of one GEMM and "
+            f"overlap by times of {self.times}; measured times are of a pass, predicted times of one GEMM and "
             f"its transfer"
         ]
         return ["", *said, *table(auto.HEADER, fold([auto.cells(*row) for row in rows]))]

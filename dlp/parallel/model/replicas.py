@@ -203,7 +203,7 @@ def digest(tensors: Iterable[Tensor], absent: Sequence[bool] | None = None) -> T
 @torch.no_grad()
 def gather(rows: Sequence[Tensor], group: ProcessGroup) -> Tensor:
     """Digests of all ranks of the group, fp32 [R, tensors, numbers]."""
-    with observer.label(layer=CHECKS, direction="other"):
+    with observer.label(layer=CHECKS, purpose="other"):
         (seen,) = collectives.all_gather((torch.stack(list(rows)).float()[None],), (0,), group).wait()
     return seen
 
@@ -218,7 +218,7 @@ def check_replicas(model: nn.Module, groups: Groups) -> None:
         if not found:
             continue
         samples = [evenly(parameter, SAMPLE).float() for parameter in found.values()]
-        with observer.label(layer=CHECKS, direction="other"):
+        with observer.label(layer=CHECKS, purpose="other"):
             (seen,) = collectives.all_gather((torch.cat(samples)[None],), (0,), group).wait()
         pieces = seen.split([len(sample) for sample in samples], 1)
         distances = [(its - its[:1]).norm(dim=1).amax() / its.norm(dim=1).amax().clamp(min=1e-30) for its in pieces]
@@ -318,6 +318,6 @@ def _same_random_numbers(group: ProcessGroup, device: torch.device) -> bool:
     """Whether the next random numbers are equal on all ranks of a group."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     mine = int.from_bytes(sha256(state.numpy().tobytes()).digest()[:6], "little")
-    with observer.label(layer=CHECKS, direction="other"):
+    with observer.label(layer=CHECKS, purpose="other"):
         (seen,) = collectives.all_gather((torch.tensor([mine], device=device),), (0,), group).wait()
     return len(set(seen.flatten().tolist())) == 1

@@ -458,7 +458,7 @@ def support_note(recipe: Recipe, device_type: str) -> str:
 
 
 def capture_note(recipe: Recipe, device_type: str) -> tuple[str, ...]:
-    """The reason why no direction of a layer with this recipe is captured on GPUs, for any transport; "" if directions
+    """The reason why no pass of a layer with this recipe is captured on GPUs, for any transport; "" if passes
     may be captured."""
     if device_type == "cpu" or not recipe.beyond_launches:
         return ()

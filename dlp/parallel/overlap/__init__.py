@@ -79,8 +79,8 @@ class Lease(Protocol):
 class Overlap(Protocol):
     """Overlap strategy.
 
-    `launches_only`: with a transport, the strategy only launches, in order, so that a direction can be captured.
-    `calls_only`: a direction
+    `launches_only`: with a transport, the strategy only launches, in order, so that a pass can be captured.
+    `calls_only`: a pass
     can also be captured without a transport, since sends are calls between launches."""
 
     name: str

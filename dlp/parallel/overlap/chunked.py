@@ -133,7 +133,7 @@ class SentLease:
 
     def gather(self) -> ChunkedGather:
         for distance, _, _ in by_distance(self.group):
-            self.exchange.step(distance)
+            self.exchange.start_round(distance)
         shards = SentShards(self.mine, self.dims, self.group, self.exchange)
         return ChunkedGather(_cuts_of(self.mine, self.dims, self.chunks), self.group, shards)
 
@@ -333,7 +333,7 @@ def _sent(
             for to, part in zip(exchange.outgoing[rank], parts, strict=True):
                 collectives.put(part, to[row : row + len(part)])
         if rank != group.rank():
-            exchange.step(next(distances)[0])
+            exchange.start_round(next(distances)[0])
 
     def finish() -> Parts:
         for rank in range(group.size()):

@@ -5,7 +5,7 @@
 
 Collectives are nevertheless asynchronous: a gather that starts early (for wgrad, before dgrad runs) and a reduction that is
 awaited late (of dgrad, after wgrad) overlap the GEMM between them. With a transport (`dlp.comm.mapped`), transfers are
-launches, so that a complete direction can be captured.
+launches, so that a complete pass can be captured.
 """
 
 from __future__ import annotations

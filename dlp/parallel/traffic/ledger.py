@@ -1,7 +1,7 @@
 """The ledger: compare the planned bytes of a step with the counted bytes, and raise on every rank if they differ.
 
-    traffic.step_traffic(plan, load)    planned, computed from the plan           by group, layer, direction
-    observer.Observer                       counted, from the collectives of torch     by group, layer, direction
+    traffic.step_traffic(plan, load)    planned, computed from the plan           by group, layer, purpose
+    observer.Observer                       counted, from the collectives of torch     by group, layer, purpose
 
     ledger = Ledger(mesh)
     with ledger.step(planned):          forward, backward, optimizer step with its boundary
@@ -36,7 +36,7 @@ FSDP = {
     **{(axis, "reduce_scatter"): "grads" for axis in (DP_SHARD, CP, DP_SHARD_CP)},
     (DP_REPLICATE, "all_reduce"): "grads",
 }
-FIELDS = ("group", "layer", "direction")
+FIELDS = ("group", "layer", "purpose")
 
 Account = dict[tuple[str, str, str], int]
 
@@ -83,21 +83,21 @@ class Ledger:
 
 
 def _account(counts: Mapping[Any, int]) -> Account:
-    """Bytes by group, layer and direction."""
+    """Bytes by group, layer and purpose."""
     return {key: nbytes for key, nbytes in observer.totals(counts, *FIELDS).items() if nbytes}
 
 
 def _difference(wrong: Mapping[tuple[str, str, str], tuple[int, int]]) -> str:
-    """Both numbers for each group and direction, with a layer whose numbers differ."""
+    """Both numbers for each group and purpose, with a layer whose numbers differ."""
     sums: dict[tuple[str, str], list[int]] = {}
     example: dict[tuple[str, str], str] = {}
-    for (group, layer, direction), (planned, counted) in sorted(wrong.items()):
-        line = sums.setdefault((group, direction), [0, 0])
+    for (group, layer, purpose), (planned, counted) in sorted(wrong.items()):
+        line = sums.setdefault((group, purpose), [0, 0])
         line[0], line[1] = line[0] + planned, line[1] + counted
-        example.setdefault((group, direction), layer or "no single layer")
+        example.setdefault((group, purpose), layer or "no single layer")
     return "; ".join(
-        f"{group} {direction}: planned {planned:,} bytes, counted {counted:,} (first in {example[group, direction]})"
-        for (group, direction), (planned, counted) in sums.items()
+        f"{group} {purpose}: planned {planned:,} bytes, counted {counted:,} (first in {example[group, purpose]})"
+        for (group, purpose), (planned, counted) in sums.items()
     )
 
 
@@ -138,5 +138,5 @@ def wire_report(model: nn.Module | Plan, load: Workload) -> dict[str, dict[str, 
     """
     report: dict[str, Counter[str]] = {}
     for sent, nbytes in step_traffic(model if isinstance(model, Plan) else plan_of(model), load).items():
-        report.setdefault(sent.layer, Counter())[sent.direction] += nbytes
+        report.setdefault(sent.layer, Counter())[sent.purpose] += nbytes
     return {layer: dict(passes) for layer, passes in report.items()}

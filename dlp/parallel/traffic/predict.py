@@ -1,7 +1,7 @@
-"""Prediction of the bytes that a step sends, from the plan alone, by group, layer, direction and precision.
+"""Prediction of the bytes that a step sends, from the plan alone, by group, layer, purpose and precision.
 
     plan      styles, recipes and shapes      ─┐
-    Workload  mesh, microbatches, FSDP, dtypes ┴─► step_traffic ──► {Sent(group, layer, direction, precision): bytes}
+    Workload  mesh, microbatches, FSDP, dtypes ┴─► step_traffic ──► {Sent(group, layer, purpose, precision): bytes}
 
     layers       gathers of x and dy and reductions of y and dx, by their `LinearPlan`; amax agreements of casts in passes
     boundary     amax agreements of whole weights, delayed scales, partial gradients
@@ -73,7 +73,7 @@ class Sent(NamedTuple):
 
     group: str
     layer: str
-    direction: str
+    purpose: str
     precision: str
 
 
@@ -395,9 +395,9 @@ def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Sends:
 def _keys(load: Workload) -> Sends:
     """Bytes of attention over cp (`dlp.Context`): keys and values are gathered, and their gradients are reduced."""
     ranks, precision = load.ranks(CP), observer.dtype_name(load.dtype)
-    for direction, features in (("fprop", load.keys_gathered), ("dgrad", load.keys_reduced)):
+    for purpose, features in (("fprop", load.keys_gathered), ("dgrad", load.keys_reduced)):
         nbytes = observer.gathered(load.tokens * features * load.dtype.itemsize, ranks)
-        yield Sent(load.named(CP), KEYS, direction, precision), nbytes
+        yield Sent(load.named(CP), KEYS, purpose, precision), nbytes
 
 
 # The step boundary

@@ -503,7 +503,7 @@ class CodecReduceScatter(ReduceScatter):
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"a gradient wire supports SUM and AVG; got {op}: leave the gradient divide factor unset")
         divisor = group.size() if op == dist.ReduceOp.AVG else 1
-        with observer.label(layer="", direction="grads"):
+        with observer.label(layer="", purpose="grads"):
             if self.computed is None:
                 output_tensor.copy_(collectives.reduce_scatter(input_tensor, group, self.codec).wait() / divisor)
                 return

@@ -202,9 +202,9 @@ class ShardedWeight(Weight):
         self.layouts: ShardLayouts | None = None
         self.own: dict[ShardLayout, QuantizedTensor] = {}
         self._arrived: dict[ShardLayout, tuple[Tensor, ...]] = {}
-        # orientations read in earlier passes, by direction
+        # orientations that earlier forwards and backwards read
         self._more: dict[bool, list[ShardLayout]] = {False: [], True: []}
-        self._backward = False  # the direction of the last gather
+        self._backward = False  # the pass of the last gather
         self.decide()
 
     @property
@@ -376,7 +376,7 @@ class ShardedWeight(Weight):
 
     def _gather_now(self, layout: ShardLayout) -> QuantizedTensor:
         """Full operand in one layout, by a separate gather."""
-        with observer.label(direction="weights", precision="" if layout.format.keeps_source else layout.format.name):
+        with observer.label(purpose="weights", precision="" if layout.format.keeps_source else layout.format.name):
             parts = self._operand_of_shard(layout).parts
             return self._trim(layout, all_gather(parts, layout.dims, self.rows.group).wait())
 
