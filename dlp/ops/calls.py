@@ -1,11 +1,11 @@
 """Records that a fuser keeps between calls, and the state of one call.
 
-    FuserPlan    the ops of each pass; one plan for each state of the fuser (recipes, gradients needed, dtype, ...)
-    FuserCall    one record for each set of shapes, strides and dtypes: plan, linears, captured launches
+    FuserPlan    the fused ops of forward and backward; one plan for each state of the fuser (recipes, gradients needed, ...)
+    FuserCall    plan, linears and captured launches; one record for each set of shapes, strides and dtypes of the tensors
     Pass         state of one forward and its backward
 
-The first call with a set of shapes creates the `FuserCall`. Further calls find the record by a key of all that a pass depends
-on (`OperationFuser._run`), without calling methods of the ops.
+The first call with a set of shapes creates a `FuserCall`. Later calls look the `FuserCall` up by a key, which contains
+everything that a pass depends on (`OperationFuser._run`), and do not plan again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlp.ops.captured import Direction, ReplayEntry, ReplayResults
+from dlp.ops.captured import PlanPass, ReplayEntry, ReplayResults
 from dlp.ops.context import OperationContext
 from dlp.parallel.linear.plan import reads_w
 from dlp.parallel.linear.state import BoundSpec
 
 
 class Placed(NamedTuple):
-    """An op of one pass, and the indices of its basic ops in the fuser."""
+    """An op (basic or fused) of one pass, and the indices of its basic ops in the fuser (`places`)."""
 
     op: Any
     places: tuple[int, ...]
@@ -33,19 +33,19 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class FuserPlan:
-    """Operations that a fuser runs in one state.
+    """Plan for one state of a fuser: recipes, train or eval mode, dtype, and the tensors that need gradients.
 
-    forward, backward   the ops of each pass, in the order of forward
-    needs_dx            by basic op: whether the gradient of the input is needed
-    needs_backward      by basic op: whether this op, or an op before it, needs a gradient
-    quantizers          by basic op: (quantizers with which the previous op will cast dx, quantizers with which the next op
-                        will cast y); None: no cast
+    forward, backward   the ops of each pass; both lists are in the order of forward
+    needs_dx            for each basic op: whether the gradient of its input is needed
+    needs_backward      for each basic op: whether its input, parameters or extra inputs need a gradient
+    quantizers          for each basic op: (the quantizers with which the previous op will cast dx, the quantizers with which
+                        the next op will cast y); None: that op does not cast
     shards              ops whose parameters include DTensors
-    sums                the coalesced sums of gradients over tp (`tp_sums`) of ops that need gradients
-    with_end_backward   indices of the linears whose `end_backward` is called after a backward
+    sums                `tp_sums` of the ops that need gradients: reductions of parameter gradients over tp, several at once
+    with_end_backward   basic-op indices of the linears whose `end_backward` is called after a backward
     notes               lines for the printed plan: patterns that are not fused, with reasons
-    captured            the captured launches of forward and of backward
-    num_parameters      by basic op: number of parameters
+    captured            forward and backward, each with its captured launches
+    num_parameters      for each basic op: number of parameters
     """
 
     forward: Sequence[Placed]
@@ -57,16 +57,18 @@ class FuserPlan:
     sums: Sequence[Any]
     with_end_backward: Sequence[int]
     notes: Sequence[str]
-    captured: tuple[Direction, Direction]
+    captured: tuple[PlanPass, PlanPass]
     num_parameters: Sequence[int]
 
 
 class LinearCall(NamedTuple):
-    """A linear of a fuser, with the active spec.
+    """A linear of a fuser, with the spec under which it runs in a `FuserCall`.
 
-    place      index among the basic ops
-    weights    indices of the weights among the tensors of a pass
-    needs_dw   by weight: whether the gradient is needed
+    op         the `ops.BasicLinear`
+    place      index of the op among the basic ops of the fuser
+    bound      the spec: recipe, style, overlap
+    weights    slice of the weights in the list of tensors of a pass (inputs, parameters, extra inputs)
+    needs_dw   for each weight: whether the gradient is needed
     """
 
     op: Any
@@ -79,10 +81,10 @@ class LinearCall(NamedTuple):
 class ResultLayout(NamedTuple):
     """Layout of the flat list that a forward returns: outputs, extra outputs, saved tensors of the ops.
 
-    num_outputs   1, or the number of siblings
-    many          the output is a tuple
-    num_saved     by basic op: number of saved tensors
-    num_results   number of outputs and extra outputs
+    num_outputs   number of outputs: 1, or one for each sibling
+    many          whether the output is a tuple of siblings
+    num_saved     for each basic op: number of tensors saved for backward
+    num_results   number of outputs plus number of extra outputs
     """
 
     num_outputs: int = 1
@@ -93,15 +95,19 @@ class ResultLayout(NamedTuple):
 
 @dataclass(eq=False)
 class FuserCall:
-    """Record that calls of a fuser with tensors of equal shapes, strides and dtypes share. The record holds no tensors.
+    """Record shared by all calls of a fuser with tensors of equal shapes, strides and dtypes. The record holds no tensors.
 
     members             the basic ops (`dlp.ops.passes.Members`)
+    linears             the linears among the basic ops
     dtype               dtype of x
-    many, num_inputs    whether x is a tuple of siblings, and the number of tensors
-    layouts             for each tensor of a pass the DTensorSpec, None for a plain tensor; empty if all are plain
-    bounds              the specs of the linears
-    backward_linears    the linears that run in backward: (index among the linears, the linear, whether its dgrad reads w)
-    forward, backward   captured launches; for backward by the layout of the gradients
+    many                whether x is a tuple of siblings
+    num_inputs          number of tensors in x: 1, or one for each sibling
+    layouts             for each tensor of a pass its DTensorSpec, None for a plain tensor; empty if all tensors are plain
+    bounds              for each linear its spec
+    backward_linears    for each linear that runs in backward: (index in `linears`, the linear, whether its dgrad reads w)
+    forward             captured launches of forward; None: none yet
+    backward            captured launches of backward, by a key of the gradients' layout
+    plan                the plan that the calls follow; None until `follow` is called
     """
 
     members: Any
@@ -114,10 +120,10 @@ class FuserCall:
     backward_linears: Sequence[tuple[int, LinearCall, bool]] = ()
     forward: ReplayEntry | None = None
     backward: dict[Any, ReplayEntry] = field(default_factory=dict)
-    plan: FuserPlan = None  # type: ignore[assignment]  # set by `follow`: a plan is made of the contexts of such a call
+    plan: FuserPlan = None  # type: ignore[assignment]  # set by `follow`: planning reads contexts of this call
 
     def follow(self, plan: FuserPlan) -> None:
-        """Use this plan."""
+        """Set the plan, and the fields that are derived from it: `bounds` and `backward_linears`."""
         self.plan, self.bounds = plan, [each.bound for each in self.linears]
         self.backward_linears = [
             (i, each, reads_w(each.bound.spec.recipe, plan.needs_dx[each.place], any(each.needs_dw)))
@@ -136,20 +142,22 @@ def layouts_of(tensors: Sequence[Any]) -> list[Any]:
 class Pass:
     """State of one forward of a fuser and its backward.
 
-    record             whether autograd records
-    scales             by linear: the scales of the session when forward ran
-    weight_parts       by linear: the operands of the weights, cast before the pass (`WeightParts`); None: the pass casts the
-                       weights
-    given              this rank's tensors: inputs, parameters, extra inputs. This field and the next four are dropped after
-                       forward
-    parts              by linear: the parts of the weights that fprop reads
-    reads, addresses   all of `given` and `parts` without repetition, and their addresses
-    same               for each tensor of `given` and `parts` the index in `reads` (`deduplicated`); empty without repetition
-    kwargs             keywords of the ops, by op; None: no keywords
-    ctxs               the contexts of the ops; None: launches were replayed, and no op has run
-    replayed           the results of the captured launches of forward; None: they did not run
-    moved              saved-tensor hooks may return saved tensors in other memory
+    call               record of all calls with such tensors
+    record             whether gradients are enabled (`torch.is_grad_enabled()`)
+    scales             for each linear: the scales of its session in this forward, which the backward must read, too
+    weight_parts       for each linear: the operands of its weights (`WeightParts`), if they were cast before the pass; else
+                       None
+    given              this rank's tensors: inputs, parameters, extra inputs
+    parts              for each linear: the tensors (codes and scales) of the weights that fprop reads
+    reads, addresses   the tensors of `given` and `parts` without repetition, and their addresses
+    same               for each tensor of `given` and `parts` its index in `reads` (`deduplicated`); empty: none is repeated
+    kwargs             for each op: keyword arguments of the caller; None: no keywords
+    ctxs               for each op: its context; None: not created yet (`contexts`)
+    replayed           description of the results of the captured launches, if forward replayed them; None: the ops ran
+    moved              whether saved-tensor hooks are active: saved tensors may come back in other memory
     layout             the `ResultLayout` of forward
+
+    `drop` releases given, parts, reads and addresses after forward.
     """
 
     call: FuserCall
@@ -168,7 +176,8 @@ class Pass:
     layout: ResultLayout = ResultLayout()
 
     def contexts(self) -> list[Any]:
-        """The contexts of the ops after forward; created here if launches were replayed."""
+        """Return the contexts of the ops; create them in the first call. After a replay they get the attributes that the ops
+        set when the launches were recorded."""
         if self.ctxs is None:
             self.ctxs = [OperationContext() for _ in self.call.members.ops]
             for i, each in enumerate(self.call.linears):
@@ -184,7 +193,7 @@ class Pass:
         return self.ctxs
 
     def drop(self) -> None:
-        """Release the tensors that only forward reads."""
+        """Release the references to tensors that only forward reads."""
         self.given = self.parts = self.reads = self.addresses = ()
         for ctx in self.ctxs or ():
             ctx.pass_tensors = ctx.dirty = ()
@@ -193,8 +202,8 @@ class Pass:
 def deduplicated(
     reads: Sequence[Tensor], addresses: Sequence[int]
 ) -> tuple[Sequence[Tensor], Sequence[int], tuple[int, ...]]:
-    """One tensor for each address, the addresses, and for each given tensor the index of the tensor with this address; no
-    indices if all addresses differ."""
+    """Remove repeated tensors. Return one tensor for each address, these addresses, and for each tensor of `reads` its index in
+    the first result; without indices if all addresses differ."""
     if len(set(addresses)) == len(addresses):
         return reads, addresses, ()
     distinct = dict(zip(addresses, reads, strict=True))

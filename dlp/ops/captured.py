@@ -1,12 +1,13 @@
-"""Forward or backward of a complete fuser as captured launches; `dlp.parallel.linear.capture` does this for one linear.
+"""Capture the forward or the backward of a fuser: record its launches once, then replay them as one native call.
 
     first call      runs the ops
     second call     records the launches of the ops (`dlp.runtime.capture`), and runs them
-    further calls   allocate the results and replay the launches in one native call; collectives and operations of torch split
+    later calls     allocate the results and replay the launches in one native call; collectives and operations of torch split
                     the replay into several native calls
 
-All ops must only launch kernels of this package, call collectives and operations of torch by `dlp.kernels.launches`, and take
-views. The printed plan states why a pass is not captured.
+A pass can be captured if each op only launches kernels of this package, takes views, and calls collectives and operations of
+torch by `dlp.kernels.launches`. Otherwise the printed plan states the reason. `dlp.parallel.linear.capture` captures the passes
+of a single linear.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from dlp.runtime.function import multiplies_tf32, shape_key, shape_keys
 
 Flat = list[Tensor | None]
 Key = tuple[Any, ...]
-# Where a result is: i >= 0: tensor i that launches allocate; -1 - i: tensor i that they read; None: there is no result.
+# Index of a result. i >= 0: tensor i that the launches allocate; i < 0: tensor -1 - i that the launches read; None: the
+# result is None.
 Place = int | None
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class ReplayResults:
-    """Results of the ops when their launches were recorded, without tensors.
+    """Description of the results of captured launches, from which `flat` builds the results of a replay. It holds no tensors.
 
-    places       place of each result of the flat list
-    shapes       (index, shape) of the results that are views of another shape
-    dirty        indices of the tensors, among those read, that the ops wrote to
-    attributes   by context: attributes that the op has set, except tensors
+    places       for each result: its index among the allocated tensors or the tensors read (`Place`)
+    shapes       (index, shape) of each result that is a view with another shape than its tensor
+    dirty        indices of the tensors that the ops wrote to, among the tensors that the launches read
+    attributes   for each context: the attributes that its op has set
     """
 
     places: list[Place]
@@ -48,7 +50,7 @@ class ReplayResults:
     attributes: tuple[dict[str, Any], ...]
 
     def flat(self, allocated: Sequence[Tensor], reads: Sequence[Tensor]) -> Flat:
-        """The results in the form that the ops return, built from the tensors that launches allocated and read."""
+        """Return the flat list of results, taken from the tensors that the launches allocated and read."""
         flat = [None if at is None else allocated[at] if at >= 0 else reads[-1 - at] for at in self.places]
         for i, shape in self.shapes:
             flat[i] = flat[i].view(shape)  # type: ignore[union-attr]
@@ -56,23 +58,24 @@ class ReplayResults:
 
 
 class ReplayEntry(NamedTuple):
-    """Captured launches and their results; valid while the caches of the layers contain these `passes`."""
+    """Captured launches with the description of their results. Valid as long as the cache of each linear holds `passes`."""
 
     passes: CapturedPasses
     launches: CapturedLaunches
     results: ReplayResults
 
 
-class Direction:
-    """One pass of one plan, and its captured launches.
+class PlanPass:
+    """The forward or the backward of a `FuserPlan`, with its captured launches.
 
     name       "forward" or "backward"
     ops        the names of the ops, for messages
-    obstacle   reason why this pass is never captured; empty: it can be captured
-    linears    the names of the linears, for the named range of the launches
-    captured   the captured launches so far. Each linear holds the same object in the cache of calls, and drops it when memory
-               that launches read moves, for example a table of scales; then this pass is captured again
-    entries    captured launches, by all that the launches depend on
+    obstacle   reason why this pass is never captured; "": the pass can be captured
+    range      name of the profiler range around a replay: the linears (without linears the ops) and the pass
+    captured   the captured launches; None before the first run. Each linear also holds this object, in `BoundSpec.calls`, and
+               drops it when memory that the launches read moves, for example a table of scales. Then the pass is captured again
+    bounds     the specs of the linears that hold `captured`
+    entries    the captured launches that can be replayed, by a key of everything that they depend on
     """
 
     def __init__(self, name: str, ops: str, obstacle: str, linears: str) -> None:
@@ -85,7 +88,8 @@ class Direction:
     def replay(
         self, entry: ReplayEntry, bounds: Sequence[Any], reads: Sequence[Tensor], addresses: Sequence[int]
     ) -> Flat | None:
-        """Run captured launches on these tensors and return their results; None if they may not run now."""
+        """Replay captured launches on these tensors and return the flat list of results. Return None, without a replay, if a
+        linear has dropped the launches, or if they cannot run at this moment (`CapturedPasses.obstacle`)."""
         for bound in bounds:
             if bound.calls.get(self) is not entry.passes:
                 return None
@@ -100,10 +104,14 @@ class Direction:
         self, ctxs: Sequence[Any], bounds: Sequence[Any], reads: Sequence[Tensor], addresses: Sequence[int], key: Key,
         compute: Callable[[], Flat],
     ) -> tuple[Flat, ReplayEntry | None]:  # fmt: skip
-        """The results of `compute`, which runs the ops, or of captured launches; and the captured launches in the second case.
+        """Run this pass, by captured launches if possible, else by `compute`. Return the flat list of results, and the captured
+        launches that ran (None: `compute` ran).
 
-        reads, addresses   the tensors that the ops read, without repetition
+        ctxs               the contexts of the ops
+        bounds             the specs of the linears
+        reads, addresses   the tensors that the ops read, without repetition, and their addresses
         key                values that the launches depend on, besides the shapes, strides, dtypes and alignment of `reads`
+        compute            runs the ops and returns the flat list of results
         """
         captured = self._passes(bounds, reads[0])
         if not captured.possible[self.name]:
@@ -136,7 +144,7 @@ class Direction:
         allocated = captured.run(key, reads, run)
         if computed:
             return computed[0], None
-        if not recorded:  # another thread has captured these launches meanwhile
+        if not recorded:  # another thread has recorded these launches in the meantime
             return compute(), None
         launches = captured.found[key]
         assert isinstance(launches, CapturedLaunches)
@@ -144,7 +152,7 @@ class Direction:
         return recorded[0].flat(allocated, reads), entry
 
     def _passes(self, bounds: Sequence[Any], x: Tensor) -> CapturedPasses:
-        """Captured launches so far; a new object if a linear has dropped the old object."""
+        """Return `captured`; create it in the first run, and again if a linear has dropped it."""
         captured = self.captured
         if captured is not None:
             for bound in bounds:
@@ -167,8 +175,8 @@ class Direction:
         self.entries.clear()
 
     def describe(self) -> list[str]:
-        """Lines for the printed plan: whether this pass is captured, or the reason why not; no lines before the first
-        run."""
+        """Return lines for the printed plan: the number of native calls if this pass is captured, else the reason against it;
+        no lines before the first run."""
         captured = self.captured
         if captured is None:
             return []
@@ -184,8 +192,11 @@ class Direction:
 def _results_of(
     flat: Flat, ctxs: Sequence[Any], before: Sequence[set[str]], reads: Sequence[Tensor]
 ) -> tuple[ReplayResults, list[Tensor]]:
-    """The results of recorded ops without tensors, and the allocated tensors among the results. before: names of the
-    attributes of each context before the op ran. Raises NotPlain for ops with effects that launches cannot repeat."""
+    """Describe the results of recorded ops; return the description, and the results that are newly allocated tensors.
+
+    before: for each context the names of its attributes before its op ran. Raises NotPlain for ops with effects that a replay
+    cannot repeat.
+    """
     allocated = list[Tensor]()
     places = [_place(result, allocated, reads) for result in flat]
     shapes = []
@@ -200,13 +211,14 @@ def _results_of(
 def _left_in(
     ctxs: Sequence[Any], before: Sequence[set[str]], reads: Sequence[Tensor]
 ) -> tuple[tuple[int, ...], tuple[dict[str, Any], ...]]:
-    """Return the changes that the ops made to their contexts: the indices of written tensors, and the new attributes of each
-    context. Raises NotPlain for an attribute that is a tensor, and for a write to a tensor outside of `reads`."""
+    """Return the changes that the ops made to their contexts: the indices in `reads` of the tensors marked dirty, and the new
+    attributes of each context. Raises NotPlain for an attribute that is a tensor, and for a dirty tensor that is not in
+    `reads`."""
     dirty, attributes = list[int](), []
     for ctx, had in zip(ctxs, before, strict=True):
         own = {name: value for name, value in vars(ctx).items() if name not in had and name not in OWN}
         if any(isinstance(value, Tensor) for value in own.values()):
-            raise NotPlain("an op keeps a tensor without save_for_backward")
+            raise NotPlain("an op stores a tensor in its context without save_for_backward")
         attributes.append(own)
         dirty += [_index_of(tensor, reads) for tensor in ctx.dirty]
     return tuple(dirty), tuple(attributes)
@@ -215,13 +227,13 @@ def _left_in(
 def _index_of(tensor: Tensor, reads: Sequence[Tensor]) -> int:
     at = next((i for i, each in enumerate(reads) if each is tensor), None)
     if at is None:
-        raise NotPlain("an op writes to a tensor outside of its inputs")
+        raise NotPlain("an op writes to a tensor that is not an input")
     return at
 
 
 def _place(result: Tensor | None, allocated: list[Tensor], reads: Sequence[Tensor]) -> Place:
-    """Place of a result: among the tensors that are read, or among the allocated tensors, to which a new tensor is
-    appended."""
+    """Return the index (`Place`) of a result in `reads` or in `allocated`. A result that is in neither list is appended to
+    `allocated`."""
     if result is None:
         return None
     for tensors, first, step in ((reads, -1, -1), (allocated, 0, 1)):

@@ -1,8 +1,9 @@
 """The fuser: run the basic ops of a sequence as one autograd function, fused differently in forward and in backward.
 
-Fusions are applied once for each state of the fuser: the active spec of every linear, the tensors that need gradients, train
-or eval mode, dtype, registered fusions. The result, a `FuserPlan`, is kept, and found again when a recipe is set again.
-`dlp.ops.passes` runs the passes of a plan. Under torch.compile and dispatch modes ops run one by one (`dlp.ops.traced`).
+Fusions are applied once for each state of the fuser. The state consists of the active spec of every linear, the tensors that
+need gradients, train or eval mode, dtype, and the registered fusions. The fuser keeps the resulting `FuserPlan`s, and uses a
+plan again when its state comes back, for example when an earlier recipe is set again. `dlp.ops.passes` runs the passes of a
+plan. Under torch.compile and dispatch modes the ops run without fusion (`dlp.ops.traced`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from dlp.kernels.launches import capturing
 from dlp.ops.calls import FuserCall, FuserPlan, LinearCall, Pass, Placed, deduplicated, layouts_of
-from dlp.ops.captured import Direction
+from dlp.ops.captured import PlanPass
 from dlp.ops.fusions import REGISTERED, fuse
 from dlp.ops.passes import FUSER, Members, forward
 from dlp.ops.traced import one_by_one
@@ -46,12 +47,12 @@ class OperationFuser:
 
     Args:
         ops: operations in order.
-        names: names of the basic operations in messages; None: class and index.
+        names: names of the basic operations in messages; None: names from index and class.
 
     Attributes:
-        plans: plans by state.
-        calls: prepared calls by state, shapes, strides and dtypes.
-        last: plan of the last call.
+        plans: the `FuserPlan` for each state of the fuser.
+        calls: the `FuserCall` for each state and each set of shapes, strides and dtypes.
+        last: the plan of the last call; None before the first call.
 
     Raises:
         TypeError: for a module that is not an operation.
@@ -85,10 +86,13 @@ class OperationFuser:
     def __call__(
         self, x: Any, *extra_inputs: Tensor, basic_op_kwargs: Sequence[Mapping[str, Any]] | None = None
     ) -> Any:
-        """x [..., C], or a tuple of siblings, and the extra inputs of all ops in order -> the output, or a tuple of the output
-        and the extra outputs of all ops in order. basic_op_kwargs: keywords of each basic op.
+        """Run the ops. Return the output, or a tuple of the output and the extra outputs of all ops, in order.
 
-        Raises ValueError for another number of extra inputs or keywords, TypeError for inputs that are not tensors.
+        x                 input [..., C], or a tuple of siblings
+        extra_inputs      extra inputs of all ops, in order
+        basic_op_kwargs   for each basic op its keyword arguments; None: no keywords
+
+        Raises ValueError for a wrong number of extra inputs or keyword mappings, TypeError for inputs that are not tensors.
         """
         if len(extra_inputs) != self.num_extra_inputs:
             takers = [name for name, count in zip(self.names, self.members.extra_inputs, strict=True) if count]
@@ -120,7 +124,10 @@ class OperationFuser:
         self, inputs: tuple[Any, ...], many: bool, extra_inputs: Sequence[Tensor],
         kwargs: Sequence[Mapping[str, Any]] | None,
     ) -> Any:  # fmt: skip
-        """Find or make the `FuserCall` of these tensors, and run the forward. many: x is a tuple, stored in `inputs`."""
+        """Look up the `FuserCall` for these tensors, or create it, and run the forward.
+
+        inputs: x as a tuple; many: whether the caller passed x as a tuple of siblings.
+        """
         if torch._C._are_functorch_transforms_active():
             refuse_transforms(self.names[0])
         setting_values = [getattr(op, name) for op, name in self.settings]
@@ -130,7 +137,8 @@ class OperationFuser:
         own = [ops[i].op_parameters() for i in self.owners]
         tensors = [*inputs, *chain.from_iterable(own), *extra_inputs]
 
-        # All that the pass depends on: state of the ops, specs and casts of the linears, layouts and needs of the tensors
+        # The key has everything that the pass depends on: modes of the ops, specs and casts of the linears, and for each tensor
+        # layout, alignment and requires_grad.
         bounds, weight_parts, scales, parts = list[Any](), list[Any](), list[Any](), list[Sequence[Tensor]]()
         key: list[Any] = [REGISTERED.version, record, many, *map(len, own), *[op.training for op in ops]]
         for _, _, op in self.linears:
@@ -167,7 +175,7 @@ class OperationFuser:
         return (y, *extra) if extra else y
 
     def _held(self, tensor: Tensor | None) -> Any:
-        """This rank's plain tensor of a parameter or input. Raises ValueError for a bias that was set to None."""
+        """Return this rank's plain tensor of a parameter or input. Raises ValueError for a bias that was set to None."""
         if tensor is None:
             parameters = ((self.names[i], self.basic_ops[i].op_parameters()) for i in self.owners)
             name = next(name for name, own in parameters if any(each is None for each in own))
@@ -177,7 +185,7 @@ class OperationFuser:
         return held(tensor)
 
     def _forget(self, setting_values: list[Any]) -> None:
-        """Drop plans and captured launches, after a setting of an op has changed."""
+        """Drop all plans and captured launches, because a user has changed a setting of an op (`BasicOperation.settings`)."""
         for plan in self.plans.values():
             for captured in plan.captured:
                 captured.forget()
@@ -188,19 +196,22 @@ class OperationFuser:
     def _new_call(
         self, own: Sequence[Sequence[Any]], tensors: Sequence[Any], bounds: Sequence[Any], many: bool, num_inputs: int
     ) -> FuserCall:  # fmt: skip
-        """A `FuserCall` for these tensors, without a plan.
+        """Create a `FuserCall` for these tensors, without a plan. own: for each op with parameters, these parameters.
 
-        Raises TypeError for inputs that are DTensors or not of floating point, ValueError for ops with parametrizations.
+        Raises TypeError for inputs that are DTensors or not floating-point, ValueError for ops with parametrizations
+        (`torch.nn.utils.parametrize`).
         """
         self.members.check_floating(tensors[0].dtype)
         for name, op in zip(self.names, self.basic_ops, strict=True):
             if is_parametrized(op):
-                raise ValueError(f"{name}: parametrized parameters are not supported by ops: use the module of torch")
+                raise ValueError(
+                    f"{name}: ops do not support parametrized parameters: remove the parametrization, or use a module of torch"
+                )
         firsts = [*accumulate(map(len, own), initial=num_inputs)]
         for place in (*range(num_inputs), *range(firsts[-1], len(tensors))):
             if isinstance(tensors[place], DTensor):
-                name = self.names[0] if place < num_inputs else "an extra input"
-                raise TypeError(f"{name} is a DTensor, but ops read plain local tensors; pass the result of to_local()")
+                name = f"{self.names[0]}: the input" if place < num_inputs else "an extra input"
+                raise TypeError(f"{name} is a DTensor, but ops read plain local tensors: pass the result of to_local()")
         linears = []
         for (at, place, op), bound in zip(self.linears, bounds, strict=True):
             op.local_weights(bound)
@@ -211,17 +222,18 @@ class OperationFuser:
     # Plans
 
     def _plan_call(self, call_key: Any, run: Pass, own: Sequence[Any], tensors: Sequence[Any]) -> None:
-        """Give a new call a plan, which depends on the contexts of the first pass, and keep the plan for further passes."""
+        """Set the plan of a new `FuserCall`, and keep the call for later passes. Planning reads the contexts of this pass."""
         run.call.follow(self._plan(run, own, tensors))
-        run.ctxs = None  # `Pass.contexts` makes new ones, with the needs_dx and requires_grad of the plan
+        run.ctxs = None  # `Pass.contexts` creates new contexts, with needs_dx and requires_grad from the plan
         if len(self.calls) >= LIMIT:
             self.calls.clear()
         self.calls[call_key] = run.call
 
     def _plan(self, run: Pass, of_owners: Sequence[Any], tensors: Sequence[Any]) -> FuserPlan:
-        """The plan of the current state, found or made. of_owners: the parameters of each op with parameters.
+        """Return the plan for the current state; make the plan if there is none. of_owners: for each op with parameters, these
+        parameters.
 
-        Raises ValueError if a plan would have to be made while a CUDA graph is captured.
+        Raises ValueError if there is no plan and a CUDA graph is being captured.
         """
         needs = tuple([run.record and tensor.requires_grad for tensor in tensors])
         key = (
@@ -233,8 +245,8 @@ class OperationFuser:
         if plan is None:
             if capturing():
                 raise ValueError(
-                    f"{self.names[0]} and the following ops have no plan for this recipe, dtype and these gradients, "
-                    f"and cannot be planned inside a CUDA graph: run the ops once before the capture"
+                    f"{self.names[0]} and the following ops have no plan for the current recipe, dtype and required "
+                    f"gradients, and cannot be planned inside a CUDA graph: run the ops once before the capture"
                 )
             own: list[Sequence[Any]] = [()] * len(self.basic_ops)
             for i, parameters in zip(self.owners, of_owners, strict=True):
@@ -243,8 +255,10 @@ class OperationFuser:
         return plan
 
     def _make_plan(self, ctxs: Sequence[Any], own: Sequence[Any], needs: Sequence[bool]) -> FuserPlan:
-        """Apply the fusions. own: the parameters of each op; needs: for inputs, parameters and extra inputs, whether a
-        gradient is needed."""
+        """Make the plan: apply the fusions, and decide for each op whether it runs in backward.
+
+        own: for each op its parameters; needs: for each input, parameter and extra input whether a gradient is needed.
+        """
         ops, extra = self.basic_ops, sum(self.members.extra_inputs)
         count = sum(map(len, own))
         inputs = len(needs) - count - extra
@@ -270,8 +284,8 @@ class OperationFuser:
         linears = ", ".join(dict.fromkeys(ctxs[i].bound.spec.name for _, i, _ in self.linears))
         named = f"{self.names[0]} to {self.names[-1]}"
         captured = (
-            Direction("forward", named, self._obstacle("forward", forward_ops, ctxs), linears),
-            Direction("backward", named, self._obstacle("backward", backward_ops, ctxs), linears),
+            PlanPass("forward", named, self._obstacle("forward", forward_ops, ctxs), linears),
+            PlanPass("backward", named, self._obstacle("backward", backward_ops, ctxs), linears),
         )
         return FuserPlan(
             forward_ops, backward_ops, needs_dx, needs_backward,
@@ -283,7 +297,8 @@ class OperationFuser:
         )  # fmt: skip
 
     def _stored_before_casts(self, forward_ops: Sequence[Placed], ctxs: Sequence[Any]) -> list[str]:
-        """Lines for the plan: ops directly before a linear whose output the cast of x reads from memory, with reasons."""
+        """Return a line for each op directly before a linear whose output is stored before the cast of x, with the reason why
+        the cast does not compute the output."""
         lines, linears = [], {i: op for _, i, op in self.linears}
         for placed, following in pairwise(forward_ops):
             at = placed.places[-1]
@@ -293,13 +308,14 @@ class OperationFuser:
         return lines
 
     def _obstacle(self, which: str, ops: Sequence[Placed], ctxs: Sequence[Any]) -> str:
-        """Reason why a pass cannot be captured, from the first op with a reason; empty: the pass can be captured."""
+        """Return the reason why this pass cannot be captured, from the first op that has a reason; "": the pass can be
+        captured."""
         obstacles = ((places[0], op.obstacle([ctxs[i] for i in places], which)) for op, places in ops)
         return next((f"{self.names[first]}: {why}" for first, why in obstacles if why), "")
 
     def _placed(self, ops: Ops, which: str) -> list[Placed]:
-        """The ops of one pass with the indices of their basic ops. A fused op without this pass is replaced by its
-        basic ops."""
+        """Return the ops of one pass with the indices of their basic ops. A fused op that does not define this pass is replaced
+        by its basic ops."""
         placed, at = [], 0
         for op in ops:
             places = tuple(range(at, at + len(op.basic_ops)))
@@ -309,8 +325,9 @@ class OperationFuser:
 
 
 def _readers(ops: Ops) -> list[Any]:
-    """Return, for each op, the core of the linear that reads the output of the op in traced calls; None: no linear does."""
-    readers: list[Any] = []  # torch.compile traces no `list[...]()`
+    """Return for each op the core of the linear that reads the output of the op when ops run one by one; None: no linear
+    does."""
+    readers: list[Any] = []  # torch.compile cannot trace `list[...]()`
     last = None
     for op in ops[::-1]:
         readers.append(last)
@@ -320,9 +337,9 @@ def _readers(ops: Ops) -> list[Any]:
 
 
 def _quantizers_before(pairs: Sequence[tuple[Any, Any]], method: str) -> list[Any]:
-    """Return, for each op, the quantizers that `method` of the previous op returns; None for the first op.
+    """Return for each op the quantizers that `method` of the previous op returns; None for the first op.
 
-    An op that passes the input through returns the quantizers of the op before.
+    An op that passes its input or gradient through (`passes_through`) hands on the quantizers of the op before it.
     """
     quantizers, last = list[Any](), None
     for op, ctx in pairs:

@@ -52,6 +52,35 @@ def test_evaluation_draws_nothing_and_recomputation_the_same_bits():
         assert_bit_equal(weight_grad(other, recompute=True), weight_grad(plain))
 
 
+@pytest.mark.parametrize(("attached", "recompute"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("make", [layer, lambda: dlp.ops.Sequential(dlp.ops.GELU(), layer())], ids=["layer", "ops"])
+def test_the_counter_is_copied_only_for_a_pending_backward(monkeypatch, make, attached, recompute):
+    """A copy takes as much host time as a tenth of a small layer."""
+    copies, clone = list[Tensor](), Tensor.clone
+
+    def watched(self: Tensor, **options: Any) -> Tensor:
+        if self.dtype == torch.int64 and self.dim() == 0:
+            copies.append(self)
+        return clone(self, **options)
+
+    monkeypatch.setattr(Tensor, "clone", watched)
+    model = torch.nn.Sequential(make())
+    if attached:
+        dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    x = matrix("gauss", SIZE, SIZE, 1).requires_grad_()
+
+    def run() -> Tensor:
+        return checkpoint(model, x, use_reentrant=False) if recompute else model(x)
+
+    for _ in range(4):
+        run().backward(matrix("gauss", SIZE, SIZE, 2))
+    assert not copies
+    y = run()
+    run().backward(matrix("gauss", SIZE, SIZE, 2))
+    assert len(copies) == 1
+    y.backward(matrix("gauss", SIZE, SIZE, 2))
+
+
 @pytest.mark.parametrize("attached", [True, False])
 def test_evaluation_of_a_model_draws_nothing(attached):
     """Attached models and layers without a model count microbatches in different code, so both are tested."""

@@ -1,9 +1,9 @@
-"""State of a model that passes read, and the flags of values that are not finite.
+"""State of a model that passes read, and flags that report values that are not finite.
 
     PassState      delayed scales, flags, random counters; the step boundary changes this state
-    ForwardState   scales and random counter of a forward, which the backward reads and a recomputation repeats
-    Flags          a number on the device for each tensor that a layer casts, which the cast sets to NaN where a value is not
-                   finite
+    ForwardState   scales and random counter of a forward, which the backward and a recomputation use again
+    Flags          one number on the device for each tensor that a layer casts; the cast sets the number to NaN if a value is
+                   not finite
 
 A cast can turn Inf into a finite value, which would hide the Inf from the loss and the gradients. The step boundary copies the
 flags of a step and zeroes them; `dlp.parallel.model.checks` reads the copies one step later. Operands in high precision have
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ BACKWARD = ("dx", "dy")  # tensors that backward casts, from the last layer to t
 
 
 class CastName(NamedTuple):
-    """A tensor of a layer that has a flag."""
+    """Name of a flag: a tensor ("x", "w", "y", "dx", "dy") and the member of the layer."""
 
     tensor: str
     member: str
@@ -47,8 +48,12 @@ class CastName(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A block of flags, fp32 [room]: flags of the running step, flags of the previous step, and the names of the flags in
-    use."""
+    """A block of flags.
+
+    now      fp32 [size], flags of the running step
+    closed   fp32 [size], flags of the previous step
+    names    names of the flags in use, which are the first of the block
+    """
 
     now: Tensor
     closed: Tensor
@@ -60,15 +65,16 @@ class _Piece(NamedTuple):
 
 
 class Flags:
-    """The flags of one model. Flags are allocated at the first cast of a layer, in the order of layers. The memory stays the
-    same, since captured launches write to it."""
+    """The flags of one model. The flags of a layer are allocated at its first cast. Their memory does not move, since captured
+    launches write to it. `views`: the flag fp32 [] by (member, tensor, device)."""
 
     def __init__(self) -> None:
         self.views: dict[tuple[str, str, torch.device], Tensor] = {}
         self._pieces: list[_Piece] = []
 
     def reserve(self, members: Sequence[str], device: torch.device, expected: int) -> None:
-        """Allocate flags for all tensors of the layer with these members. `expected`: the number of members of all layers."""
+        """Allocate flags for all tensors of the layer with these members. `expected`: the number of members of all layers, by
+        which a new block is sized."""
         names = [
             CastName(tensor, member)
             for tensor in (*FORWARD, *BACKWARD)
@@ -104,54 +110,62 @@ class Flags:
 
     @property
     def closed(self) -> list[Tensor]:
-        """The flags of the last step, on the device, until the next step ends."""
+        """The flags of the previous step, on the device, which `close` overwrites."""
         return [piece.closed for piece in self._pieces]
 
     def bad_now(self) -> list[str]:
-        """The names of tensors that were not finite in the last step or since the step boundary. Waits for the device."""
+        """Return the names of tensors with values that were not finite in the previous or the running step. Waits for the
+        device."""
         both = [flag for now, closed in zip(self.now, self.closed, strict=True) for flag in (now + closed).tolist()]
         return [str(name) for _, name in bad_casts(self.names, both)]
 
 
 def bad_casts(names: Sequence[CastName | None], flags: Sequence[float]) -> list[tuple[int, CastName]]:
-    """The names of flags that are set, with their indices. `flags`: as `Flags.closed` returned them."""
+    """Return (index, name) of each flag that is set. `flags`: values of `Flags.closed`, all blocks as one list."""
     found = enumerate(zip(names, flags, strict=False))  # `names` may have grown since
     return [(place, name) for place, (name, flag) in found if name is not None and math.isnan(flag)]
 
 
 class UpdateAfterBackward(NamedTuple):
-    """Mark for scales of a forward in an autocast region: at the end of the backward the scales of dy are updated, agreed over
-    `group` (None: the group of the model)."""
+    """Marker on the scales of a forward in an autocast region: the scales of dy are updated at the end of the backward, with
+    amaxes agreed over `group` (None: the amax group of the model)."""
 
     group: ProcessGroup | None
 
 
-class ForwardState(NamedTuple):
-    """State of the model at the time of a forward, which the backward reads and a recomputation repeats.
+class Draw:
+    """Counter of stochastic rounding during a microbatch. `value`: copy of the counter, int64 []; None: the counter of the
+    model still has this value, or nothing will read it."""
 
-    scales   delayed scales; None: those in the table
-    draw     copy of the counter of stochastic rounding; None: nothing was drawn
-    loads    number of calls of `dlp.load_state_dict` before the forward
+    value: Tensor | None = None
+
+
+class ForwardState(NamedTuple):
+    """State of the model at the time of a forward, which the backward and a recomputation use again.
+
+    scales   delayed scales; None: the scales in the table
+    draw     counter of stochastic rounding
+    loads    number of calls of `load_counter` before the forward, counted in models with delayed scales or stochastic rounding
     """
 
-    scales: ForwardScales | None = None
-    draw: Tensor | None = None
-    loads: int = 0
+    scales: ForwardScales | None
+    draw: Draw
+    loads: int
 
 
 class PassState:
     """State of a model that passes of the layers read, and the step boundary changes. `StepState` adds the layers.
 
-    seed         of stochastic rounding
-    dp           (rank, size): which tokens of a global microbatch this rank has
+    seed         seed of stochastic rounding
+    dp           (rank, size): this rank has part `rank` of `size` equal parts of the tokens of a global microbatch
     amax_group   the ranks that share delayed scales; None: this rank alone
-    lone         the state belongs to a single layer, without a converted model that counts microbatches
-    groups       the groups of this rank, by axis of the mesh
+    lone         whether the state belongs to one explicitly constructed layer; each forward with gradients is then a microbatch
+    groups       the process groups of this rank, by axis of the mesh
 
-    The table of scales is made when it is first needed, for every layer of the model, whether or not the layer runs on this
-    rank. So tables are equal on all ranks, and one all-reduce of the staging row agrees on all amaxes. Scales change at the
-    step boundary; under `autocast` without a step boundary, those of x and w change when the region ends, and those of dy at
-    the end of the backward of the layers that ran in the region.
+    The table of scales is created when it is first needed. The table has a row for every layer of the model, whether or not the
+    layer runs on this rank, so that tables are equal on all ranks, and one all-reduce of the staging row agrees on all amaxes.
+    Scales change at the step boundary. Under `autocast` without a step boundary, the scales of x and w change when the region
+    ends, and the scales of dy at the end of the backward of the layers that ran in the region.
     """
 
     def __init__(
@@ -163,10 +177,10 @@ class PassState:
         self.noted: set[str] = set()  # texts of `note`
         # casts
         self._scaling: ScalingState | None = None
-        # Slots of autocast regions that have not run since the load of a state
+        # Loaded values of slots that are not in the table yet, because their autocast region has not run since the load
         self.loaded: dict[str, dict[str, Tensor]] = {}
         self.scales: ForwardScales | None = None  # delayed scales that casts read now; None: the scales in the table
-        self.now = ForwardState()  # state of the running microbatch
+        self.now = ForwardState(None, Draw(), 0)  # state of the running microbatch
         self.repeats: ForwardState | None = None  # state of the forward that a checkpoint recomputes now
         self.drawn_again: Tensor | None = None  # the counter before `resume`, restored by `end_layer_backward`
         self.flags = Flags()
@@ -178,10 +192,10 @@ class PassState:
         self.last: LinearSpec | None = None  # spec of the layer that ran last
         self.last_pass = "forward"  # pass in which the last layer ran
         self.regions = False  # a layer has run in an autocast region
-        self.graphing = False  # inside `graphing`
+        self.graphing = False  # inside `dlp.graphing`
         self.graphed: set[tuple[str, ...]] = set()  # layers that are captured in a CUDA graph, by members
         self._task: int | None = None  # id of the backward at whose end the scales of dy will be updated
-        self.before_gather: Callable[..., None] | None = None  # called like `dlp.parallel.model.checks.check_gathered`
+        self.before_gather: Callable[..., None] | None = None  # called before a gather, with the arguments of `check_gathered`
         # Raises RuntimeError in a backward of a layer whose partial gradients would not be summed.
         self.check_gradients: Callable[[], None] | None = None
 
@@ -218,7 +232,7 @@ class PassState:
                 self.advance()
 
     def forward_state(self) -> ForwardState:
-        """The state for the backward of the forward that runs now."""
+        """Return the state that the backward of the running forward will need."""
         if self.repeats is not None:
             repeated, self.repeats = self.repeats, None
             return repeated
@@ -235,10 +249,10 @@ class PassState:
                 f"{spec.name}: dlp.load_state_dict was called between a forward and its backward, which would read the "
                 f"loaded scales and random counters; load after the backward, or run the forward again"
             )
-        if state.draw is not None and state.draw is not now.draw:
+        if state.draw.value is not None and state.draw is not now.draw:
             if self.drawn_again is None:
                 self.drawn_again = self.counter.clone()
-            self.counter.copy_(state.draw)
+            self.counter.copy_(state.draw.value)
 
     def end_layer_backward(self) -> None:
         """End a backward of a layer: continue with the state of the running microbatch."""
@@ -248,8 +262,8 @@ class PassState:
             self.drawn_again = None
 
     def in_layer_backward(self, spec: LinearSpec) -> None:
-        """Begin a backward of a layer whose forward ran with `scales`, which are updated afterwards if the forward ran in an
-        autocast region. RuntimeError if partial gradients would not be summed."""
+        """Begin a backward of a layer; if the forward ran in an autocast region without a step boundary, schedule the update of
+        the scales of dy. Raises RuntimeError if partial gradients would not be summed."""
         self.last, self.last_pass = spec, "backward"
         if self.check_gradients is not None:
             self.check_gradients()
@@ -257,7 +271,7 @@ class PassState:
             self._update_after_backward(self.scales.behind.group)
 
     def _update_after_backward(self, group: ProcessGroup | None) -> None:
-        """Update the scales of dy at the end of the running backward, once for all layers."""
+        """Schedule the update of the scales of dy for the end of the running backward, once for all layers."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -269,7 +283,8 @@ class PassState:
         return self.scaling.slot(name, record, None if self.attached else self.scales, spec.slots[name][1])
 
     def flag(self, members: tuple[str, ...], tensor: str, member: str, device: torch.device) -> Tensor:
-        """fp32 [], which casts of one tensor set to NaN if a value is not finite; `members`: members of the tensor's layer."""
+        """Return the flag fp32 [] of one tensor, which casts set to NaN if a value is not finite. `members`: all members of the
+        layer."""
         flag = self.flags.views.get((member, tensor, device))
         if flag is None:
             self.flags.reserve(members, device, self.num_members)
@@ -282,12 +297,13 @@ class PassState:
             return torch.zeros((), dtype=torch.int64, device=self.device)
 
     def kept_memory(self, spec: LinearSpec) -> list[Tensor]:
-        """The tensors besides operands that launches of a layer read and write. Their addresses stay until `rebuild`."""
+        """Return the tensors, besides operands, that launches of a layer read and write. Their addresses do not change until
+        `rebuild`."""
         kept = [*self.flags.now, *(self.scaling.memory if spec.slots else ())]
         return [*kept, self.counter] if spec.draws else kept
 
     def note(self, text: str) -> None:
-        """Log a line that amends the plan: once on rank 0, for any number of layers."""
+        """Log a line about a difference from the plan, on rank 0, once for each text."""
         if text not in self.noted:
             self.noted.add(text)
             if not dist.is_initialized() or dist.get_rank() == 0:
@@ -296,17 +312,25 @@ class PassState:
     # ---- microbatches
 
     def advance(self) -> None:
-        """Count a microbatch; not in a backward, which recomputes a forward."""
-        if not in_backward():
-            self.counter.add_(1)
-            self.now = self.now._replace(draw=self.counter.clone())
+        """Begin a microbatch; not in a backward, which recomputes a forward. The counter is copied only if a backward of the
+        last microbatch is pending, since only then does anything else refer to the `Draw` of that microbatch."""
+        if in_backward():
+            return
+        last = weakref.ref(self.now.draw)
+        self.now = self.now._replace(draw=Draw())
+        if (draw := last()) is not None:
+            draw.value = self.counter.clone()
+        self.count_microbatch()
+
+    def count_microbatch(self) -> None:
+        self.counter.add_(1)
 
     def load_counter(self, value: Tensor) -> None:
-        """Load the counter of microbatches. A backward of a forward before the load is refused if it would read loaded
-        state."""
+        """Load the counter of microbatches. If the model has delayed scales or stochastic rounding, `resume` then refuses the
+        backward of a forward that ran before the load."""
         self.counter.copy_(value)
         if self.draws or self.has_slots():
-            self.now = ForwardState(draw=self.counter.clone(), loads=self.now.loads + 1)
+            self.now = ForwardState(None, Draw(), self.now.loads + 1)
 
     # ---- delayed scales
 
@@ -360,8 +384,8 @@ class PassState:
     # ---- the step boundary
 
     def end_step(self) -> None:
-        """The session's part of the step boundary: close the step's statistics, update delayed scales. The last
-        boundary recorded amaxes of weights; amaxes of layers that have not run since are dropped."""
+        """Run the part of the step boundary for this state: close the statistics of the step, update delayed scales. Amaxes of
+        weights were recorded at the last boundary; for layers that have not run since, these amaxes are dropped."""
         if self.stats is not None:
             self.stats.close()
         if self.has_slots():

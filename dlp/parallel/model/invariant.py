@@ -247,11 +247,9 @@ class InvariantSession(Session):
         super().__init__(**state)  # rows of a microbatch are numbered as on one rank
         self.place = dp
 
-    def advance(self) -> None:
-        if not in_backward():
-            self._close_round()
-            self.counter.add_(self.place[0])
-        super().advance()
+    def count_microbatch(self) -> None:
+        self._close_round()
+        self.counter.add_(self.place[0] + 1)
 
     def end_step(self) -> None:
         super().end_step()
